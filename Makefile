@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-fleets bench-large bench-links bench-stages bench-accuracy paper build lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-fast test-durations check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets compose-check bench-large bench-links bench-stages bench-accuracy paper build lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,13 +68,16 @@ demo: setup ## run JOB on this machine, with live progress
 	@$(BIN)/doll up $(JOB)
 
 demo-spot: setup ## run a job on a replayed spot market on this machine (SEED=n: another market)
-	@$(BIN)/doll spot examples/spot.yaml --seed $(SEED)
+	@$(BIN)/doll spot examples/market.yaml --seed $(SEED)
 
 test: setup ## run the whole test suite
 	@$(BIN)/python -m pytest $(DISTRIBUTE) $(PYTEST)
 
-test-fast: setup ## run the tests without servers, torch and long random runs: about a minute
-	@$(BIN)/python -m pytest $(DISTRIBUTE) -m "not slow" $(PYTEST)
+test-fast: setup ## run the tests without servers, torch and long runs: about a minute
+	@$(BIN)/python -m pytest $(DISTRIBUTE) -m "not slow" --durations=5 --durations-min=0.5 $(PYTEST)
+
+test-durations: setup ## measure the tests that load no torch and start no server; write tests/slow_tests.txt (on a quiet machine)
+	@$(BIN)/python -m pytest $(DISTRIBUTE) -m "not slow" --write-slow-tests $(PYTEST)
 
 lint: setup ## check style and formatting
 	@$(BIN)/ruff check .
@@ -118,6 +121,12 @@ bench-soak: setup ## measure memory growth: an hour at full speed with preemptio
 
 bench-cluster: setup ## measure pauses with three brokers, one killed every 20 s (6 minutes)
 	@$(BIN)/python -m benchmarks.cluster $(BENCH)
+
+bench-faults: setup ## samples learned with a fault every 29 s by those without (20 minutes; BENCH=--asap: a saturated job)
+	@$(BIN)/python -m benchmarks.faults $(BENCH)
+
+compose-check: setup ## docker-compose.yml on this machine's docker engine: build, a job with kills, a refusal, nothing left
+	@$(BIN)/python deploy/compose_check.py
 
 bench-large: setup ## measure one update of models of 0.1 to 400 MB, in shared memory and Redis (5 minutes, 10 GB of memory)
 	@$(BIN)/python -m benchmarks.large_models $(BENCH)

@@ -46,6 +46,7 @@ data: {workers: 2, batch_size: 256}
 training: {policy: {name: doll, group_size: 8}, optimizer: {name: sgd, lr: 0.001, momentum: %g}}
 checkpoint: {every_updates: %d, every_s: 1000000, keep: 2}
 worker: {max_pending_batches: 1000000, lease_s: 600, grant_timeout_s: 1000}
+blobs: {ttl_s: 1000}
 """
 
 

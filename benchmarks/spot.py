@@ -45,7 +45,7 @@ def run_once(job: Path, seed: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="doll-spot-") as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "doll", "spot", str(job), "--seed", str(seed), "--runs-folder", folder, "--json"],
+            [sys.executable, "-m", "doll", "spot", str(job), "--seed", str(seed), "--parent-folder", folder, "--json"],
             capture_output=True, text=True, timeout=_RUN_S, check=False,
         )  # fmt: skip
     if done.returncode == _INFEASIBLE:
@@ -97,7 +97,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", type=Path, nargs="?", default=Path("examples/spot.yaml"))
+    parser.add_argument("job", type=Path, nargs="?", default=Path("examples/market.yaml"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/spot.json"))

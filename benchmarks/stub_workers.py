@@ -39,7 +39,7 @@ from doll.consumers.worker import (
 )
 from doll.records import AnyRecord, Grant, Nack, Push, Welcome, decode
 from doll.services import BLOBS_ENV, Services
-from doll.storage.blobs import Blobs, blob_info, encode_blob, gradient_key
+from doll.storage.blobs import Blobs, blob_info, encode_blob, gradient_key, scope_of
 from doll.storage.stores import open_blobs
 
 _SPREAD: Final = 0.1  # of the compute time: uniform, plus or minus
@@ -74,6 +74,7 @@ class StubWorker:
         self._grants: deque[tuple[Grant, Sequence[Batch]]] = deque()
         self._computing: _Set | None = None
         self._weights_key = ""
+        self._scope = config.job
 
     def join(self) -> None:
         """Wait for the Welcome, then pass commands to the loop. Blocks; runs in a thread of its own."""
@@ -89,6 +90,7 @@ class StubWorker:
         self._channel.read_commands(lambda commands: call(self._receive, [decode(value) for _, value in commands]))
 
     def _begin(self, welcome: Welcome) -> None:
+        self._scope = scope_of(self._config.job, welcome.run_id)
         self._core = WorkerCore(welcome, max_pending=self._config.worker.max_pending_batches, now=time.monotonic())
         if self._config.control.kind != "kafka":
             self._link = link = ControlLink(self._services, self._config.control.kind)
@@ -166,8 +168,8 @@ class StubWorker:
         (grant, batches, count, begun_s, fetch_s, compute_s), self._computing = self._computing, None
         if self._core.is_current(grant) and not self.is_done:
             stored_s = time.monotonic()
-            key = gradient_key(self._config.job, grant.term, grant.grant_ids[0])
-            self._process.store_gradient(key, grant.version)
+            key = gradient_key(self._scope, grant.term, grant.grant_ids[0])
+            self._process.store_gradient(key, grant.version, self._scope)
             computed = tuple(
                 ComputedBatch(batch.num_samples, 0.5 * batch.num_samples, {"accuracy": 0.5}, compute_s=compute_s)
                 for batch in batches[:count]
@@ -198,11 +200,11 @@ class StubProcess:
         """Run `task` until the end."""
         self._tasks.append(self.loop.create_task(task))
 
-    def store_gradient(self, key: str, version: int) -> None:
+    def store_gradient(self, key: str, version: int, scope: str) -> None:
         """A gradient of the model's size, whatever is in it."""
         if self._gradient.size != self.num_values:
             self._gradient = np.full(self.num_values, 1e-6, np.float32)
-        blob = encode_blob(self._gradient, job=self._config.job, kind="g", version=version)
+        blob = encode_blob(self._gradient, job=scope, kind="g", version=version)
         self.blobs.put(key, blob, self._config.blobs.ttl_s)
 
     async def run(self) -> None:

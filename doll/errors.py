@@ -60,6 +60,12 @@ class TaskError(DollError):
     exit_code = 2
 
 
+class BadStreamError(DollError):
+    """Too many records of the stream are refused: the source or the task must be corrected."""
+
+    exit_code = 2
+
+
 class CheckpointError(DollError):
     """A checkpoint cannot be read, or belongs to another job or model."""
 

@@ -1,20 +1,50 @@
 """The fingerprint of a job: what checkpoint, parameter server and workers must agree on, as `key=value` fields. Pure.
 
-It contains the batch size, because batches are identified by their number.
+Its keys are those of the job file: the data that decide which samples a batch number means, the task and its arguments,
+and the whole training section; beside them stand facts of the model. A server and its workers must agree in all of
+them. A run may be resumed with other values of some (`refused_changes`); docs/operations.md has the list.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
 
+MAY_CHANGE: Final = (
+    "training.policy.",
+    "training.optimizer.lr",
+    "training.optimizer.weight_decay",
+    "training.optimizer.nesterov",
+    "training.optimizer.beta1",
+    "training.optimizer.beta2",
+    "training.reduction",
+    "training.clip_norm",
+    "training.guard.",
+)
+"""What a resume may change: keys, or sections where they end in a dot. They leave no trace in a checkpoint."""
 
+MODEL_KEYS: Final = ("parameters", "buffers", "shapes", "others", "frozen", "tables")
+"""The keys that do not come from the job file."""
+
+_PUSHES: Final = "pushes"
+_EARLIER_NAMES: Final = {
+    "task": "task.class", "workers": "data.workers", "batch_size": "data.batch_size",
+    "samples_per_record": "data.samples_per_record", "optimizer": "training.optimizer.name",
+}  # fmt: skip
+_NOT_IN_EARLIER: Final = ("task.args.", "training.", _PUSHES)
 _HINTS: Final = {
     "frozen": "build_model() must give the same frozen parameters in every process: load them from one file, or draw "
-    "them with torch's own random numbers"
+    "them with torch's own random numbers",
+    _PUSHES: "training.policy decides whether workers push gradients, steps, or waves of several steps",
 }
+_PATHS: Final = ("_path", "_folder", "_file")  # endings of arguments that `doll.task` takes for paths
+_MAX_VALUE_CHARS: Final = 200
 
 
 def make_fingerprint(
@@ -34,37 +64,112 @@ def make_fingerprint(
     job, model = job_fields(config), {"parameters": parameters, "buffers": buffers, "shapes": f"{shapes:08x}"}
     given = (("others", others), ("frozen", frozen), ("tables", tables))
     model |= {key: f"{value:08x}" for key, value in given if value is not None}
-    first = {key: job.pop(key) for key in ("job", "task")}
+    first = {key: job.pop(key) for key in ("job", "task.class")}
     return " ".join(f"{key}={value}" for key, value in {**first, **model, **job}.items())
 
 
 def job_fields(config: JobConfig) -> dict[str, str]:
     """The part of a fingerprint that comes from the job file, without the model."""
+    data, training = config.data, config.training
     return {
         "job": config.job,
-        "task": config.task.cls,
-        "workers": str(config.data.workers),
-        "batch_size": str(config.data.batch_size),
-        "samples_per_record": str(config.data.samples_per_record),
-        "optimizer": config.training.optimizer.name,
+        "task.class": _text(config.task.cls),
+        "data.workers": str(data.workers),
+        "data.batch_size": str(data.batch_size),
+        "data.samples_per_record": str(data.samples_per_record),
+        _PUSHES: _pushes(training.policy.sends_steps, training.policy.batches_per_push),
+        **{f"training.{key}": _value(value) for key, value in _leaves(training.model_dump())},
+        **{f"task.args.{_text(key)}": _argument(key, value) for key, value in config.task.args.items()},
     }
 
 
 def parse(fingerprint: str) -> dict[str, str]:
-    """The fields of a fingerprint by key."""
-    return dict(word.partition("=")[::2] for word in fingerprint.split())
+    """The fields of a fingerprint by key. That of an earlier release has fewer, and gets today's names."""
+    fields = dict(word.partition("=")[::2] for word in fingerprint.split())
+    if _is_earlier(fields):
+        return {_EARLIER_NAMES.get(key, key): value for key, value in fields.items()}
+    return fields
 
 
 def difference(expected: str, got: str) -> str:
-    """The fields in which two fingerprints differ, for an error message."""
+    """The fields in which two fingerprints differ, for an error message; empty if they agree."""
     return differences(parse(expected), parse(got))
 
 
-def differences(expected: dict[str, str], got: dict[str, str]) -> str:
-    """As `difference`, for fields; empty if they agree."""
-    keys = [key for key in {**expected, **got} if expected.get(key) != got.get(key)]
+def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
+    """As `difference`, for fields."""
+    return _describe(expected, got, _changed(expected, got))
+
+
+def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """What of a checkpoint's fields a job file must not change to continue from it; empty if nothing.
+
+    Of a checkpoint of an earlier release, whose fingerprint had no training section and no arguments of the task, these
+    are not compared.
+    """
+    keys = [key for key in _changed(saved, wanted) if not _may_change(key)]
+    if _PUSHES not in saved:
+        keys = [key for key in keys if key in saved or not key.startswith(_NOT_IN_EARLIER)]
+    return _describe(saved, wanted, keys)
+
+
+def _may_change(key: str) -> bool:
+    return any(key == item or (item.endswith(".") and key.startswith(item)) for item in MAY_CHANGE)
+
+
+def _is_earlier(fields: Mapping[str, str]) -> bool:
+    return "task" in fields and _PUSHES not in fields
+
+
+def _changed(expected: Mapping[str, str], got: Mapping[str, str]) -> list[str]:
+    return [key for key in {**expected, **got} if expected.get(key) != got.get(key)]
+
+
+def _describe(expected: Mapping[str, str], got: Mapping[str, str], keys: Sequence[str]) -> str:
     return ", ".join(
         f"{key}: expected {expected.get(key, 'nothing')}, got {got.get(key, 'nothing')}"
         + (f" ({_HINTS[key]})" if key in _HINTS else "")
         for key in keys
     )
+
+
+def _pushes(sends_steps: bool, batches_per_push: int) -> str:
+    if batches_per_push > 1:
+        return f"waves-of-{batches_per_push}"
+    return "steps" if sends_steps else "gradients"
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a section and of the sections in it, by their keys as in `--set`."""
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{_text(key)}.")
+        else:
+            yield f"{prefix}{_text(key)}", value
+
+
+def _argument(key: str, value: Any) -> str:
+    """Of a path, its last part: each machine may keep the file in another folder."""
+    if isinstance(value, str) and str(key).endswith(_PATHS):
+        value = PurePath(value).name
+    return _value(value)
+
+
+def _value(value: Any) -> str:
+    """Text as it is, anything else as JSON, without a space; the digest of a long one."""
+    plain = value if isinstance(value, str) else json.dumps(_in_order(value), separators=(",", ":"), default=str)
+    text = _text(plain)
+    if len(text) <= _MAX_VALUE_CHARS:
+        return text
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _in_order(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _in_order(value[key]) for key in sorted(value, key=str)}
+    return [_in_order(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _text(value: Any) -> str:
+    """`value` without what separates fields, or keys from values."""
+    return "".join(c if c.isprintable() and c not in " =" else f"\\u{ord(c):04x}" for c in str(value))

@@ -26,7 +26,7 @@ from doll.embedding_tables import EmbeddingTables
 from doll.errors import ConfigError
 from doll.fingerprint import make_fingerprint
 from doll.model_without_tables import build_without_tables
-from doll.task import Task
+from doll.task import Task, described
 
 MAX_MODEL_BYTES: Final = 499_000_000  # one blob, header included, is at most 500 MB (`doll.storage.blobs`)
 
@@ -163,7 +163,7 @@ def build(config: JobConfig, task: Task, *, with_rows: bool = True) -> FlatModel
     try:
         module = task.build_model() if with_rows else build_without_tables(task.build_model)
     except Exception as exc:  # the user's code may raise anything
-        raise ConfigError(f"{config.task.cls}.build_model() failed: {type(exc).__name__}: {exc}") from exc
+        raise ConfigError(f"{config.task.cls}.build_model() failed: {described(exc)}") from exc
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{config.task.cls}.build_model(): expected a torch.nn.Module, got {type(module).__name__}")
     tables = _take_tables(config, task, module)

@@ -1,14 +1,13 @@
 """Control records: what crosses Kafka between DOLL's own processes.
 
-Each record is one msgspec struct, encoded as MessagePack behind two bytes: a magic byte and the schema version.
-Unknown magic, version or type raises `RecordError`; the reader counts and drops such a record, it never crashes on it.
-Sample records are the user's own bytes and are *not* described here (see `doll.packing` for the packed form).
+Each record is one msgspec struct, encoded as MessagePack behind two bytes: a magic byte and the schema version. Unknown
+magic, version or type raises `RecordError`; the reader counts and drops such a record. Sample records are the user's
+own bytes (see `doll.packing` for the packed form).
 
-Topics: `events` carries Join, Announce, Push, Nack, GetRows, Alive, Leave and Evaluated; partition n of `commands`
-carries Welcome, Grant, NewVersion, RowsStored, Settle, Durable, Hello, Fence and Stop for worker n; `updates` carries
-TermStarted, Update and Finished; `dead` carries DeadLetter; `metrics` carries Metric, ServerStatus and
-ProvisionDecision. A control link (`doll.control`) carries Grant, NewVersion, RowsStored, Push, Nack and GetRows in
-place of them, and Attach, Attached, Ping and Detach.
+Topics: `events` carries Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave and Evaluated; partition n of
+`commands` Welcome, Grant, NewVersion, RowsStored, Settle, Durable, Hello, Fence and Stop for worker n; `updates`
+TermStarted, Update and Finished; `dead` DeadLetter; `metrics` Metric, ServerStatus and ProvisionDecision. A control
+link (`doll.control`) carries Grant, NewVersion, RowsStored, Push, Nack, GetRows, Attach, Attached, Ping and Detach.
 """
 
 from __future__ import annotations
@@ -50,6 +49,17 @@ class Announce(Record, frozen=True):
     until: int
 
 
+class Skip(Record, frozen=True):
+    """Batches [first, until) of this worker hold no record, and all before them are durable: they need no gradient."""
+
+    worker: int
+    session: int
+    first: int
+    until: int
+    gaps: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) in which the log holds no record
+    lost: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) that were deleted before this worker read them
+
+
 class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One batch of a Push. Losses are taken before learning."""
 
@@ -65,6 +75,7 @@ class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     compute_s: float = 0.0
     wait_s: float = 0.0  # from the batch's completion to the start of its set
     version: int = -1  # of the weights that it was computed on; -1: as its Push says
+    dead_reasons: tuple[tuple[str, int], ...] = ()  # of its dead letters, and how many have each
 
 
 class Push(Record, frozen=True):
@@ -146,10 +157,11 @@ class Welcome(Record, frozen=True, omit_defaults=True):
     session: int
     origin: int  # offset at which the job began on this partition
     next_batch: int  # first that is not in the durable model: read from origin + next_batch * records_per_batch
-    fingerprint: str  # of task, model, batch size: a worker of another job file refuses to start
+    fingerprint: str  # see `doll.fingerprint`: a worker of another job file ends
     incarnation: int = 0  # as in the Join
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
     generation: int = 0  # see `TermStarted`
+    run_id: str = ""  # of the server's run, see `TermStarted`; a worker of another one ends
     endpoints: tuple[str, ...] = ()  # of control links, the fastest first: "local:PATH", "redis:STREAM"
 
 
@@ -178,9 +190,7 @@ class NewVersion(Record, frozen=True):
     version: int
     key: str
     included: int = 0  # as in a Grant
-    rows_key: str = (
-        ""  # blob key of the rows that have changed after `rows_since`, of those that the worker has asked for
-    )
+    rows_key: str = ""  # of those rows that the worker has asked for and that have changed after `rows_since`
     rows_since: int = 0
 
 
@@ -238,11 +248,12 @@ class Stop(Record, frozen=True):
 
 
 class Attach(Record, frozen=True):
-    """First record of a worker on a control link: which process it is, and of which term its server."""
+    """First record of a worker on a control link: which process it is, and of which term and run its server."""
 
     worker: int
     session: int
     term: int
+    run_id: str = ""
 
 
 class Attached(Record, frozen=True):
@@ -251,6 +262,7 @@ class Attached(Record, frozen=True):
     term: int
     worker: int
     session: int
+    run_id: str = ""
 
 
 class Ping(Record, frozen=True):
@@ -276,10 +288,11 @@ class TermStarted(Record, frozen=True, omit_defaults=True):
     time_s: float
     generation: int = 0  # term of the generation's first server; 0: the first (`doll.ledger.generations`)
     resumed_batches: int = 0  # batches in the resumed model
+    run_id: str = ""  # random; of all terms of one generation, also of those that resume it
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One batch inside an update: offsets [lo, hi) of partition `worker`."""
+    """One batch of an update: offsets [lo, hi) of partition `worker`; or `batches` of them, which hold no record."""
 
     worker: int
     batch: int
@@ -299,6 +312,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     market: str = ""
     held_back: bool = False  # a part of its step is not in this update; a later one settles it
     set_grant_id: int = 0  # first grant of the set that it was pushed in; `fetch_s` and `store_s` are its share of both
+    batches: int = 1
 
 
 class Update(Record, frozen=True):
@@ -325,14 +339,14 @@ class Finished(Record, frozen=True):
     version: int
     reason: str
     time_s: float
+    error: str = ""  # why it cannot go on, where that ended it: no stop rule was met
 
 
 # --- dead and metrics -------------------------------------------------------------------------------------------------
 
 
-# Why a record is dead: no value; above data.max_record_bytes; not in the packed form; `decode` raised, or returned what
-# does not fit the task; its gradient would spoil the model. `replayed`: the letter of a record that was sent again.
-DeadLetterCode = Literal["empty", "too_long", "not_packed", "undecodable", "harmful", "replayed"]
+# No value; above data.max_record_bytes; its batch unreadable; not packed; `decode` failed; harmful; sent again.
+DeadLetterCode = Literal["empty", "too_long", "unreadable", "not_packed", "undecodable", "harmful", "replayed"]
 
 
 class DeadLetter(Record, frozen=True):
@@ -374,6 +388,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retained_batches: int = 0  # batches held and not yet durable
     lag_records: int = 0  # records in its partition that it has not read yet
     control: str = "kafka"  # what carries its grants and pushes: "kafka", "redis" or "local"
+    batch_s: float = 0.0  # that one of its batches takes, from grant to push; 0: not known
+    time_limit_s: float = 0.0  # after which its push is not waited for any more
+    is_stalled: bool = False  # that limit has passed, and it has not answered since
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -411,6 +428,9 @@ class ServerStatus(Record, frozen=True):
     workers: tuple[WorkerStatus, ...]  # one per worker, in order
     counters: Mapping[str, int] = {}  # of the engine: what was refused, requeued, ...
     measures: Measures | None = None
+    dead_reasons: tuple[tuple[str, int], ...] = ()  # of the applied batches' dead letters, and how many have each
+    recent_records: int = 0  # the last ones, of which `data.on_bad_records` takes the share
+    recent_refused: int = 0  # of these
 
 
 class ProvisionDecision(Record, frozen=True):
@@ -423,7 +443,7 @@ class ProvisionDecision(Record, frozen=True):
     turn: int
     time_s: float
     started_s: float  # when the job's clock began
-    phase: str  # "run", "done", "drain", "budget" (spent) or "stopped"
+    phase: str  # as `doll.provisioner.decision.Decision.phase`
     binding: str  # what decides, see `doll.provisioner.planning.planner.Plan.binding`, or "budget"
     feasible: bool  # the deadline can still be met
     markets: tuple[str, ...] = ()  # wanted, per slot: "spot", "on_demand" or "" for no machine
@@ -443,7 +463,7 @@ class ProvisionDecision(Record, frozen=True):
 
 
 AnyRecord = (
-    Join | Announce | Push | Nack | GetRows | Alive | Leave | Evaluated
+    Join | Announce | Skip | Push | Nack | GetRows | Alive | Leave | Evaluated
     | Welcome | Grant | NewVersion | RowsStored | Settle | Durable | Hello | Fence | Stop
     | Attach | Attached | Ping | Detach
     | TermStarted | Update | Finished

@@ -13,13 +13,27 @@ if TYPE_CHECKING:
     from doll.services import Services
 
 
-def require_services(config: JobConfig, services: Services, timeout_s: float = 8.0) -> None:
+_DOLL_UP = "; or use `doll up`, which starts its own where no address is given"
+
+
+def require_services(config: JobConfig, services: Services, timeout_s: float = 8.0, *, hint: str = _DOLL_UP) -> None:
     """Return once Redis answers a PING (within 5 s) and Kafka sends its metadata (within `timeout_s`).
+
+    Args:
+        hint: what to do besides what the problems say.
 
     Raises:
         ServiceUnavailableError: one of them does not answer. The message names the address and what to do.
         ConfigError: credentials are missing.
     """
-    problems = [problem for problem in (redis_problem(services), kafka_problem(config, services, timeout_s)) if problem]
-    if problems:
-        raise ServiceUnavailableError("; ".join(problems))
+    _raise((redis_problem(services), kafka_problem(config, services, timeout_s)), hint)
+
+
+def require_kafka(config: JobConfig, services: Services, timeout_s: float = 8.0) -> None:
+    """As `require_services`, for what reads or writes topics only: it works while Redis is gone."""
+    _raise((kafka_problem(config, services, timeout_s),), _DOLL_UP)
+
+
+def _raise(problems: tuple[str | None, ...], hint: str) -> None:
+    if found := [problem for problem in problems if problem]:
+        raise ServiceUnavailableError("; ".join(found) + hint)

@@ -80,8 +80,11 @@ def redis_address(config: JobConfig) -> str | None:
     return url
 
 
-def resolve(config: JobConfig) -> Services:
+def resolve(config: JobConfig, *, needs_redis: bool = True) -> Services:
     """The services that the job file or the environment name.
+
+    Args:
+        needs_redis: False: the caller reads Kafka alone; without an address of Redis, it is empty.
 
     Raises:
         ConfigError: an address is in neither, or is malformed.
@@ -90,8 +93,8 @@ def resolve(config: JobConfig) -> Services:
     missing = []
     if kafka is None:
         missing.append(f"Kafka: set kafka.address in the job file or {KAFKA_ENV}=host:port")
-    if redis_url is None:
+    if redis_url is None and needs_redis:
         missing.append(f"Redis: set redis.address in the job file or {REDIS_ENV}=redis://host:port/0")
-    if kafka is None or redis_url is None:
+    if kafka is None or missing:
         raise ConfigError(f"no address for {'; '.join(missing)}; or use `doll up`, which starts them on this machine")
-    return Services(kafka, redis_url, control=os.environ.get(CONTROL_ENV, ""))
+    return Services(kafka, redis_url or "", control=os.environ.get(CONTROL_ENV, ""))

@@ -25,6 +25,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -192,7 +193,7 @@ def load_task(config: JobConfig) -> Task:
     except ConfigError:
         raise
     except Exception as exc:  # the user's module may raise anything while it is imported
-        raise ConfigError(f"task.class: cannot import {module_name!r}: {type(exc).__name__}: {exc}") from exc
+        raise ConfigError(f"task.class: cannot import {module_name!r}: {described(exc)}") from exc
     cls = getattr(module, class_name, None)
     if cls is None:
         raise ConfigError(f"task.class: {module_name!r} has no class {class_name!r}")
@@ -204,8 +205,15 @@ def load_task(config: JobConfig) -> Task:
     except ConfigError:
         raise
     except Exception as exc:  # the user's constructor may raise anything
-        raise ConfigError(f"task.args: {spec} does not take {config.task.args}: {type(exc).__name__}: {exc}") from exc
+        raise ConfigError(f"task.args: {spec} does not take {config.task.args}: {described(exc)}") from exc
     return task
+
+
+def described(error: Exception) -> str:
+    """An error of the user's code in one line: its type, what it says, and where it was raised."""
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in place)
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _resolve(config: JobConfig, key: str, value: Any) -> Any:

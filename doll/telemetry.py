@@ -2,42 +2,121 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, Final, Literal, TextIO, cast
 
+import msgspec
 import structlog
+
+LogFormat = Literal["console", "json"]
 
 _REPEAT_AFTER_S: Final = 30.0
 _MAX_REMEMBERED: Final = 1000
+_FIRST_KEYS: Final = ("time", "level", "process", "event")  # of a line in JSON
+_HANDLER: Final = "doll"
+
+_Event = MutableMapping[str, Any]
 
 
-def configure(level: str = "info", *, process: str = "") -> None:
-    """Write the log of this process to standard error: time, level, process, event, key=value."""
-    number = getattr(logging, level.upper(), logging.INFO)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(RateLimitFilter())
-    logging.basicConfig(
-        level=max(number, logging.WARNING),
-        handlers=[handler],
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+def configure(log_format: LogFormat = "console", *, process: str = "", stream: TextIO | None = None) -> None:
+    """Write the log of this process, and the warnings of libraries, to `stream`: one form for both.
+
+    Each line has the time in UTC (ISO 8601), the level, the event, the process and the fields. The console form has
+    colours if the stream is a terminal and NO_COLOR is not set, and no control sequences otherwise.
+
+    Args:
+        process: name of this process, in each line.
+        stream: default: standard error, whatever it is when a line is written.
+    """
+    out: TextIO = cast(TextIO, _StandardError()) if stream is None else stream
+
+    def add_process(_logger: Any, _method: str, event: _Event) -> _Event:
+        if process:
+            event.setdefault("process", process)
+        return event
+
+    shared: list[Any] = [
+        structlog.processors.add_log_level,
+        add_process,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+    ]
+    finish: list[Any] = [structlog.processors.format_exc_info, _escape_controls, _renderer(log_format, out)]
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="%H:%M:%S.%f", utc=False),
-            structlog.processors.format_exc_info,
-            structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        processors=[*shared, *finish],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(file=out),
         cache_logger_on_first_use=False,
     )
-    if process:
-        structlog.contextvars.bind_contextvars(process=process)
+
+    handler = logging.StreamHandler(out)
+    handler.name = _HANDLER
+    handler.addFilter(RateLimitFilter())
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *finish],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [*(other for other in root.handlers if other.name != _HANDLER), handler]
+    root.setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+
+
+class _StandardError:
+    """`sys.stderr` at the time of each call: a test or a fork may have replaced the one that there was."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
+
+
+def _renderer(log_format: LogFormat, out: TextIO) -> Any:
+    if log_format == "json":
+        return _render_json
+    return structlog.dev.ConsoleRenderer(
+        colors=_has_colors(out),
+        pad_event_to=0,
+        timestamp_key="time",
+        exception_formatter=structlog.dev.plain_traceback,
+    )
+
+
+def _has_colors(out: TextIO) -> bool:
+    """Whether `out` shows colours, and the user wants them (https://no-color.org)."""
+    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _render_json(_logger: Any, _method: str, event: _Event) -> str:
+    ordered = {key: event.pop(key) for key in _FIRST_KEYS if key in event} | dict(event)
+    try:
+        return msgspec.json.encode(ordered, enc_hook=repr).decode()  # NaN is null
+    except (TypeError, ValueError):  # a key that is no string, half of a surrogate pair
+        return json.dumps({str(key): repr(value) for key, value in ordered.items()})
+
+
+def _escape_controls(_logger: Any, _method: str, event: _Event) -> _Event:
+    """Values come from records and libraries: they could steer a terminal, or begin a line that looks like another."""
+    for key, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[key] = _printable(value, keep="\n" if key == "exception" else "")
+    return event
+
+
+def _printable(text: str, keep: Iterable[str]) -> str:
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 class RateLimitFilter(logging.Filter):

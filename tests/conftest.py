@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import durations
 import fast_botocore
 import numpy as np
 import pytest
@@ -30,6 +31,18 @@ settings.register_profile("doll", deadline=None, derandomize=UNDER_CI)
 settings.load_profile("doll")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-slow-tests", action="store_true", help=f"measure the tests and write {durations.LIST.name}"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Of the processes of pytest-xdist, the one that is told what all of them measure.
+    if config.getoption("--write-slow-tests") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.WriteSlowTests())
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where no slow test is wanted, their modules are not even imported: that would load torch."""
     if config.option.markexpr == "not slow" and collection_path.name.startswith("test_"):
@@ -37,9 +50,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test-fast` runs what is not marked slow; the marks come from what each test uses."""
-    slow_tests.mark(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`make test-fast` runs what is not marked slow; the marks come from what each test uses, and how long it took."""
+    measures = config.getoption("--write-slow-tests")
+    slow_tests.mark(items, {} if measures else durations.measured_s())
 
 
 @pytest.fixture(autouse=True)

@@ -374,8 +374,9 @@ class FunctionJob:
         worker.next_batch += len(push.batches)
         if not worker.is_leaving:
             self._announce(number)
-        elif push.batches and (held := worker.residual.flush(worker.next_batch)) is not None:
+        elif push.batches and (held := worker.residual.of(worker.next_batch)) is not None:
             # A worker that leaves sends what it holds back first.
+            worker.residual.clear()
             self._send(number, held, (), settles=worker.next_batch)
         else:
             self._leave(number)

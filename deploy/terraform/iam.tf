@@ -108,7 +108,7 @@ data "aws_iam_policy_document" "control" {
     resources = [module.observability.queue_arn]
   }
 
-  # DeleteObject: the store keeps the newest checkpoints and removes the others (versioning keeps them for a week).
+  # DeleteObject: the store keeps the newest checkpoints and deletes the others, and old claims.
   statement {
     sid       = "Checkpoints"
     actions   = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"]

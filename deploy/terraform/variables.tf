@@ -261,7 +261,7 @@ variable "cache_image" {
 }
 
 variable "cache_memory_mb" {
-  description = "self_managed: memory of the cache, MB. It needs weights times blobs.keep_versions, and a gradient per worker."
+  description = "self_managed: memory of the cache, MB. It needs weights times blobs.keep_versions, and a gradient per worker; for asp, vap, ssp, essp and wsp also weights per worker."
   type        = number
   default     = 2048
 
@@ -320,7 +320,7 @@ variable "alarm_email" {
 }
 
 variable "budget_usd_per_month" {
-  description = "AWS notifies when the month's forecast exceeds it, USD; 0: no budget. The job's own limit is plan.budget_usd in the job file."
+  description = "AWS notifies when 80 % and 100 % of it are spent, and when the month's forecast exceeds it, USD; 0: no budget. The job's own limit is plan.budget_usd in the job file."
   type        = number
   default     = 0
 

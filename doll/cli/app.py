@@ -45,10 +45,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.add_typer(config_app, name="config")
-app.add_typer(dead_app, name="dead")
-app.add_typer(example_app, name="example")
-app.add_typer(provision_app, name="provision", short_help="Provision machines for a job's workers.")
 
 
 def _version(requested: bool) -> None:
@@ -68,23 +64,37 @@ def _root(
     pass
 
 
-app.command(short_help="Run a whole job on this machine.")(runs.up)
-app.command(short_help="Inject faults into a job, then audit it.")(runs.drill)
-app.command(short_help="Resume a run.")(runs.resume)
-app.command(short_help="Send a job's source to its topic.")(roles.produce)
-app.command(short_help="Run worker n of a job.")(roles.worker)
-app.command(short_help="Run the parameter server of a job.")(roles.ps)
-app.command(short_help="Measure the held-out error of a job.")(roles.evaluate)
-app.command(short_help="Verify that every sample is applied exactly once.")(inspect.audit)
-app.command(short_help="Show or create a job's topics.")(inspect.topics)
-app.command(short_help="Show a job's status.")(inspect.status)
-app.command(short_help="Write the model as safetensors.")(runs.export)
-app.command(short_help="Query the health probe of a process.")(roles.health)
-app.command(short_help="Serve a job's metrics to Prometheus.")(roles.prometheus)
-app.command(short_help="Plan spot and on-demand workers, cost and risk.")(plan)
-app.command(short_help="Estimate what doll plan needs from a run.")(calibrate)
-app.command(short_help="Measure the layers of a model, for pipelines.")(profile)
-app.command(short_help="Run a whole job on a spot market on this machine.")(spot)
-app.command(short_help="Simulate a whole job in virtual time.")(simulate)
-app.command(short_help="Run a job under several consistency policies.")(compare)
-app.command(short_help="Backtest the planner on recorded markets.")(backtest)
+# Titles of `doll --help`, and the commands in the order in which it shows them.
+_START, _LOOK, _ROLES = "Start here", "Look", "Roles: one process of a job each"
+_MONEY, _EXAMINE = "Money and machines", "Examine and repair"
+
+app.command(short_help="Run a whole job on this machine.", rich_help_panel=_START)(runs.up)
+app.command(short_help="Resume a run.", rich_help_panel=_START)(runs.resume)
+app.add_typer(example_app, name="example", rich_help_panel=_START)
+app.add_typer(config_app, name="config", rich_help_panel=_START)
+
+app.command(short_help="Show a job's status.", rich_help_panel=_LOOK)(inspect.status)
+app.command(short_help="Verify that every sample is applied exactly once.", rich_help_panel=_LOOK)(inspect.audit)
+app.command(short_help="Show or create a job's Kafka topics.", rich_help_panel=_LOOK)(inspect.topics)
+app.command(short_help="Write the model as safetensors.", rich_help_panel=_LOOK)(runs.export)
+
+app.command(short_help="Run the parameter server of a job.", rich_help_panel=_ROLES)(roles.ps)
+app.command(short_help="Run worker n of a job.", rich_help_panel=_ROLES)(roles.worker)
+app.command(short_help="Send a job's source to its topic.", rich_help_panel=_ROLES)(roles.produce)
+app.command(short_help="Measure the held-out error of a job.", rich_help_panel=_ROLES)(roles.evaluate)
+app.command(short_help="Serve a job's metrics to Prometheus.", rich_help_panel=_ROLES)(roles.prometheus)
+app.command(short_help="Query the health probe of a process.", rich_help_panel=_ROLES)(roles.health)
+
+app.command(short_help="Plan spot and on-demand workers, cost and risk.", rich_help_panel=_MONEY)(plan)
+app.command(short_help="Estimate what doll plan needs from a run.", rich_help_panel=_MONEY)(calibrate)
+app.add_typer(
+    provision_app, name="provision", short_help="Provision machines for a job's workers.", rich_help_panel=_MONEY
+)
+app.command(short_help="Run a whole job on a spot market on this machine.", rich_help_panel=_MONEY)(spot)
+app.command(short_help="Backtest the planner on recorded markets.", rich_help_panel=_MONEY)(backtest)
+
+app.add_typer(dead_app, name="dead", rich_help_panel=_EXAMINE)
+app.command(short_help="Inject faults into a job, then audit it.", rich_help_panel=_EXAMINE)(runs.drill)
+app.command(short_help="Run a job under several consistency policies.", rich_help_panel=_EXAMINE)(compare)
+app.command(short_help="Simulate a whole job in virtual time.", rich_help_panel=_EXAMINE)(simulate)
+app.command(short_help="Measure the layers of a model, for pipelines.", rich_help_panel=_EXAMINE)(profile)

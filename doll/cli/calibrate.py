@@ -25,7 +25,9 @@ def calibrate(
     measure: Annotated[
         str | None, typer.Option(help="error_rate (1 - accuracy) or loss [default: plan.measure].", show_default=False)
     ] = None,
-    runs_folder: Annotated[Path, typer.Option(help="Where to look for runs of a job file.")] = Path("runs"),
+    runs_folder: Annotated[Path, typer.Option("--parent-folder", help="Where to look for runs of a job file.")] = Path(
+        "runs"
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Estimate the inputs of `doll plan` from a run: J, the updates to the error target, and the service time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -29,7 +30,7 @@ OffsetsOption = Annotated[
     typer.Option("--offset", metavar="PARTITION/OFFSET", help="Only this record; may be repeated.", show_default=False),
 ]
 CodeOption = Annotated[
-    Literal["empty", "too_long", "not_packed", "undecodable", "harmful"] | None,
+    Literal["empty", "too_long", "unreadable", "not_packed", "undecodable", "harmful"] | None,
     typer.Option("--code", help="Only records refused with this code.", show_default=False),
 ]
 _SHOWN_BYTES = 1024
@@ -51,12 +52,13 @@ def list_(
     again), in part (the other samples of its packed record are learned), pending (its batch is not in a checkpoint
     yet).
 
-    Codes: empty, too_long (above data.max_record_bytes), not_packed (not in the packed form), undecodable (the task's
-    decode failed), harmful (its gradient would break the model).
+    Codes: empty, too_long (above data.max_record_bytes), unreadable (Kafka's client cannot read its batch of records),
+    not_packed (not in the packed form), undecodable (the task's decode failed), harmful (its gradient would break the
+    model).
 
     Example: doll dead list my.yaml --reason "expected x of shape"
     """
-    dead_records = _dead_records(*_job(job, job_option, overrides, run_folder), reason, code, None)
+    dead_records = _read_dead_records(target(job, job_option, overrides, run_folder), reason, code, None)
     emit(as_json, [_fields(dead) for dead in dead_records], _table(dead_records))
 
 
@@ -75,7 +77,7 @@ def show(
 
     Example: doll dead show my.yaml --offset 0/1234
     """
-    dead_records = _dead_records(*_job(job, job_option, overrides, run_folder), reason, code, offsets)
+    dead_records = _read_dead_records(target(job, job_option, overrides, run_folder), reason, code, offsets)
     content = [{**_fields(dead), "payload_hex": dead.letter.payload.hex()} for dead in dead_records]
     emit(as_json, content, "\n\n".join(_details(dead) for dead in dead_records) or _NONE)
 
@@ -103,8 +105,10 @@ def replay_(
     Example: doll dead replay my.yaml --reason JSONDecodeError --dry-run
     """
     from doll.ledger.dead_letter_replay import replay
+    from doll.run.status import reachable_kafka
 
-    job_target, services = _job(job, job_option, overrides, run_folder)
+    job_target = target(job, job_option, overrides, run_folder)
+    services = reachable_kafka(job_target)
     selected = _dead_records(job_target, services, reason, code, offsets)
     replays = replay(job_target.config, services, selected, dry_run=dry_run, again=include_replayed)
     emit(as_json, [_replay_fields(item, dry_run) for item in replays], _replay_text(replays, dry_run))
@@ -113,13 +117,22 @@ def replay_(
 _NONE = "no dead records"
 
 
-def _job(job: Any, job_option: Any, overrides: Any, run_folder: Any) -> tuple[Target, Services]:
-    from doll.service_checks import require_services
+def _read_dead_records(job_target: Target, reason: str, code: Any, offsets: list[str] | None) -> list[DeadRecord]:
+    """From the topic; of a run that has ended and whose broker is gone, from its folder."""
+    from doll.errors import ServiceUnavailableError
+    from doll.ledger.dead_letters import MAX_SAVED, saved_dead_records
+    from doll.run.status import reachable_kafka
 
-    job_target = target(job, job_option, overrides, run_folder)
-    services = job_target.services()
-    require_services(job_target.config, services)
-    return job_target, services
+    try:
+        services = reachable_kafka(job_target)
+    except ServiceUnavailableError:
+        if not (job_target.is_run_folder and job_target.run.dead.exists()):
+            raise
+        sys.stderr.write(
+            f"doll: the broker of this run is gone: these are the first {MAX_SAVED:,} of {job_target.run.dead}\n"
+        )
+        return saved_dead_records(job_target.run.dead, reason=reason, code=code, at=_places(offsets))
+    return _dead_records(job_target, services, reason, code, offsets)
 
 
 def _dead_records(

@@ -16,19 +16,25 @@ def audit(
     job_option: JobOption = None,
     overrides: SetOption = None,
     run_folder: RunFolderOption = None,
+    finished: Annotated[
+        bool, typer.Option("--finished", help="Fail also if the job has not ended, or has ended with an error.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Verify from checkpoint, updates and offsets that every sample is applied exactly once. Exit code 4 if not.
 
     Example: doll audit my.yaml
     """
-    from doll.run.status import audit_target
+    from doll.run.status import audit_target, require_finished
 
-    report = audit_target(target(job, job_option, overrides, run_folder))
+    job_target = target(job, job_option, overrides, run_folder)
+    report = audit_target(job_target)
     details = [*report.violations(), *(report.losses() if report.loss_allowed else ())]
     emit(as_json, report.to_dict(), "\n  ".join([report.summary(), *details]))
     if not report.ok:
         raise typer.Exit(4)
+    if finished:
+        require_finished(job_target)
 
 
 def topics(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -105,6 +105,27 @@ SpotPriceOption = Annotated[
 OnDemandPriceOption = Annotated[
     float | None, typer.Option("--on-demand-price", help="USD per hour of an on-demand machine.", show_default=False)
 ]
+InstanceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--instance",
+        metavar="TYPE",
+        help="EC2 instance type of a worker, priced by the table that ships with DOLL [default: c7g.large].",
+        show_default=False,
+    ),
+]
+RegionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--region", help="AWS region of --instance [default: us-east-1, or fleet.region].", show_default=False
+    ),
+]
+
+
+StackOption = Annotated[
+    Literal["self_managed", "msk", "none"],
+    typer.Option("--stack", help="What runs beside the workers: Kafka on machines of your own, MSK, or nothing."),
+]
 TraceOption = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FOLDER", help="Replay a recorded market (docs/traces.md).", show_default=False),
@@ -122,7 +143,9 @@ RunFolderOption = Annotated[
 ]
 FRESH_HELP: Final = "Begin a new generation on topics that hold an earlier run of this job, from data.start."
 FreshOption = Annotated[bool, typer.Option("--fresh", help=FRESH_HELP)]
-RunsFolderOption = Annotated[Path, typer.Option("--runs-folder", help="Folder in which the run folder is created.")]
+RunsFolderOption = Annotated[
+    Path, typer.Option("--parent-folder", help="Folder in which the folder of this run is created.")
+]
 
 
 def target(
@@ -134,6 +157,7 @@ def target(
         BadParameter: no job is given, or two.
         ConfigError: the job file is invalid.
     """
+    from doll import telemetry
     from doll.run.target import open_target
 
     if argument is not None and option is not None and argument != option:
@@ -142,4 +166,6 @@ def target(
     path = argument or option or (Path(from_environment) if from_environment else None)
     if path is None:
         raise usage("expected a job file, or an example that ships with DOLL, as in: doll up digits")
-    return open_target(path, overrides or [], run_folder)
+    opened = open_target(path, overrides or [], run_folder)
+    telemetry.configure(opened.config.log.format)  # else what is logged goes to standard output, with the result
+    return opened

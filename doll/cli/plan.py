@@ -30,6 +30,9 @@ def plan(
     budget: Annotated[float | None, typer.Option(help="USD for all workers.")] = None,
     spot_price: options.SpotPriceOption = None,
     on_demand_price: options.OnDemandPriceOption = None,
+    instance: options.InstanceOption = None,
+    region: options.RegionOption = None,
+    stack: options.StackOption = "self_managed",
     alpha: options.AlphaOption = None,
     cycle: options.CycleOption = None,
     machines_per_worker: options.MachinesOption = None,
@@ -75,8 +78,11 @@ def plan(
 ) -> None:
     """Plan a job: whether it can meet error target, deadline and budget, and which workers to run on spot.
 
-    Values are taken from the options, else from the job file's plan section. Exit 3 if the plan is not feasible. With
-    --pipeline FLEET: which devices of a fleet form a worker together, as stages of a pipeline, and how fast they are.
+    Values are taken from the options, else from the job file's plan section. Without prices, those of --instance in
+    --region are taken from a table that ships with DOLL. Exit 3 if the plan is not feasible. With --pipeline FLEET:
+    which devices of a fleet form a worker together, as stages of a pipeline, and how fast they are.
+
+    Example: doll plan digits --instance c7g.large --region eu-west-1 --deadline 4m
 
     Example: doll plan -N 64 --rate 125 -K 20 -b 256 -J 10000 --alpha 0.9 --deadline 112m
     --spot-price 0.158 --on-demand-price 0.286
@@ -86,6 +92,8 @@ def plan(
     from doll.provisioner.planning.assessment import assess
     from doll.provisioner.planning.assessment_report import report_text
     from doll.provisioner.planning.plan_request import changed_plan, plan_request
+    from doll.provisioner.planning.stack_cost import PARTS, StackKind
+    from doll.provisioner.prices.shipped import with_prices
 
     config = optional_job(job, job_option, overrides)
     if pipeline is not None:
@@ -110,15 +118,22 @@ def plan(
         machines_per_worker=machines_per_worker,
         availability_of=None if availability_of is None else availability_of.value,
     )  # fmt: skip
+    if (spot_price is not None or on_demand_price is not None) and (instance is not None or region is not None):
+        raise usage("expected --instance and --region, or --spot-price and --on-demand-price, got some of both")
     section, pilot_notes = with_pilot(config, section)
+    price_notes: list[str] = []
+    section = with_prices(config, section, instance, region, price_notes)
     request, notes = plan_request(config, section, stream_rates(config, workers, rate), group_size, batch_size)
-    notes = [*pilot_notes, *notes]
+    notes = [*price_notes, *pilot_notes, *notes]
+    simulated = config is not None and getattr(config.fleet, "speed_up", 1) != 1  # nothing of it runs on AWS
+    kind: StackKind | None = None if stack == "none" or simulated else stack
     assessment = assess(request)
     if plot is not None:
         from doll.monitor.plan_plot import draw
 
         draw(assessment, plot)
         notes.append(f"plot: {plot}")
-    emit(as_json, {**assessment.to_dict(), "notes": notes}, report_text(assessment, notes))
+    beside = None if kind is None else {"kind": kind, "usd_per_h": {part.name: part.usd_per_h for part in PARTS[kind]}}
+    emit(as_json, {**assessment.to_dict(), "notes": notes, "stack": beside}, report_text(assessment, notes, kind))
     if assessment.problem is not None:
         raise typer.Exit(assessment.problem.exit_code)

@@ -67,6 +67,8 @@ def run(
         decision = provisioner.run(lambda: interrupts.stop_requested)
         if decision is not None:
             _print(decision, as_json=False)
+    if decision is not None and decision.phase == "failed":
+        raise typer.Exit(2)  # a restart does not help
     raise typer.Exit(0 if decision is None or decision.finished else 1)
 
 
@@ -99,15 +101,29 @@ def drain(
     """Terminate all machines of the job and wait until they are gone; this stops a provisioner that runs.
 
     Workers finish their batches or return them to the job. The job itself can continue: doll provision run launches
-    machines again. Drain before `terraform destroy`, which does not know these machines.
+    machines again. Drain before `terraform destroy`, which does not know these machines. Neither Kafka nor Redis is
+    needed.
 
     Example: doll provision drain my.yaml
     """
+    from doll.process.signals import Interrupts
+    from doll.provisioner.drain import drain as drain_fleet
+    from doll.provisioner.lease import Lease, claims_of
+    from doll.provisioner.main import publish_last
+    from doll.provisioner.state_store import FileStateStore
+    from doll.run.provisioning import machines_of
+    from doll.services import Services
+
     at = target(job, job_option, overrides, run_folder)
-    with _provisioner(at, overrides or []) as (provisioner, interrupts):
-        decision = provisioner.drain(lambda: interrupts.stop_requested)
+    nowhere = Services(kafka="", redis="")  # workers are started with them, and none is
+    with Interrupts() as interrupts, machines_of(at.config, nowhere, at.run.path) as machines:
+        lease = Lease(claims_of(at.config, at.run.path))
+        interrupts.graceful = True
+        store = FileStateStore(at.run.path, at.config.job)
+        decision = drain_fleet(at.config, machines, lease, store, interrupts.wait)
         if decision is not None:
             _print(decision, as_json=as_json)
+            publish_last(at.config, at.services, decision)
     raise typer.Exit(0 if decision is not None else 1)
 
 
@@ -138,12 +154,13 @@ def _provisioner(
     from doll.config import load
     from doll.process.signals import Interrupts
     from doll.provisioner.main import Provisioner, ProvisionerSetup
-    from doll.run.provisioning import machines_of, settings_of
+    from doll.run.provisioning import machines_of, pass_on, settings_of
 
     with Interrupts() as interrupts:
         setup = ProvisionerSetup(
             at.config, at.services, at.run.path, machines=machines_of, read_settings=settings_of,
             load=lambda: load(at.path, overrides), path=at.path, dry_run=dry_run,
+            accept=lambda config: pass_on(config, at.run.path),
         )  # fmt: skip
         with Provisioner(setup) as provisioner:
             provisioner.read_history()

@@ -99,11 +99,14 @@ def ps(
         bool, typer.Option("--takeover", help="Start without checking for a leader, and replace it.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", envvar="DOLL_FRESH", help=FRESH_HELP)] = False,
+    check_only: Annotated[
+        bool, typer.Option("--check", help="Only check that the job may be served, and create its topics.")
+    ] = False,
 ) -> None:
     """Run the parameter server: form groups, apply updates, write checkpoints.
 
-    Exit code 2: the topics hold an earlier run and its checkpoints are missing. With --fresh a new generation begins on
-    them; if there are checkpoints, they are used with --fresh too.
+    Exit code 2: the topics hold an earlier run and its checkpoints are missing, or the checkpoints are of a samples
+    topic that was deleted or truncated. With --fresh a new generation begins; checkpoints that fit are resumed.
 
     Exit code 1: another parameter server leads. With --standby it waits for the end of the leader instead; both must
     reach the same checkpoints (checkpoint.folder).
@@ -113,7 +116,9 @@ def ps(
     from doll.run.standalone import run_parameter_server
 
     job_target = target(job, job_option, overrides, run_folder)
-    raise typer.Exit(run_parameter_server(job_target, standby=standby, takeover=takeover, fresh=fresh))
+    raise typer.Exit(
+        run_parameter_server(job_target, standby=standby, takeover=takeover, fresh=fresh, check_only=check_only)
+    )
 
 
 def evaluate(

@@ -58,6 +58,14 @@ def drill(
         bool,
         typer.Option("--replay", help="Replay the run afterwards: it must make the same model, to the bit."),
     ] = False,
+    every_s: Annotated[
+        float | None,
+        typer.Option(
+            "--every",
+            min=0.1,
+            help="Seconds from one fault to the next [default: as soon as the job has recovered, some sooner].",
+        ),
+    ] = None,
     runs_folder: RunsFolderOption = Path("runs"),
     fresh: FreshOption = False,
     as_json: JsonOption = False,
@@ -81,6 +89,7 @@ def drill(
         brokers=brokers,
         fresh=fresh,
         replay=replay,
+        every_s=every_s,
     )
     if failure is None:
         _finish(report, as_json)

@@ -55,6 +55,8 @@ def simulate(
     boot: options.BootOption = None,
     spot_price: options.SpotPriceOption = None,
     on_demand_price: options.OnDemandPriceOption = None,
+    instance: options.InstanceOption = None,
+    region: options.RegionOption = None,
     replacement: Annotated[
         bool,
         typer.Option("--replacement/--no-replacement", help="Requeue batches of lost workers, or wait for them."),
@@ -79,12 +81,16 @@ def simulate(
 
     It runs the parameter server's own engine and policies. Prints the update rate with the formula's.
 
+    Prices of a job file that states none are those of --instance in --region, from a table that ships with DOLL.
     Defaults without a job file are the paper's: 64 workers of 125 samples/s, K = 20, b = 256, 10000 updates; --alpha
     0.9, --cycle 1000, --service 20ms, --boot 0, --spot-price 0.158, --on-demand-price 0.286. With --deadline the
     planner moves slots between the markets to finish in time; --trace replays recorded availability instead of --alpha.
 
     Example: doll simulate -N 64 -K 20 --spot 30 --alpha 0.9 --out simulated
     """
+    from doll.config import PlanConfig
+    from doll.provisioner.planning.plan_request import changed_plan
+    from doll.provisioner.prices.shipped import with_prices
     from doll.simulation import job as jobs
     from doll.simulation.report import summarise, write_report
 
@@ -93,13 +99,17 @@ def simulate(
         machines_per_worker = 1 if config is None else config.machines_per_worker
     if availability_of is None and config is not None:
         availability_of = options.AvailabilityOf(config.plan.availability_of)
+    papers = {"spot_usd_per_h": jobs.PAPER_SPOT_USD_PER_H, "on_demand_usd_per_h": jobs.PAPER_ON_DEMAND_USD_PER_H}
+    stated = config.plan if config is not None else changed_plan(PlanConfig(), **papers)
+    stated = changed_plan(stated, spot_usd_per_h=spot_price, on_demand_usd_per_h=on_demand_price)
+    notes: list[str] = []
+    prices = with_prices(config, stated, instance, region, notes)
     settings = jobs.simulation_settings(
         config, stream_rates(config, workers, rate, default=(jobs.PAPER_RATE_PER_S, jobs.PAPER_WORKERS)),
         batch_size=batch_size, group_size=group_size, updates=updates, seconds=duration, arrival_scv=arrival_scv,
         compute_s=jobs.PAPER_SERVICE_S if service is None else service, compute=compute.value,
         random_phase=random_phase, replacement=replacement, arrivals_pause=arrivals_pause,
-        spot_usd_per_hour=jobs.PAPER_SPOT_USD_PER_H if spot_price is None else spot_price,
-        on_demand_usd_per_hour=jobs.PAPER_ON_DEMAND_USD_PER_H if on_demand_price is None else on_demand_price,
+        spot_usd_per_hour=prices.spot_usd_per_h or 0.0, on_demand_usd_per_hour=prices.on_demand_usd_per_h or 0.0,
         machines_per_worker=machines_per_worker, seed=seed,
     )  # fmt: skip
     if spot > settings.num_workers:
@@ -124,7 +134,7 @@ def simulate(
             )
         )
     summary = summarise(system, availability)
-    text = summary.text(deadline, settings.updates)
+    text = "\n".join([summary.text(deadline, settings.updates), *(f"- {note}" for note in notes)])
     if out is not None:
         write_report(system, summary, out)
         text += f"\nwritten: {out / 'summary.json'}, updates.csv, simulation.png"

@@ -52,7 +52,7 @@ def spot(
 
     --deadline is in real time, --cycle in market time.
 
-    Example: doll spot spot --seed 3
+    Example: doll spot market --seed 3
     """
     from doll.monitor.run_report import summary
     from doll.run.job import run_up

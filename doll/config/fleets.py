@@ -39,7 +39,7 @@ class ProcessesFleetConfig(FleetSection):
     )
     pool: str | None = Field(default=None, description="pool of the trace; default: its first")
     speed_up: PositiveFloat = Field(
-        default=1.0, description="seconds of market time, which is billed, per second of real time"
+        ge=1e-6, le=1e6, default=1.0, description="seconds of market time, which is billed, per second of real time"
     )
     notice_s: float = Field(
         default=2.0,

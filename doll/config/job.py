@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,12 +12,23 @@ from doll.config.data import DataConfig
 from doll.config.fleets import FleetConfig, ProcessesFleetConfig
 from doll.config.pipeline import PipelineConfig
 from doll.config.provision import PlanConfig, ProvisionConfig
-from doll.config.roles import BlobConfig, CheckpointConfig, EvaluationConfig, HealthConfig, PsConfig, WorkerConfig
+from doll.config.roles import (
+    BlobConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    HealthConfig,
+    LogConfig,
+    PsConfig,
+    WorkerConfig,
+)
 from doll.config.section import Section
 from doll.config.services import ControlConfig, KafkaConfig, RedisConfig
 from doll.config.source import ArrivalsConfig, SourceConfig, StdinSource
 from doll.config.training import StopConfig, TaskConfig, TrainingConfig
 
+MAX_PORT: Final = 65_535
+FIRST_WORKER_PORT: Final = 10
+"""The health port of worker n is `health.base_port` + this + n."""
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 
 
@@ -25,7 +36,7 @@ class JobConfig(Section):
     """The whole job file."""
 
     job: str = Field(description="name of the job: part of topic names, keys and folders")
-    seed: int = Field(default=0, ge=0, description="of the initial weights and the generated streams")
+    seed: int = Field(le=2**63 - 1, default=0, ge=0, description="of the initial weights and the generated streams")
     task: TaskConfig
     data: DataConfig = Field(default_factory=DataConfig)
     source: SourceConfig | None = Field(
@@ -38,6 +49,7 @@ class JobConfig(Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     ps: PsConfig = Field(default_factory=PsConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
     health: HealthConfig = Field(default_factory=HealthConfig)
     blobs: BlobConfig = Field(default_factory=BlobConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
@@ -83,11 +95,36 @@ class JobConfig(Section):
                 f"training.policy: the {needed} batches of a push never come together: a worker holds {room} "
                 "(worker.max_pending_batches); raise max_pending_batches"
             )
+        self._check_times()
+        if (port := self.health.base_port) is not None and port + FIRST_WORKER_PORT + self.data.workers - 1 > MAX_PORT:
+            raise ValueError(
+                f"health.base_port: expected at most {MAX_PORT - FIRST_WORKER_PORT - self.data.workers + 1}, so that "
+                f"each of {self.data.workers} workers (data.workers) has a port, got {port}"
+            )
         if self.worker.pipeline is not None:
             self._check_pipeline(self.worker.pipeline)
         elif getattr(self.training.policy, "pipelined", False):
             raise ValueError("training.policy.pipelined: expected worker.pipeline, which sets it")
         return self
+
+    def _check_times(self) -> None:
+        """Times that make each other useless."""
+        worker, ttl_s, boot_s = self.worker, self.blobs.ttl_s, self.plan.boot_s
+        if ttl_s < worker.grant_timeout_s:
+            raise ValueError(
+                f"blobs.ttl_s: expected at least worker.grant_timeout_s ({worker.grant_timeout_s:g}), so that the "
+                f"weights that a grant names are there until it is replaced, got {ttl_s:g}"
+            )
+        if worker.stall_timeout_s < 2 * (fetch_s := worker.fetch_max_wait_ms / 1000):
+            raise ValueError(
+                f"worker.stall_timeout_s: expected at least twice worker.fetch_max_wait_ms ({2 * fetch_s:g} s), for "
+                f"which a worker of a slow stream may hear nothing, got {worker.stall_timeout_s:g}"
+            )
+        if self.provision.boot_timeout_s <= boot_s:
+            raise ValueError(
+                f"provision.boot_timeout_s: expected more than plan.boot_s ({boot_s:g}), or each machine is replaced "
+                f"while it boots, got {self.provision.boot_timeout_s:g}"
+            )
 
     def _check_pipeline(self, pipeline: PipelineConfig) -> None:
         policy = self.training.policy

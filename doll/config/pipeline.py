@@ -17,7 +17,9 @@ class StageDeviceConfig(Section):
     """What one stage runs on: `cpu`, `cuda:0`, or a mapping with `device`."""
 
     device: Annotated[str, StringConstraints(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
-    speed: PositiveFloat = Field(default=1.0, description="times that of the device that was profiled; for `profile`")
+    speed: PositiveFloat = Field(
+        ge=1e-6, le=1e6, default=1.0, description="times that of the device that was profiled; for `profile`"
+    )
     memory_bytes: PositiveFloat | None = Field(
         default=None,
         description="what a stage may take: with `profile` no stage gets more layers than fit, without it nothing "
@@ -62,7 +64,10 @@ class PipelineConfig(Section):
         default=None, description="names of the layers of each stage, instead of a choice; `doll profile` lists them"
     )
     stage_timeout_s: PositiveFloat = Field(
-        default=8.0, description="a stage that is silent for this long is considered gone, and its worker with it"
+        ge=2,
+        le=3600,
+        default=8.0,
+        description="a stage that is silent for this long is considered gone, and its worker with it",
     )
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.section import Section
+from doll.config.units import LONGEST_S
 
 MAX_MACHINES_PER_WORKER = 64
 
@@ -23,7 +24,9 @@ class PlanConfig(Section):
         default="error_rate", description="held-out error: 1 - accuracy, or the task's loss"
     )
     pilot: Path | None = Field(default=None, description="run folder from which `doll plan` takes J and `service_s`")
-    deadline_s: PositiveFloat | None = Field(default=None, description="seconds from the start of the job")
+    deadline_s: PositiveFloat | None = Field(
+        le=LONGEST_S, default=None, description="seconds from the start of the job"
+    )
     budget_usd: PositiveFloat | None = Field(default=None, description="maximum cost of the workers")
     machines_per_worker: Annotated[int, Field(ge=1, le=MAX_MACHINES_PER_WORKER)] | None = Field(
         default=None,
@@ -33,7 +36,9 @@ class PlanConfig(Section):
     on_demand_usd_per_h: PositiveFloat | None = Field(default=None, description="price of a machine on on-demand")
     alpha: float = Field(default=0.9, ge=0, le=1, description="fraction of time for which a spot machine is available")
     cycle_s: PositiveFloat = Field(
-        default=36000.0, description="mean length of an available and an unavailable period of a spot machine together"
+        le=LONGEST_S,
+        default=36000.0,
+        description="mean length of an available and an unavailable period of a spot machine together",
     )
     availability_of: Literal["machine", "worker"] = Field(
         default="machine",
@@ -146,12 +151,25 @@ class ProvisionConfig(Section):
         "processes: 0",
     )
     heartbeat_timeout_s: PositiveFloat = Field(
-        default=30.0, description="a worker that is silent for this long, while others are not, is considered failed"
+        ge=2,
+        default=30.0,
+        description="a worker that is silent for this long, while others are not, is considered failed",
     )
     replace_after_s: PositiveFloat = Field(
         default=300.0, description="a machine whose worker is silent for this long is replaced"
     )
     boot_timeout_s: PositiveFloat = Field(
         default=900.0, description="a machine whose worker has not joined after this time is replaced"
+    )
+    max_failures: PositiveInt = Field(
+        default=5,
+        description="machines of a slot that fail one after the other, not by preemption, before nothing more is "
+        "launched for it; the pause after each doubles. When every slot is given up, the provisioner stops",
+    )
+    max_stall_s: PositiveFloat | None = Field(
+        default=None,
+        description="time for which machines run and no update is applied before all of them are ended and the "
+        "provisioner stops; also how long machines wait for a source that sends nothing. Default: a quarter of the "
+        "deadline, at least 15 min and 10 updates, at most 1 h or 10 updates",
     )
     scale_in: ScaleInConfig = Field(default_factory=ScaleInConfig)

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from doll.config.job import JobConfig
+from doll.config.units import BY_SUFFIX, OTHER, WHOLE
 from doll.config.variants import sections_of
 
 _HEAD = """\
@@ -26,13 +27,24 @@ Secrets are not allowed in the file. They come from the environment: `DOLL_KAFKA
 `DOLL_KAFKA_CA`, `DOLL_REDIS_USERNAME`, `DOLL_REDIS_PASSWORD`. Addresses may come from there, too: `DOLL_KAFKA`,
 `DOLL_REDIS`.
 
+Each number has limits. Where the table of a key names none, those of its unit hold, which is the end of the key's name
+(0 has no unit):
+
+{limits}
+
 This page is generated from `doll/config/` by `python -m doll.config.reference docs/configuration.md`.
 """
 
 
 def markdown() -> str:
     """The whole page."""
-    parts = [_HEAD, "\n## Top level\n\n" + _table(JobConfig, skip=("base_folder",))]
+    limits = "\n".join(
+        [
+            *(f"- `{suffix}`: {it.least:g} to {it.most:g}{it.unit}" for suffix, it in BY_SUFFIX.items()),
+            f"- other whole numbers: at most {WHOLE.most:g}; other numbers: at most {OTHER.most:g}",
+        ]
+    )
+    parts = [_HEAD.replace("{limits}", limits), "\n## Top level\n\n" + _table(JobConfig, skip=("base_folder",))]
     for name, field in JobConfig.model_fields.items():
         models = sections_of(field)
         for model in models:

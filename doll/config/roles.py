@@ -32,6 +32,7 @@ class CheckpointConfig(Section):
     every_updates: PositiveInt = Field(default=20, description="a checkpoint is due after this many updates")
     every_s: PositiveFloat = Field(default=2.0, description="or after this time, if there are updates")
     keep: int = Field(
+        le=10_000,
         default=3,
         ge=2,
         description="number of newest checkpoints that are kept; at least 2, in case the newest one is damaged",
@@ -62,7 +63,7 @@ class EvaluationConfig(Section):
     """Held-out evaluation."""
 
     every_s: PositiveFloat = Field(default=1.0, description="minimum time between two held-out evaluations")
-    max_samples: PositiveInt = Field(default=2000, description="maximum size of the held-out set")
+    max_samples: PositiveInt = Field(le=100_000_000, default=2000, description="maximum size of the held-out set")
     enabled: bool = Field(default=True, description="false: `doll up` starts no evaluator")
 
 
@@ -70,16 +71,23 @@ class WorkerConfig(Section):
     """The workers."""
 
     max_pending_batches: PositiveInt = Field(
+        le=10_000_000,
         default=32,
         description="maximum number of batches of a worker that are not durable yet; at this number it stops reading",
     )
-    lease_s: PositiveFloat = Field(default=8.0, description="a worker that is silent for this long is considered gone")
+    lease_s: PositiveFloat = Field(
+        default=8.0, ge=2, description="a worker that is silent for this long is considered gone"
+    )
     grant_timeout_s: PositiveFloat = Field(
+        ge=0.1,
         default=30.0,
-        description="a granted batch that has no gradient after this time (or 5 mean gradient times) is replaced; "
-        "where several were granted together, at most 2 s later",
+        description="a granted batch that has no gradient after this time is replaced; the time limit is at least 5 "
+        "times what a batch takes in the mean, and twice what it takes this worker; that of a wave is so long for each "
+        "of its batches; where several batches were granted as a set, at most 2 s later. A gradient that comes later "
+        "still counts if nobody else has its batch",
     )
     stall_timeout_s: PositiveFloat = Field(
+        ge=1,
         default=60.0,
         description="a worker that receives no records for this long, although there are some, exits to be restarted",
     )
@@ -99,19 +107,23 @@ class WorkerConfig(Section):
         "before "
         "the interruption; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none",
     )
-    torch_threads: PositiveInt = 1
+    torch_threads: PositiveInt = Field(default=1, le=1024)
     fetch_max_wait_ms: PositiveInt = Field(
+        le=300_000,
         default=200,
         description="maximum time that samples of a slow stream wait at the broker, so that a request fetches several",
     )
     stream_buffer_records: PositiveInt | None = Field(
+        le=10_000_000,
         default=None,
         description="records that may wait to be decoded; default: 4096, or fewer if records hold several samples",
     )
 
     row_cache_bytes: PositiveInt = Field(
         default=64_000_000,
-        description="memory for rows of tables (embeddings with sparse=True) that a worker keeps, all tables together",
+        description="memory for rows of tables (embeddings with sparse=True) that a worker keeps, all tables together; "
+        "where workers step themselves, it also holds the optimizer's state of as many rows: those whose last gradient "
+        "is the longest ago lose it, and begin again as rows that the worker has never seen",
     )
     pipeline: PipelineConfig | None = Field(
         default=None, description="workers that are pipelines of stages; default: each computes whole gradients"
@@ -131,8 +143,22 @@ class PsConfig(Section):
 
     lease_s: PositiveFloat = Field(
         default=5.0,
+        ge=2,
         description="a standby takes over from a parameter server that is silent for this long; a server that was "
         "disconnected for longer checks that it has no successor before it continues",
+    )
+
+
+class LogConfig(Section):
+    """The log of each process, on its standard error; `doll up` writes it to `logs/` in the run folder.
+
+    Warnings of libraries have the same form. Times are in UTC.
+    """
+
+    format: Literal["console", "json"] = Field(
+        default="console",
+        description="`console`: a line for people, with colours on a terminal only (not if $NO_COLOR is set); `json`: "
+        "an object in each line, for programs that collect logs",
     )
 
 
@@ -149,7 +175,9 @@ class HealthConfig(Section):
         "health.json)",
     )
     liveness_timeout_s: PositiveFloat = Field(
-        default=60.0, description="a process whose main loop makes no progress for this long exits, to be restarted"
+        ge=0.5,
+        default=60.0,
+        description="a process whose main loop makes no progress for this long exits, to be restarted",
     )
 
 
@@ -161,5 +189,11 @@ class BlobConfig(Section):
         description="auto: shared memory if `doll up` starts all processes and Redis on this machine, else Redis; shm: "
         "shared memory also with a given Redis (all workers on this machine)",
     )
-    ttl_s: PositiveFloat = Field(default=600.0, description="time to live of weights and gradients")
-    keep_versions: int = Field(default=4, ge=2, description="number of newest versions of the weights that are kept")
+    ttl_s: PositiveFloat = Field(ge=1, default=600.0, description="time to live of weights and gradients")
+    keep_versions: int = Field(
+        le=100_000,
+        default=4,
+        ge=2,
+        description="number of newest versions of the weights that are kept; an older one is kept while a grant that "
+        "names it is not answered, at most one for each worker",
+    )

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+import math
+from collections.abc import Iterator
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+
+from doll.config.units import limits_of
+
+_LARGEST: Final = 1e300  # that a float's format takes
 
 
 class Section(BaseModel):
     """A section of the job file: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=False, allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -21,6 +30,45 @@ class Section(BaseModel):
             if kinds & {int, float} and bool not in kinds:
                 raise ValueError(f"expected a number, got {str(value).lower()} (YAML reads yes, no, on and off so too)")
         return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _usable_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Within the limits of its unit, where the key has none of its own."""
+        if info.field_name is not None:
+            field = cls.model_fields[info.field_name]
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    _check_limits(info.field_name, field, number)
+        return value
+
+
+def _check_limits(name: str, field: FieldInfo, number: float) -> None:
+    least, most, unit = limits_of(name, is_whole=isinstance(number, int) and float not in _kinds(field.annotation))
+    if any(bound > 0 for bound in bounds_of(field, "le", "lt", "allow_inf_nan")):
+        most = math.inf
+    if any(bound > 0 for bound in bounds_of(field, "ge", "gt")):
+        least = 0.0
+    if abs(number) > most:
+        shown = f"{number:g}" if abs(number) < _LARGEST else "a larger one"  # which may have thousands of digits
+        raise ValueError(f"expected at most {most:g}{unit}, got {shown}")
+    if 0 < abs(number) < least:
+        raise ValueError(f"expected at least {least:g}{unit}, got {number:g}")
+
+
+def bounds_of(field: FieldInfo, *kinds: str) -> list[float]:
+    """The bounds of these kinds (gt, ge, lt, le; `allow_inf_nan` for none) that a field has, or its numbers have."""
+    rules = [*field.metadata, *_rules(field.annotation)]
+    bounds = [getattr(rule, kind, None) for rule in rules for kind in kinds]
+    return [bound for bound in bounds if bound is not None]
+
+
+def _rules(annotation: Any) -> Iterator[Any]:
+    """Of the numbers in `annotation`, such as those of a list."""
+    for rule in getattr(annotation, "__metadata__", ()):
+        yield from getattr(rule, "metadata", (rule,))
+    for inner in get_args(annotation):
+        yield from _rules(inner)
 
 
 def _kinds(annotation: Any) -> set[Any]:

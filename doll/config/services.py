@@ -15,7 +15,7 @@ class KafkaConfig(Section):
     address: str | None = Field(
         default=None, description="host:port[,host:port]; default: $DOLL_KAFKA, else a local broker is started"
     )
-    replication_factor: PositiveInt = Field(default=1, description="of the topics that DOLL creates")
+    replication_factor: PositiveInt = Field(le=32_767, default=1, description="of the topics that DOLL creates")
     security: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
     producer_user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=,@/ -]+$")] | None = Field(
         default=None,

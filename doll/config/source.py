@@ -115,6 +115,7 @@ class TextSource(SourceSection):
         description="the fields of the JSON object in each line whose texts are joined; none: a line is plain text",
     )
     tokens_per_record: PositiveInt = Field(
+        le=1_000_000,
         default=256,
         description="maximum number of tokens (runs of letters) in a record; a longer text is cut into several records",
     )
@@ -149,8 +150,8 @@ class SyntheticClicksSource(SourceSection):
     """Clicks of known probability, in the format of Criteo's: 13 counts, and 26 categories by Zipf's law."""
 
     kind: Literal["synthetic_clicks"]
-    categories: PositiveInt = Field(default=1000, description="values of each of the 26 categories")
-    zipf: float = Field(default=1.1, ge=0, description="rank r has a probability proportional to r ** -zipf")
+    categories: PositiveInt = Field(le=10_000_000, default=1000, description="values of each of the 26 categories")
+    zipf: float = Field(le=100, default=1.1, ge=0, description="rank r has a probability proportional to r ** -zipf")
     density: float = Field(default=0.3, ge=0, le=1, description="share of the true weights that are not 0")
 
     def position_identity(self) -> list[Any] | None:
@@ -180,10 +181,10 @@ class SyntheticRatingsSource(SourceSection):
     """Ratings that are products of known factors, plus noise: a fixed set of them, drawn with replacement."""
 
     kind: Literal["synthetic_ratings"]
-    users: PositiveInt = 300
-    items: PositiveInt = 200
-    rank: PositiveInt = 5
-    noise: float = Field(default=0.1, ge=0, description="standard deviation")
+    users: PositiveInt = Field(default=300, le=10_000_000)
+    items: PositiveInt = Field(default=200, le=10_000_000)
+    rank: PositiveInt = Field(default=5, le=10_000)
+    noise: float = Field(le=1e6, default=0.1, ge=0, description="standard deviation")
     observed: float = Field(default=0.2, gt=0, le=1, description="share of the pairs of user and item that are rated")
 
     def position_identity(self) -> list[Any] | None:
@@ -194,10 +195,10 @@ class SyntheticSource(SourceSection):
     """Gaussian classes. A sample is `features` little-endian float32 values, then the class as one float32."""
 
     kind: Literal["synthetic"]
-    features: PositiveInt = 20
-    classes: PositiveInt = 2
+    features: PositiveInt = Field(default=20, le=1_000_000)
+    classes: PositiveInt = Field(default=2, le=1_000_000)
     drift_per_sample: float = Field(
-        default=0.0, ge=0, description="distance that the class means move with each sample"
+        le=1e6, default=0.0, ge=0, description="distance that the class means move with each sample"
     )
 
     def position_identity(self) -> list[Any] | None:

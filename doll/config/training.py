@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_valida
 
 from doll.config.policy import PolicyConfig, default_policy, policies
 from doll.config.section import Section
+from doll.config.units import LONGEST_S
 from doll.config.variants import Variants
 
 
@@ -104,10 +105,15 @@ class TrainingConfig(Section):
 class StopConfig(Section):
     """The job ends when the first of these conditions is met; without any, it runs until it is stopped."""
 
-    updates: PositiveInt | None = Field(default=None, description="model updates")
+    updates: PositiveInt | None = Field(
+        default=None, description="model updates; one without a usable sample does not count"
+    )
     samples: PositiveInt | None = Field(default=None, description="samples applied")
     seconds: PositiveFloat | None = Field(
-        default=None, description="wall-clock seconds since the first update of the job"
+        ge=0.001,
+        le=LONGEST_S,
+        default=None,
+        description="wall-clock seconds since the first update of the job that has learned a sample",
     )
     accuracy: float | None = Field(default=None, gt=0, le=1, description="held-out accuracy reached")
     loss: float | None = Field(default=None, description="held-out loss reached (at or below)")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from doll import telemetry
 from doll.consumers.redis_slots import lease_slot
 from doll.kafka.job_end import on_finish
+from doll.kafka.topics import cluster_id
 from doll.storage.redis_client import connect_redis
 
 if TYPE_CHECKING:
@@ -34,10 +35,11 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
     def leave() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    with on_finish(config, services, leave), lease_slot(config, connect_redis(services), stop, leave) as held:
+    client, cluster = connect_redis(services), cluster_id(config, services)
+    with on_finish(config, services, leave), lease_slot(config, client, stop, leave, cluster=cluster) as held:
         if held is None:
             return 0
-        telemetry.configure(process=f"worker-{held.number}")
+        telemetry.configure(config.log.format, process=f"worker-{held.number}")
         import torch  # noqa: F401  # takes seconds and 300 MB, which a spare does not need
 
         from doll.consumers.main import run_worker

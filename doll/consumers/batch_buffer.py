@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 from doll.config import JobConfig
 from doll.consumers.batching import Batcher, RawBatch
+from doll.kafka.unread import UnreadValue
 
 Value: TypeAlias = bytes | None
 
 MAX_WAITING_BYTES: Final = 64 << 20
+_MORE_BATCHES: Final = 1024  # beyond a full buffer: more than a chunk has without long holes
 
 
 def stream_buffer_records(config: JobConfig) -> int:
@@ -42,6 +44,7 @@ class BatchBuffer:
         self._max_bytes = max_bytes
         self._raw_batches: deque[tuple[RawBatch[Value], int]] = deque()  # with the bytes of its values
         self._waiting_bytes = 0
+        self._cuts: deque[Iterator[RawBatch[Value]]] = deque()  # what is fed and not cut yet
         self._filled = asyncio.Event()
 
     def __len__(self) -> int:
@@ -51,18 +54,36 @@ class BatchBuffer:
     @property
     def is_half_empty(self) -> bool:
         """Reading should go on."""
-        return len(self._raw_batches) <= self._capacity // 2 and self._waiting_bytes <= self._max_bytes // 2
+        return (
+            not self._cuts
+            and len(self._raw_batches) <= self._capacity // 2
+            and self._waiting_bytes <= self._max_bytes // 2
+        )
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._raw_batches) >= self._capacity or self._waiting_bytes >= self._max_bytes
 
     def feed(self, offsets: Sequence[int], values: Sequence[Value]) -> bool:
-        """Take the next records of the log, as `Batcher.feed`; whether the buffer is full."""
-        for raw in self.batcher.feed(offsets, values):
-            self._put(raw)
-        return len(self._raw_batches) >= self._capacity or self._waiting_bytes >= self._max_bytes
+        """Take the next records of the log, as `Batcher.feed`; whether the buffer is full.
+
+        They are cut as far as there is room: records far apart make many empty batches.
+        """
+        return self._cut(self.batcher.feed(offsets, values))
 
     def skip_to(self, offset: int) -> None:
         """No record below `offset` is to come."""
-        for raw in self.batcher.skip_to(offset):
-            self._put(raw)
+        self._cut(self.batcher.skip_to(offset))
+
+    def _cut(self, *more: Iterator[RawBatch[Value]]) -> bool:
+        self._cuts += more
+        while self._cuts and len(self._raw_batches) < self._capacity + _MORE_BATCHES:
+            raw = next(self._cuts[0], None)
+            if raw is None:
+                self._cuts.popleft()
+            else:
+                self._put(raw)
+        return self._is_full
 
     async def wait(self) -> None:
         """Return when there is a batch."""
@@ -78,10 +99,14 @@ class BatchBuffer:
         """
         raw, num_bytes = self._raw_batches.popleft()
         self._waiting_bytes -= num_bytes
+        self._cut()
         return raw
 
     def _put(self, raw: RawBatch[Value]) -> None:
-        num_bytes = sum(map(len, filter(None, raw.values)))
+        held = list(filter(None, raw.values))
+        num_bytes = sum(map(len, held))
+        if len(held) < len(raw.values):
+            num_bytes += sum(len(value.head) for value in raw.values if isinstance(value, UnreadValue))
         self._raw_batches.append((raw, num_bytes))
         self._waiting_bytes += num_bytes
         self._filled.set()

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 R = TypeVar("R")
+
+# Empty batches from which on they come out as one: it waits for a checkpoint, which is worth it for many.
+MIN_RANGE: Final = 256
 
 
 @dataclass(slots=True)
 class RawBatch(Generic[R]):
-    """The records of one batch, in offset order, not decoded yet.
+    """The records of one batch, in offset order, not decoded yet; or `count` batches, which hold none.
 
     `gaps` are offset ranges [lo, hi) inside the batch in which the log holds no record (transaction markers, records
     of aborted transactions, compaction). `lost` are those whose records were deleted before they were read. `values`
@@ -31,6 +34,7 @@ class RawBatch(Generic[R]):
     values: list[R] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)
     lost: list[tuple[int, int]] = field(default_factory=list)
+    count: int = 1
 
     @property
     def offsets(self) -> Sequence[int]:
@@ -49,12 +53,17 @@ class RawBatch(Generic[R]):
 class Batcher(Generic[R]):
     """Collects records of one partition into batches."""
 
-    def __init__(self, *, origin: int, records_per_batch: int, next_batch: int) -> None:
-        """Start at the first offset of batch `next_batch`."""
+    def __init__(self, *, origin: int, records_per_batch: int, next_batch: int, align: int = 1) -> None:
+        """Start at the first offset of batch `next_batch`.
+
+        Args:
+            align: `count` batches come out at once only from a multiple of it to another: whole waves.
+        """
         if records_per_batch < 1:
             raise ValueError(f"expected records_per_batch >= 1, got {records_per_batch}")
         self._origin = origin
         self._size = records_per_batch
+        self._align = align
         self._batch = self._open(next_batch)
         self.next_offset = self._batch.lo
         self._lost: deque[tuple[int, int]] = deque()  # ahead of `next_offset`, rising
@@ -76,8 +85,8 @@ class Batcher(Generic[R]):
         """Take the next records of the log; yield every batch that they complete, in order.
 
         Offsets below the next expected one were seen before and are ignored. Skipped offsets become gaps, or lost where
-        `mark_lost` named them; batches that lie wholly in these come out empty, so that every batch number appears
-        exactly once. The time it takes grows with the number of batches and gaps, not of records.
+        `mark_lost` named them; batches that lie wholly in these come out empty, many of them as one, so that every
+        batch number appears exactly once. The time it takes grows with the number of batches and gaps, not of records.
 
         Args:
             offsets: rising; best a `range` where none is missing.
@@ -98,6 +107,11 @@ class Batcher(Generic[R]):
     def skip_to(self, offset: int) -> Iterator[RawBatch[R]]:
         """No record below `offset` will come; yield every batch that this completes."""
         while offset >= self._batch.hi:
+            if self._batch.number % self._align == 0 and self.next_offset == self._batch.lo:
+                empty = (offset - self._batch.lo) // self._size // self._align * self._align
+                if empty >= MIN_RANGE:
+                    self._batch.count = empty
+                    self._batch.hi = self._batch.lo + empty * self._size
             self._gap_to(self._batch.hi)
             yield self._close()
         self._gap_to(offset)
@@ -115,7 +129,7 @@ class Batcher(Generic[R]):
             self.next_offset = until
 
     def _close(self) -> RawBatch[R]:
-        batch, self._batch = self._batch, self._open(self._batch.number + 1)
+        batch, self._batch = self._batch, self._open(self._batch.number + self._batch.count)
         return batch
 
 
@@ -129,3 +143,14 @@ def _first_missing(offsets: Sequence[int], at: int, until: int) -> int:
         else:
             hi = middle
     return lo
+
+
+def runs(numbers: Iterable[int]) -> list[range]:
+    """Increasing numbers as runs of consecutive ones."""
+    runs: list[range] = []
+    for number in numbers:
+        if runs and runs[-1].stop == number:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs

@@ -52,12 +52,16 @@ class ControlLink:
 
     Args:
         kind: `control.kind`: which endpoints of a Welcome are used.
+        on_refused: called with the number of refusals so far when an endpoint of a Welcome is another user's or run's.
 
     Attributes:
         kind_in_use: "local", "redis" or "kafka".
     """
 
-    def __init__(self, services: Services, kind: str) -> None:
+    def __init__(self, services: Services, kind: str, *, on_refused: Callable[[int], object] = lambda _: None) -> None:
+        self._num_refused = 0
+        self._refused = ("", "")  # the last one: endpoint and reason
+        self._on_refused = on_refused
         self._services = services
         self._accepted = _ACCEPTED[kind]
         self._welcome: Welcome | None = None
@@ -244,12 +248,12 @@ class ControlLink:
             try:
                 link: Link = await loop.run_in_executor(None, self._connect, endpoint)
             except LinkError as exc:
-                log.info("control_link_unavailable", endpoint=endpoint, reason=str(exc))
+                self._report(endpoint, exc)
                 continue
             try:
                 await self._attach(link, welcome)
             except LinkError as exc:
-                log.info("control_link_unavailable", endpoint=endpoint, reason=str(exc))
+                self._report(endpoint, exc)
                 link.close()
             except BaseException:
                 link.close()
@@ -260,6 +264,17 @@ class ControlLink:
                 link.close("there is a new parameter server", time.monotonic())
         return None
 
+    def _report(self, endpoint: str, error: LinkError) -> None:
+        """This endpoint takes no link now; a refusal: it is not the server's."""
+        if not error.is_refusal:
+            log.info("control_link_unavailable", endpoint=endpoint, reason=str(error))
+            return
+        self._num_refused += 1
+        self._on_refused(self._num_refused)
+        if self._refused != (endpoint, str(error)):  # it is tried again every few seconds
+            self._refused = (endpoint, str(error))
+            log.warning("control_endpoint_refused", endpoint=endpoint, reason=str(error))
+
     def _is_replaced(self, welcome: Welcome) -> bool:
         """Another server or session came after `welcome`, or this process ends. The same Welcome again is neither."""
         newest = self._welcome
@@ -268,7 +283,7 @@ class ControlLink:
     def _connect(self, endpoint: str) -> Link:
         """
         Raises:
-            LinkError: nobody answers there.
+            LinkError: nobody answers there; a refusal: another user has it.
         """
         kind, _, address = endpoint.partition(":")
         now = time.monotonic()
@@ -281,7 +296,10 @@ class ControlLink:
         Raises:
             LinkError: the server does not take this process.
         """
-        link.send(Attach(worker=welcome.worker, session=welcome.session, term=welcome.term), time.monotonic())
+        attach = Attach(
+            worker=welcome.worker, session=welcome.session, term=welcome.term, run_id=welcome.run_id
+        )  # fmt: skip
+        link.send(attach, time.monotonic())
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         for descriptor in link.filenos():
@@ -296,6 +314,11 @@ class ControlLink:
                 readable.clear()
                 for number, record in enumerate(records := link.receive(time.monotonic())):
                     if isinstance(record, Attached):
+                        if record.run_id != welcome.run_id:
+                            raise LinkError(
+                                f"expected the parameter server of run {welcome.run_id!r}, got {record.run_id!r}",
+                                is_refusal=True,
+                            )
                         self._deliver(records[number + 1 :])
                         return
         finally:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from doll.config import JobConfig
 from doll.consumers.decoding import Decoded, Records, Refused, decode_records, refuse
-from doll.consumers.worker import Batch
+from doll.consumers.worker import Batch, ComputedBatch
+from doll.kafka.unread import UnreadValue
 from doll.process.fault_points import fault_point
 from doll.records import DeadLetter
+from doll.refusals import ReasonCounts
 from doll.task import Task
 from doll.telemetry import get_logger
 
@@ -31,11 +33,30 @@ class DeadLetterChannel(Protocol):
 
 
 class UsableSamples(NamedTuple):
-    """What is left of a batch. `dead_samples` are those refused in records that are not dead as a whole."""
+    """What is left of a batch. `dead_samples` are those refused in records that are not dead as a whole;
+    `dead_reasons` say why, and how many dead letters have each."""
 
     num_samples: int
     dead: tuple[int, ...]
     dead_samples: int
+    dead_reasons: tuple[tuple[str, int], ...] = ()
+
+
+def usable_samples(batch: Batch) -> UsableSamples:
+    """What decoding has left of a batch."""
+    reasons = reasons_of(batch.data.refused) if batch.dead or batch.dead_samples else ()
+    return UsableSamples(batch.num_samples, batch.dead, batch.dead_samples, reasons)
+
+
+def without_samples(batch: Batch) -> ComputedBatch:
+    """What a batch contributes of which decoding has left nothing."""
+    usable = usable_samples(batch)
+    return ComputedBatch(0, dead=usable.dead, dead_samples=usable.dead_samples, dead_reasons=usable.dead_reasons)
+
+
+def reasons_of(refused: Iterable[Refused]) -> tuple[tuple[str, int], ...]:
+    """Why these were refused, and how many dead letters have each reason."""
+    return ReasonCounts((item.reason, 1) for item in refused).in_order()
 
 
 class DeadLetters:
@@ -66,7 +87,8 @@ class DeadLetters:
             self._task, records, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes
         )
         if decoded.refused:
-            self._send(decoded.refused, {offset: value or b"" for offset, value in zip(*records, strict=True)})
+            values = zip(*records, strict=True)
+            self._send(decoded.refused, {offset: value for offset, value in values if value is not None})
             fault_point("worker.after_dead_letter")
         return decoded
 
@@ -81,14 +103,21 @@ class DeadLetters:
         for item in refused:
             partly[item.offset] = 0 if item.whole else partly.get(item.offset, 0) + item.samples
         dead = {*batch.dead, *(item.offset for item in refused if item.whole)}
-        return UsableSamples(batch.num_samples - len(bad), tuple(sorted(dead)), sum(partly.values()))
+        reasons = reasons_of([*batch.data.refused, *refused])
+        return UsableSamples(batch.num_samples - len(bad), tuple(sorted(dead)), sum(partly.values()), reasons)
 
     def _send(self, refused: Sequence[Refused], values: Mapping[int, bytes]) -> None:
+        heads, sizes = {}, {}
+        for item in refused:
+            value = values.get(item.offset, b"")
+            unread = value if isinstance(value, UnreadValue) else None
+            heads[item.offset] = value[:_MAX_PAYLOAD_BYTES] if unread is None else unread.head
+            sizes[item.offset] = len(value) if unread is None else unread.num_bytes
         letters = [
             DeadLetter(
                 worker=self._worker, partition=self._worker, offset=item.offset, code=item.code,
-                reason=item.reason, payload=values.get(item.offset, b"")[:_MAX_PAYLOAD_BYTES],
-                payload_bytes=len(values.get(item.offset, b"")), samples=item.samples, whole=item.whole,
+                reason=item.reason, payload=heads[item.offset], payload_bytes=sizes[item.offset],
+                samples=item.samples, whole=item.whole,
                 time_s=time.time(), term=self._term(),
             )
             for item in refused

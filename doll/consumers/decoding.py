@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from doll.consumers.bulk_decoding import NUMERIC_KINDS, Part, Samples, decode_in_bulk
 from doll.errors import SampleError
+from doll.kafka.unread import UnreadValue
 from doll.packing import unpack
 from doll.records import DeadLetterCode
 from doll.task import Sample, Task, as_features, as_target
@@ -111,7 +112,9 @@ def _readable(
         return cast(list[bytes], values), widths, offsets
     kept = []
     for at, width in enumerate(widths):
-        if width == 0:
+        if width == 0 and isinstance(value := values[at], UnreadValue):
+            refused.append(Refused(int(offsets[at]), value.reason, 1, True, value.code))
+        elif width == 0:
             refused.append(Refused(int(offsets[at]), "empty value: expected a sample", 1, True, "empty"))
         elif width > max_record_bytes:
             reason = f"record of {width} bytes: expected at most {max_record_bytes} (data.max_record_bytes)"

@@ -72,6 +72,7 @@ class FaustStream:
             self._app, loop=loop, quiet=True, loglevel="WARN", override_logging=False, redirect_stdouts=False,
             daemon=True,
         )  # fmt: skip
+        worker.spinner = None  # it writes control sequences, also to what is no terminal
         worker.runtime, worker.drain_s = self._runtime, self._config.worker.drain_s
         self._faust_worker = worker
         try:
@@ -148,8 +149,8 @@ class FaustStream:
             if feed(chunk.offsets, chunk.values):
                 self.pause()
 
-    async def _on_out_of_range(self, tp: TP, offset: int) -> int | None:
-        return await self._runtime.deleted_records.resume_offset(offset)
+    async def _on_out_of_range(self, tp: TP, offset: int, is_truncated: bool) -> int | None:
+        return await self._runtime.deleted_records.resume_offset(offset, is_truncated=is_truncated)
 
 
 class _FaustWorker(faust.Worker):  # type: ignore[misc]

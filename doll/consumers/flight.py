@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,11 +15,12 @@ from doll.consumers.gradient import Gradient
 from doll.consumers.gradient_engine import GoesOn
 from doll.consumers.guard import Samples
 from doll.consumers.worker import Batch, ComputedBatch, GradientDone
+from doll.pipeline.frames import DTYPES
 from doll.pipeline.messages import Backward
+from doll.pipeline.virtual_worker import Submitted
 from doll.records import Grant
 
 NO_VALUES: Final = np.zeros(0, np.float32)
-_LINK_TYPES: Final = ("float16", "float32", "float64", "int32", "int64", "uint8")
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +46,12 @@ def gradient_of(message: Backward) -> Gradient:
 
 
 def for_link(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`array`, of a type that links carry."""
-    if array.dtype.name in _LINK_TYPES:
-        return array
+    """`array`, of a type that links carry, which an undivided worker would take too where that is possible."""
+    if (native := array.dtype.newbyteorder("=")) in DTYPES:
+        return array.astype(native, copy=False)
     return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
+
+
+def names_of(members: Sequence[Submitted]) -> tuple[tuple[int, int], ...]:
+    """(batch, grant id) of each, whose token is its flight."""
+    return tuple((item.batch, item.token.grant.grant_ids[0]) for item in members)

@@ -11,9 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from doll.consumers.set_contribution import grant_id_of
 from doll.embedding_tables import norm as norm_of_rows
+from doll.errors import IllegalEventError
 from doll.model import FlatModel
 from doll.optim.length import length
+from doll.records import Grant
 from doll.rows import Rows, add_in_order
 from doll.task import Task
 
@@ -197,21 +200,37 @@ class GradientSum:
         self._last: npt.NDArray[np.float32] | None = None
         self._bound = 0.0  # no number of the sum is larger
         self._rows: dict[str, list[Rows]] = {}
+        self._grant: Grant | None = None
+        self._holds: list[tuple[int, int]] = []
 
     @property
     def holds_back(self) -> bool:
         return False
 
-    def rest(self, until: int) -> None:
-        return None  # each push has all of its batches' gradients
+    @property
+    def holds(self) -> tuple[tuple[int, int], ...]:
+        return tuple(self._holds)
 
-    def clear(self) -> None:
+    def rest(self, until: int) -> None:
+        self._holds = []  # each push has all of its batches' gradients
+
+    def rest_stored(self) -> None:
+        pass
+
+    def begin(self, grant: Grant) -> bool:
         """Begin a set."""
         self._is_kept, self._last, self._bound = False, None, 0.0
         self._rows = {}
+        self._grant, self._holds = grant, []
+        return True
 
     def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
-        """Take a gradient, whose memory must not change until `keep`; False where float32 may not hold the sum."""
+        """Take a gradient, whose memory must not change until `keep`; False where float32 may not hold the sum.
+
+        Raises:
+            IllegalEventError: a batch must come behind those that were added before.
+        """
+        self._expect_later(batch)
         floats = gradient.values[self._num_parameters : self._num_floats]
         bound = self._bound + max(gradient.norm, float(np.abs(floats).max(initial=0.0)))
         if not self._is_empty and not bound < _MAX_SUM:
@@ -220,7 +239,16 @@ class GradientSum:
         self._last, self._bound = gradient.values, bound
         for name, rows in gradient.rows.items():
             self._rows.setdefault(name, []).append(rows)
+        self._holds.append((batch, grant_id_of(self._grant, batch)))
         return True
+
+    def skip(self, batch: int) -> None:
+        self._expect_later(batch)
+        self._holds.append((batch, grant_id_of(self._grant, batch)))
+
+    def _expect_later(self, batch: int) -> None:
+        if self._holds and batch <= self._holds[-1][0]:
+            raise IllegalEventError(f"expected a batch after {self._holds[-1][0]}, got {batch}")
 
     def keep(self) -> None:
         """Copy what `add` has taken: its memory may change from now on."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from doll.config import JobConfig
 from doll.consumers.compressor import Compressor
-from doll.consumers.dead_letters import DeadLetters, UsableSamples
+from doll.consumers.dead_letters import DeadLetters, usable_samples, without_samples
 from doll.consumers.gradient_engine import GoesOn
 from doll.consumers.local_model import LocalModel
 from doll.consumers.set_contribution import SetContribution
@@ -54,12 +54,14 @@ class GrantHandler:
         dead_letters: DeadLetters,
         contribution: SetContribution,
         rows: TableRows | None = None,
+        scope: str = "",
     ) -> None:
         """
         Args:
+            scope: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id.
             rows: of the model's tables; None: it has none.
         """
-        self._job = config.job
+        self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s
         self._local_model = local_model
         self._guard = guard
@@ -88,7 +90,9 @@ class GrantHandler:
         version: int | None = None
         fetch_s = add_s = 0.0
         computed: list[ComputedBatch] = []
-        self._contribution.clear()
+        if not self._contribution.begin(grant):
+            log.warning("grant_void", batch=grant.first, reason="its step is in the model already")
+            return None
         for batch, grant_id in zip(batches, grant.grant_ids, strict=True):
             if computed:
                 fault_point("worker.mid_set")
@@ -97,7 +101,8 @@ class GrantHandler:
                 if self._batches_per_push > 1 and batch.number % self._batches_per_push == 0:
                     break  # it is of another push
             if batch.num_samples == 0:
-                computed.append(ComputedBatch(0, dead=batch.dead, dead_samples=batch.dead_samples))
+                self._contribution.skip(batch.number)
+                computed.append(without_samples(batch))
                 continue
             begun_s = time.perf_counter()
             if version is None:
@@ -127,8 +132,9 @@ class GrantHandler:
             return replace(done, is_kept=True)
         if len(computed) > 1:
             fault_point("worker.after_sum")
-        done = self._store(done, self._contribution.values(), "")
-        return replace(done, holds_back=self._contribution.holds_back)
+        values = self._contribution.values()
+        done = replace(done, holds=self._contribution.holds, holds_back=self._contribution.holds_back)
+        return self._store(done, values, "")
 
     def store_rest(self, until: int) -> GradientDone:
         """Store what was computed and is not pushed; see `GradientEngine.store_rest`.
@@ -136,13 +142,16 @@ class GrantHandler:
         Raises:
             ServiceUnavailableError: waiting for the blob store was given up.
         """
-        return self._store(GradientDone("", self._last[2], ()), self._contribution.rest(until), ":rest")
+        values = self._contribution.rest(until)
+        done = self._store(GradientDone("", self._last[2], (), holds=self._contribution.holds), values, ":rest")
+        self._contribution.rest_stored()
+        return done
 
     def _store(self, done: GradientDone, values: Contribution | None, suffix: str) -> GradientDone:
         if values is None:
             return done
         term, grant_id, version = self._last
-        key = gradient_key(self._job, term, grant_id) + suffix
+        key = gradient_key(self._scope, term, grant_id) + suffix
         begun_s = time.perf_counter()
         parts = self._compressor.compress(values, version=version, rows=self._contribution.rows())
         self._blobs.put(key, parts, self._ttl_s)
@@ -153,18 +162,14 @@ class GrantHandler:
         """One batch of the set; None where the sum cannot hold it: it is the first of another set."""
         begun_s = time.perf_counter()
         gradient, bad = self._guard.compute(batch.data.x, batch.data.y, batch=batch.number)
-        if gradient is not None:
-            usable = len(batch.data.x) - len(bad)
-            if not self._contribution.add(gradient, batch=batch.number, num_samples=usable):
-                return None
-        num_samples, dead, dead_samples = (
-            self._dead_letters.refuse_samples(batch, bad)
-            if bad
-            else UsableSamples(batch.num_samples, batch.dead, batch.dead_samples)
-        )
-        compute_s = time.perf_counter() - begun_s
         if gradient is None:
-            return ComputedBatch(num_samples, 0.0, {}, dead, dead_samples, compute_s, version)
+            self._contribution.skip(batch.number)
+        elif not self._contribution.add(gradient, batch=batch.number, num_samples=len(batch.data.x) - len(bad)):
+            return None
+        left = self._dead_letters.refuse_samples(batch, bad) if bad else usable_samples(batch)
+        compute_s = time.perf_counter() - begun_s
+        loss_sum, metric_sums = (0.0, {}) if gradient is None else (gradient.loss_sum, gradient.metric_sums)
         return ComputedBatch(
-            num_samples, gradient.loss_sum, gradient.metric_sums, dead, dead_samples, compute_s, version
-        )
+            left.num_samples, loss_sum, metric_sums, left.dead, left.dead_samples, compute_s, version,
+            left.dead_reasons,
+        )  # fmt: skip

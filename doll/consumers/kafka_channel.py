@@ -19,7 +19,7 @@ from doll.kafka.offsets import partition_bounds
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import Partition, Reader, RecordDecoder
-from doll.process.metric_names import LOST_FROM, LOST_UNTIL, worker_source
+from doll.process.metric_names import CONTROL_REFUSED_TOTAL, LOST_FROM, LOST_UNTIL, worker_source
 from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -80,7 +80,17 @@ class WorkerChannel:
 
     def report_lost(self, lo: int, hi: int) -> None:
         """Report on `metrics` that offsets [lo, hi) were deleted before this worker could read them."""
-        values = {LOST_FROM: float(lo), LOST_UNTIL: float(hi)}
+        self._send_metric({LOST_FROM: float(lo), LOST_UNTIL: float(hi)})
+
+    def report_refused_endpoints(self, count: int) -> None:
+        """Report on `metrics` how often an endpoint of the control link was another user's."""
+        self._send_metric({CONTROL_REFUSED_TOTAL: float(count)})
+
+    def report_rows(self, values: dict[str, float]) -> None:
+        """Report on `metrics` what this worker keeps of tables (`TableRows.measures`). From any thread."""
+        self._send_metric(values)
+
+    def _send_metric(self, values: dict[str, float]) -> None:
         metric = Metric(source=worker_source(self._worker), values=values, time_s=time.time())
         self._publisher.send(self._config.topic("metrics"), metric, key=self._key)
 

@@ -7,6 +7,8 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -42,13 +44,15 @@ from doll.kafka import topics
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model import FlatModel, build, fingerprint
-from doll.pipeline.cut import cut
+from doll.optim.row_optimizer import row_optimizer
+from doll.pipeline.cut import check_with_samples, cut
+from doll.pipeline.layers import Layer
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
 from doll.records import NewVersion
 from doll.service_checks import require_services
 from doll.services import Services
-from doll.storage.blobs import Blobs
+from doll.storage.blobs import Blobs, scope_of
 from doll.storage.stores import open_blobs
 from doll.task import Task, load_task
 from doll.telemetry import get_logger
@@ -101,7 +105,9 @@ def _run_virtual_worker(
     )  # fmt: skip
     try:
         with heartbeat_of(f"worker-{worker}", config) as heartbeat, watch_spot_notices(config, departure):
-            return _run(config, services, worker, run_folder, departure, heartbeat, Prepared(task, model, stages))
+            return _run(
+                config, services, worker, run_folder, departure, heartbeat, Prepared(task, model, parts, stages)
+            )
     finally:
         stages.close()
 
@@ -111,6 +117,7 @@ class Prepared(NamedTuple):
 
     task: Task
     model: FlatModel
+    parts: list[list[Layer]]
     stages: StageProcesses
 
 
@@ -160,22 +167,26 @@ def _run(
     )  # fmt: skip
     dead_letters = DeadLetters(config, task, channel, core.worker, term=lambda: core.term)
     decoder = ThreadDecoder(dead_letters.decode)
-    row_client = None if model.tables is None else RowClient(config, blobs, model.tables.shapes)
+    scope = scope_of(config.job, welcome.run_id)
+    row_client = None if model.tables is None else RowClient(config, blobs, model.tables.shapes, scope)
     engine: GradientEngine
     engine_ended = None
     if prepared is None:
-        engine = _make_engine(config, task, model, blobs, dead_letters, worker, row_client)
+        engine = _make_engine(
+            config, task, model, blobs, dead_letters, worker, row_client, scope, channel.report_rows
+        )  # fmt: skip
     else:
         computer = GradientComputer(task, model)
         engine = PipelineGradientEngine(
             config, prepared.stages, guard=Guard(config, task, computer), computer=computer,
-            compressor=SparseCompressor(config.job, model.num_parameters, {}), blobs=blobs, dead_letters=dead_letters,
+            compressor=SparseCompressor(scope, model.num_parameters, {}), blobs=blobs, dead_letters=dead_letters,
             departure=departure, task_log=TaskLog(run_folder / "pipeline" / f"worker-{worker}.jsonl"),
+            check=partial(check_with_samples, task, model.module, prepared.parts), scope=scope,
         )  # fmt: skip
         engine_ended = engine.ended
     link = None
     if config.control.kind != "kafka":
-        link = ControlLink(services, config.control.kind)
+        link = ControlLink(services, config.control.kind, on_refused=channel.report_refused_endpoints)
         link.welcome(welcome)
     runtime = WorkerRuntime(
         config, core=core, channel=channel, decoder=decoder, engine=engine, commands_offset=commands_offset,
@@ -191,25 +202,29 @@ def _run(
 
 def _make_engine(
     config: JobConfig, task: Task, model: FlatModel, blobs: Blobs, dead_letters: DeadLetters, worker: int,
-    row_client: RowClient | None,
+    row_client: RowClient | None, scope: str, report: Callable[[dict[str, float]], object],
 ) -> GradientEngine:  # fmt: skip
     rows = None
     if model.tables is not None and row_client is not None:
-        rows = TableRows(config.job, blobs, row_client, model.tables.shapes, config.worker.row_cache_bytes)
+        rows = TableRows(
+            scope, blobs, row_client, model.tables.shapes, config.worker.row_cache_bytes,
+            optimizer=row_optimizer(config.training.optimizer) if config.training.policy.sends_steps else None,
+            report=report,
+        )  # fmt: skip
         model.tables.connect(rows.look_up)
     computer = GradientComputer(task, model)
     local_model: CachedVersion | StepModel
     contribution: SetContribution
-    compressor: Compressor = DenseCompressor(config.job)
+    compressor: Compressor = DenseCompressor(scope)
     if config.training.policy.sends_steps or model.tables is not None:
         tables = {} if model.tables is None else model.tables.shapes
-        compressor = SparseCompressor(config.job, model.num_parameters, tables)
+        compressor = SparseCompressor(scope, model.num_parameters, tables)
     if config.training.policy.sends_steps:
         local_model = contribution = StepModel(
-            config.job, blobs, config.training, model, computer, takes_steps=task.defines_step, rows=rows
+            scope, blobs, config.training, model, computer, takes_steps=task.defines_step, rows=rows
         )
     else:
-        local_model, contribution = CachedVersion(config.job, blobs, computer), computer.new_sum()
+        local_model, contribution = CachedVersion(scope, blobs, computer), computer.new_sum()
     handler = GrantHandler(
         config,
         local_model=local_model,
@@ -219,6 +234,7 @@ def _make_engine(
         dead_letters=dead_letters,
         contribution=contribution,
         rows=rows,
+        scope=scope,
     )
 
     def offer(weights: NewVersion) -> None:

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from doll.config import JobConfig
 from doll.consumers.compressor import Compressor
-from doll.consumers.dead_letters import UsableSamples
+from doll.consumers.dead_letters import UsableSamples, usable_samples, without_samples
 from doll.consumers.departure import Departure
-from doll.consumers.flight import NO_VALUES, Flight, for_link, gradient_of
+from doll.consumers.flight import NO_VALUES, Flight, for_link, gradient_of, names_of
 from doll.consumers.gradient import Gradient, GradientComputer
 from doll.consumers.gradient_engine import GoesOn
 from doll.consumers.guard import Guard, Samples
@@ -31,6 +31,7 @@ from doll.consumers.stage_processes import StageLostError, StageProcesses, failu
 from doll.consumers.task_log import TaskLog
 from doll.consumers.worker import Batch, ComputedBatch, GradientDone
 from doll.errors import BlobError, TaskError
+from doll.pipeline.frames import LinkFrameError
 from doll.pipeline.link import LinkClosedError
 from doll.pipeline.messages import (
     Adopted,
@@ -78,25 +79,33 @@ class SampleRefusal(Protocol):
     def refuse_samples(self, batch: Batch, bad: dict[int, str]) -> UsableSamples: ...
 
 
+class Check(Protocol):
+    """`doll.pipeline.cut.check_with_samples`, of a task, its model and the stages' layers."""
+
+    def __call__(self, x: npt.NDArray[Any], *, batch: int) -> None: ...
+
+
 class PipelineGradientEngine:
     """`GradientEngine` of stages."""
 
     def __init__(
         self, config: JobConfig, stages: StageProcesses, *, guard: Guard, computer: GradientComputer,
         compressor: Compressor, blobs: Blobs, dead_letters: SampleRefusal, departure: Departure, task_log: TaskLog,
-        clock: Callable[[], float] = time.monotonic,
+        check: Check, clock: Callable[[], float] = time.monotonic, scope: str = "",
     ) -> None:  # fmt: skip
         """
         Args:
             guard: of `computer`, which has the undivided model: a batch that is not as usual is inspected with it.
             departure: is told when a stage's machine goes away.
+            check: compares the stages' layers with `computer`'s model, before anything is learned.
+            scope: as in `GrantHandler`.
         """
         pipeline, self._wave = config.worker.pipeline, config.training.policy.batches_per_push
         assert pipeline is not None
         self.depth = 2 * self._wave
         self.ended: Future[None] = Future()
         """Fails when the stages cannot go on, also while nothing is submitted."""
-        self._job = config.job
+        self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s
         self._takes_sum = config.training.reduction == "sum"
         self._clip_norm = math.inf if config.training.clip_norm is None else config.training.clip_norm
@@ -109,6 +118,7 @@ class PipelineGradientEngine:
         self._dead_letters = dead_letters
         self._departure = departure
         self._task_log = task_log
+        self._check: Check | None = check  # until it has been done
         self._clock = clock
         self._core = VirtualWorkerCore(self._wave, self._wave)
         self._flights: dict[int, deque[Flight]] = {}  # by batch; more than one where it is computed again
@@ -311,8 +321,8 @@ class PipelineGradientEngine:
                 case SendDown(message, wave):
                     self._storing = wave or self._storing
                     self._send_down(message, [])
-                case Done(submitted, version, wave):
-                    self._answer(submitted.token, version, wave)
+                case Done(submitted, version, wave, members):
+                    self._answer(submitted.token, version, wave, names_of(members))
                 case Void(submitted):
                     self._resolve(submitted.token, GradientDone("", 0, ()))
                 case Missing(submitted):
@@ -327,6 +337,8 @@ class PipelineGradientEngine:
             self._stages.chain.send(encode(message), arrays)
         except LinkClosedError as exc:
             raise self._stages.why_closed(0) from exc
+        except LinkFrameError as exc:
+            raise TaskError(f"a batch cannot be sent to the first stage: {exc}; set a smaller data.batch_size") from exc
 
     def _pull(self, weights: Weights) -> None:
         blob = self._blobs.get(weights.key)
@@ -334,7 +346,7 @@ class PipelineGradientEngine:
         if blob is not None:
             numel = self._computer.weights.size
             try:
-                values = decode_blob(blob, job=self._job, kind="w", version=weights.version, numel=numel)
+                values = decode_blob(blob, job=self._scope, kind="w", version=weights.version, numel=numel)
             except BlobError as exc:
                 log.warning("weights_refused", key=weights.key, reason=str(exc))
         if values is None:
@@ -358,27 +370,27 @@ class PipelineGradientEngine:
         assert wave is not None
         grant = wave.last.token.grant
         is_rest = self._rest is not None and self._rest[0] == until
-        key = gradient_key(self._job, grant.term, grant.grant_ids[0]) + (":rest" if is_rest else "")
+        key = gradient_key(self._scope, grant.term, grant.grant_ids[0]) + (":rest" if is_rest else "")
         begun_s = self._clock()
         parts = self._compressor.compress(self._stages.shared.pushed, version=wave.version, rows={})
         self._blobs.put(key, parts, self._ttl_s)
         fault_point("worker.after_blob")
         store_s = self._clock() - begun_s
         if is_rest and self._rest is not None:
-            self._rest[1].set_result(GradientDone(key, wave.version, (), store_s=store_s))
+            done = GradientDone(key, wave.version, (), store_s=store_s, holds=names_of(wave.members))
+            self._rest[1].set_result(done)
             self._rest = None
         else:
             self._keys[until] = key
         self._do(self._core.pushed(until))
 
-    def _answer(self, flight: Flight, version: int, wave: int | None) -> None:
+    def _answer(self, flight: Flight, version: int, wave: int | None, holds: tuple[tuple[int, int], ...]) -> None:
         computed = flight.computed
         if computed is None:  # no usable sample was in it
-            batch = flight.batch
-            computed = ComputedBatch(0, dead=batch.dead, dead_samples=batch.dead_samples)
+            computed = without_samples(flight.batch)
         is_kept = (flight.batch.number + 1) % self._wave != 0
         key = "" if wave is None else self._keys.pop(wave, "")
-        self._resolve(flight, GradientDone(key, version, (computed,), is_kept=is_kept))
+        self._resolve(flight, GradientDone(key, version, (computed,), is_kept=is_kept, holds=holds))
 
     def _resolve(self, flight: Flight, done: GradientDone | None) -> None:
         flights = self._flights[flight.batch.number]
@@ -421,6 +433,10 @@ class PipelineGradientEngine:
         self._accept(flight, gradient, n)
 
     def _accept(self, flight: Flight, gradient: Gradient, n: int) -> None:
+        if self._check is not None:
+            self._computer.load(self._stages.shared.pulled)
+            self._check(flight.samples.few().x, batch=flight.batch.number)
+            self._check = None
         scale = 1.0 if self._takes_sum else 1.0 / n
         if (norm := scale * gradient.norm) > self._clip_norm:
             scale *= self._clip_norm / norm
@@ -431,7 +447,7 @@ class PipelineGradientEngine:
         self, flight: Flight, loss_sum: float, metric_sums: dict[str, float], num_samples: int
     ) -> ComputedBatch:
         batch = flight.batch
-        usable = UsableSamples(num_samples, batch.dead, batch.dead_samples)
+        usable = usable_samples(batch)._replace(num_samples=num_samples)
         if flight.bad:
             usable = self._dead_letters.refuse_samples(batch, flight.bad)
         now = self._clock()
@@ -439,7 +455,7 @@ class PipelineGradientEngine:
         self._completed_s = now
         return ComputedBatch(
             usable.num_samples, loss_sum, metric_sums, usable.dead, usable.dead_samples, compute_s,
-            self._core.version_of(batch.number),
+            self._core.version_of(batch.number), usable.dead_reasons,
         )  # fmt: skip
 
     def _complete(self, flight: Flight, scale: float, num_samples: int, *, is_void: bool = False) -> None:

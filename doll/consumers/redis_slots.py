@@ -21,6 +21,7 @@ import redis
 
 from doll import telemetry
 from doll.process.health import heartbeat_of
+from doll.storage.blobs import scope_of
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -49,6 +50,7 @@ class SlotLeases:
 
     Args:
         client: without `decode_responses`.
+        job: the job, and what else tells it from others on this Redis.
         ttl_s: a lease that is not renewed for this long is free.
         holder: tells processes apart; default: random.
     """
@@ -169,7 +171,7 @@ class HeldSlot:
 
 @contextmanager
 def lease_slot(
-    config: JobConfig, client: redis.Redis, stop: threading.Event, leave: Callable[[], None]
+    config: JobConfig, client: redis.Redis, stop: threading.Event, leave: Callable[[], None], *, cluster: str = ""
 ) -> Iterator[HeldSlot | None]:
     """A free slot of the job, waited for as long as it takes; None if `stop` was set before.
 
@@ -178,8 +180,10 @@ def lease_slot(
 
     Args:
         leave: called, from another thread, when another process has taken the slot.
+        cluster: Kafka's id of its cluster. A process does not know its run yet; another run of the job's name on the
+            same Redis has another Kafka.
     """
-    slots = SlotLeases(client, config.job, config.data.workers, config.worker.lease_s)
+    slots = SlotLeases(client, scope_of(config.job, cluster), config.data.workers, config.worker.lease_s)
     with heartbeat_of("worker", config) as heartbeat:
         heartbeat.set_waiting_for("a free slot")
         number = _wait(slots, config, stop)

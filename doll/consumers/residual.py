@@ -7,6 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from doll.errors import IllegalEventError
+
 Array = npt.NDArray[np.float32]
 
 
@@ -38,7 +40,12 @@ class Residual:
 
         Args:
             weights: the worker's view, `step` included.
+
+        Raises:
+            IllegalEventError: the batch, or a later one, is in what is held back already.
         """
+        if batch <= self._batch:
+            raise IllegalEventError(f"expected a batch after {self._batch}, got {batch}: a part of it is held back")
         self._before[:] = self._held
         self._batch = batch
         total = self._held
@@ -56,18 +63,32 @@ class Residual:
             weights += self._held
 
     def take_back(self, batch: int) -> None:
-        """Batch `batch` and later ones are computed again."""
+        """Batch `batch` and later ones are computed again.
+
+        Raises:
+            IllegalEventError: it is not the newest one, whose part alone can be told from the others.
+        """
+        self._expect_newest(batch)
         if self._size and 0 <= batch <= self._batch:
             self._held[:] = self._before
             self._batch = -1
             self.is_held = bool(self._held.any())
 
-    def flush(self, until: int) -> Array | None:
-        """What is held back of the steps of batches below `until`, which is held no more; None: nothing."""
+    def of(self, until: int) -> Array | None:
+        """What is held back of the steps of batches below `until`, a copy; None: nothing. `clear` it when it is stored.
+
+        Raises:
+            IllegalEventError: it cannot be told from what is held back of later ones.
+        """
+        self._expect_newest(until)
         held = self._before if 0 <= until <= self._batch else self._held
-        result = held.copy() if self._size and held.any() else None
-        self.clear()
-        return result
+        return held.copy() if self._size and held.any() else None
+
+    def _expect_newest(self, batch: int) -> None:
+        if self._size and 0 <= batch < self._batch:
+            raise IllegalEventError(
+                f"expected batch {self._batch}, the newest of which a part is held back, or a later one; got {batch}"
+            )
 
     def clear(self) -> None:
         """Hold nothing."""

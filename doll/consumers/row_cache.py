@@ -23,6 +23,11 @@ from doll.storage.sections import RowRequest
 _PLACE_BYTES: Final = 8 + 8 + 1 + 9 + 16  # version, place in the index and its cells, beside the values
 
 
+def cached_row_bytes(width: int) -> int:
+    """Memory for one row in a cache."""
+    return 4 * width + _PLACE_BYTES
+
+
 class FetchedRows(NamedTuple):
     """An answer of the server.
 
@@ -56,7 +61,7 @@ class RowCache:
         self.own = OpLog(shape.width)
         self.num_hits = self.num_misses = 0
         self._shape = shape
-        self._capacity = capacity = max(1, min(shape.num_rows, max_bytes // (4 * shape.width + _PLACE_BYTES)))
+        self._capacity = capacity = max(1, min(shape.num_rows, max_bytes // cached_row_bytes(shape.width)))
         self._index = IdIndex(capacity)
         self._values = np.empty((capacity, shape.width), np.float32)
         self._version = np.full(capacity, -1, np.int64)  # that the row is known as of; -1: the place is free
@@ -77,7 +82,7 @@ class RowCache:
     @property
     def num_bytes(self) -> int:
         """Of memory for rows, whether they are there or not."""
-        return self._capacity * (4 * self._shape.width + _PLACE_BYTES)
+        return self._capacity * cached_row_bytes(self._shape.width)
 
     def granted(self, version: int, included: int) -> None:
         """A grant says that `version` is the newest, and contains `included` of the worker's batches."""

@@ -25,12 +25,13 @@ _GIVE_UP_S: Final = 20.0  # below the default time after which a grant is replac
 class RowClient:
     """One worker process's requests, one at a time. `deliver` and `look_again` are for any thread, the rest for one."""
 
-    def __init__(self, config: JobConfig, blobs: Blobs, tables: dict[str, TableShape]) -> None:
+    def __init__(self, config: JobConfig, blobs: Blobs, tables: dict[str, TableShape], scope: str = "") -> None:
         """
         Args:
             tables: shapes of all tables, by name.
+            scope: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id.
         """
-        self._job = config.job
+        self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s
         self._blobs = blobs
         self._tables = tables
@@ -70,10 +71,10 @@ class RowClient:
         assert self._send is not None, "connect() comes first"
         assert self._grant is not None, "begin() comes first"
         grant, begun_s = self._grant, time.monotonic()
-        blob = encode_row_request({name: request}, self._tables, job=self._job, version=grant.min_version)
+        blob = encode_row_request({name: request}, self._tables, job=self._scope, version=grant.min_version)
         while True:
             self._number += 1
-            key = row_request_key(self._job, grant.term, grant.worker, grant.session, self._number)
+            key = row_request_key(self._scope, grant.term, grant.worker, grant.session, self._number)
             self._blobs.put(key, blob.parts, self._ttl_s)
             self._send(
                 GetRows(worker=grant.worker, session=grant.session, term=grant.term, number=self._number, key=key)
@@ -112,7 +113,7 @@ class RowClient:
         try:
             if blob is None:
                 raise BlobError("not in the blob store (any more)")
-            tables, version = decode_rows(blob, self._tables, job=self._job)
+            tables, version = decode_rows(blob, self._tables, job=self._scope)
         except NotFiniteError:
             raise
         except BlobError as exc:

@@ -29,8 +29,19 @@ from doll.consumers.departure import Departure
 from doll.consumers.exits import ProcessExit
 from doll.consumers.gradient_engine import GradientEngine
 from doll.consumers.row_client import RowClient
+from doll.consumers.skipping import Skipped
 from doll.consumers.stall_watch import StallWatch
-from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, Offer, Send, StoreRest, WorkerAction, WorkerCore
+from doll.consumers.worker import (
+    Acknowledge,
+    Batch,
+    Compute,
+    Exit,
+    Offer,
+    Send,
+    StoreRest,
+    WorkerAction,
+    WorkerCore,
+)
 from doll.errors import DollError, RecordError, ServiceUnavailableError, TaskError
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
@@ -143,7 +154,10 @@ class WorkerRuntime:
         self._samples_topic = config.topic("samples")
         self._commands_topic = config.topic("commands")
         batcher: Batcher[bytes | None] = Batcher(
-            origin=core.origin, records_per_batch=config.data.records_per_batch, next_batch=core.next_batch
+            origin=core.origin,
+            records_per_batch=config.data.records_per_batch,
+            next_batch=core.next_batch,
+            align=config.training.policy.batches_per_push,
         )
         self.buffer = BatchBuffer(batcher, buffer_capacity(config))
         self.stall_watch = StallWatch(config.worker.stall_timeout_s, commands_offset, time.monotonic())
@@ -182,7 +196,8 @@ class WorkerRuntime:
             if buffer.is_half_empty:
                 self.stream.resume()
             self._num_decoding += 1
-            future = asyncio.wrap_future(self._decoder.decode(Records(raw.offsets, raw.values)))
+            records = Records(raw.offsets, raw.values) if raw.count == 1 else Records((), ())
+            future = asyncio.wrap_future(self._decoder.decode(records))
             raw.values = []  # the decoder has them
             self._decoding.put_nowait((raw, future))
 
@@ -205,7 +220,18 @@ class WorkerRuntime:
             self._num_decoding -= 1
             self._room.set()
             core.next_offset = raw.hi
-            self._do(core.batch_ready(_batch(raw, decoded)))
+            if raw.count > 1:
+                skipped = Skipped(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost))
+                self._do(core.skip(skipped))
+                while core.skipped:
+                    self._room.clear()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._room.wait(), TICK_S)
+                    now = time.monotonic()
+                    if (one := core.next_of_skipped(now, self._config.data.records_per_batch)) is not None:
+                        self._do(core.batch_ready(Batch(one.first, decoded, 0, now, (), one.gaps, one.lost)))
+            else:
+                self._do(core.batch_ready(_batch(raw, decoded)))
             self.stall_watch.samples_at_s = time.monotonic()
 
     # --- Algorithm 2 ------------------------------------------------------------------------------------------------
@@ -438,7 +464,8 @@ class WorkerRuntime:
         try:
             done = await asyncio.wrap_future(self._engine.store_rest(order.until))
         except DollError as exc:
-            log.warning("rest_not_stored", reason=str(exc), action="its batches are computed again")
+            log.warning("rest_not_stored", reason=str(exc), action="stored when the server asks again")
+            self._core.rest_not_stored(order)
             return
         self._do(self._core.rest_stored(order, done))
 

@@ -1,4 +1,8 @@
-"""Port: what a set of batches adds to an update: the sum of their gradients, or of the worker's own steps."""
+"""Port: what a set of batches adds to an update: the sum of their gradients, or of the worker's own steps.
+
+The object that adds also says which batches it has added, and for which grants: a push names these and no others
+(docs/decisions/0042).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,13 @@ from doll.rows import Rows
 
 if TYPE_CHECKING:
     from doll.consumers.gradient import Gradient
+    from doll.records import Grant
+
+
+def grant_id_of(grant: Grant | None, batch: int) -> int:
+    """Which of its ids grants `batch`; 0 where none does: the server has no such grant, and refuses a push of it."""
+    at = -1 if grant is None else batch - grant.first
+    return grant.grant_ids[at] if grant is not None and 0 <= at < len(grant.grant_ids) else 0
 
 
 class SetContribution(Protocol):
@@ -17,13 +28,23 @@ class SetContribution(Protocol):
 
     Attributes:
         holds_back: `values` did not return the whole of what was added; `rest` has it.
+        holds: (batch, grant id) of what `values` or `rest` returned last, in the order of addition.
     """
 
     @property
     def holds_back(self) -> bool: ...
 
-    def clear(self) -> None:
-        """A grant's first batch is computed next. Where a push takes several grants, what they added so far stays."""
+    @property
+    def holds(self) -> tuple[tuple[int, int], ...]: ...
+
+    def begin(self, grant: Grant) -> bool:
+        """The batches of `grant` are computed next. What was added of its first batch or of later ones does not count
+        any more, nor what was added for another server. Where a push takes several grants, what is before stays.
+
+        Returns:
+            False where its first batch is in the model already: nothing has changed, and nothing may be added.
+        """
+        ...
 
     def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
         """Take the gradient of batch `batch`, over `num_samples` usable samples.
@@ -32,8 +53,18 @@ class SetContribution(Protocol):
 
         Returns:
             False where the set cannot hold it as well: it is the first of another one.
+
+        Raises:
+            IllegalEventError: a batch must come behind those that were added before.
         """
         ...
+
+    def skip(self, batch: int) -> None:
+        """Batch `batch` has no usable sample: it belongs to what is pushed, and adds nothing to it.
+
+        Raises:
+            IllegalEventError: as `add`.
+        """
 
     def keep(self) -> None:
         """The memory of the gradient that `add` has taken may change from now on."""
@@ -47,5 +78,12 @@ class SetContribution(Protocol):
         ...
 
     def rest(self, until: int) -> Contribution | None:
-        """What was added and is not pushed, of batches below `until` where something is held back; None: nothing."""
+        """What was added and is not pushed, of batches below `until` where something is held back; None: nothing.
+
+        Raises:
+            IllegalEventError: what is held back of these cannot be told from what is held back of later ones.
+        """
         ...
+
+    def rest_stored(self) -> None:
+        """What `rest` returned is stored, and held back no longer. Until then `rest` returns it again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +15,12 @@ from doll.config import TrainingConfig
 from doll.consumers.gradient import Gradient, GradientComputer
 from doll.consumers.local_model import CachedVersion
 from doll.consumers.residual import Residual
-from doll.consumers.row_steps import RowSteps
+from doll.consumers.set_contribution import grant_id_of
 from doll.consumers.table_rows import TableRows
+from doll.errors import IllegalEventError
 from doll.model import FlatModel
 from doll.optim.contribution import Contribution
 from doll.optim.optimizer import Optimizer, diverged
-from doll.optim.row_optimizer import row_optimizer
 from doll.records import Grant, NewVersion
 from doll.rows import Rows, add_in_order
 from doll.storage.blobs import Blobs
@@ -36,8 +36,9 @@ class _Step(NamedTuple):
     """
 
     batch: int
-    values: npt.NDArray[np.float32]
+    values: npt.NDArray[np.float32] | None  # None: no sample was usable
     rows: Mapping[str, Rows]
+    grant_id: int = 0
 
 
 class StepModel:
@@ -54,10 +55,7 @@ class StepModel:
         Args:
             computer: of `model`.
             takes_steps: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
-            rows: of the model's tables; None: it has none.
-
-        Raises:
-            ConfigError: an optimizer that cannot be used for tables.
+            rows: of the model's tables, with their optimizer; None: it has none.
         """
         self._weights = CachedVersion(job, blobs, computer)  # below the own steps
         self._model = model
@@ -69,20 +67,15 @@ class StepModel:
         )
         self._clip_norm = training.clip_norm if clips_here and training.clip_norm is not None else math.inf
         self._rows = rows
-        self._row_steps = (
-            {}
-            if model.tables is None
-            else {
-                name: RowSteps(shape.width, row_optimizer(training.optimizer))
-                for name, shape in model.tables.shapes.items()
-            }
-        )
         self._pushed_rows: Mapping[str, Rows] = {}
         self._takes_sum = training.reduction == "sum"
         self._term = -1
+        self._included = 0  # batches below it are in weights that were published, with their steps
         self._pushed: deque[_Step] = deque()  # the weights that were fetched last do not hold them
         self._kept: deque[_Step] = deque()  # behind these, and not pushed
         self._residual = Residual(training.policy.filter_threshold, model.num_parameters)
+        self._grant: Grant | None = None  # whose batches are computed
+        self._holds: tuple[tuple[int, int], ...] = ()
 
     # --- LocalModel ---------------------------------------------------------------------------------------------------
 
@@ -90,24 +83,20 @@ class StepModel:
         self._weights.offer(weights)
 
     def load(self, grant: Grant) -> int | None:
-        if grant.term != self._term:  # what was pushed to an earlier server is in its checkpoint, or computed again
-            self._term = grant.term
-            self._pushed.clear()
-            self._kept.clear()
-            self._residual.clear()
-        if self._forget_from(grant.first):
-            self._weights.forget()  # the replica holds a step that nobody will ever apply
         refreshed = self._weights.refresh(grant)
         if refreshed is None:
             return None
         if refreshed.is_new:
+            self._included = max(self._included, refreshed.included)
             while self._pushed and self._pushed[0].batch < refreshed.included:
                 self._pushed.popleft()
             parameters = self._computer.weights[: self._model.num_parameters]
             for step in (*self._pushed, *self._kept):
-                parameters += step.values[: self._model.num_parameters]
+                if step.values is not None:
+                    parameters += step.values[: self._model.num_parameters]
             self._residual.add_to(parameters)
-        return refreshed.version
+        # Where a later process of this worker has taken its place, these weights may hold the batch already.
+        return refreshed.version if grant.first >= self._included else None
 
     def _forget_from(self, batch: int) -> bool:
         """Forget the steps of batch `batch` and later ones, which are computed again; whether there were any."""
@@ -123,8 +112,23 @@ class StepModel:
 
     # --- SetContribution ----------------------------------------------------------------------------------------------
 
-    def clear(self) -> None:
-        pass  # what is kept belongs to the next push
+    @property
+    def holds(self) -> tuple[tuple[int, int], ...]:
+        return self._holds
+
+    def begin(self, grant: Grant) -> bool:
+        if grant.term != self._term:  # what was pushed to an earlier server is in its checkpoint, or computed again
+            self._term, self._included = grant.term, 0
+            self._pushed.clear()
+            self._kept.clear()
+            self._residual.clear()
+        self._included = max(self._included, grant.included)
+        if grant.first < self._included:
+            return False
+        self._grant = grant
+        if self._forget_from(grant.first):
+            self._weights.forget()  # the replica holds a step that nobody will ever apply
+        return True
 
     def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
         """Step on the view, at the mean (or the sum) of the batch's gradient.
@@ -132,7 +136,9 @@ class StepModel:
         Raises:
             DivergedError: a number of the view or of the optimizer's state is not finite.
             BlobError: the rows that are to be changed have not come.
+            IllegalEventError: the step of this batch, or of a later one, has been made.
         """
+        self._expect_later(batch)
         scale = 1.0 if self._takes_sum else 1.0 / num_samples
         if (norm := scale * gradient.norm) > self._clip_norm:
             scale *= self._clip_norm / norm
@@ -146,14 +152,23 @@ class StepModel:
         else:
             self._optimizer.apply([gradient.values], scale, num_samples)
         np.subtract(weights[:n], step[:n], out=step[:n])
-        self._kept.append(_Step(batch, step, rows))
+        self._kept.append(_Step(batch, step, rows, grant_id_of(self._grant, batch)))
         return True
+
+    def skip(self, batch: int) -> None:
+        self._expect_later(batch)
+        self._kept.append(_Step(batch, None, {}, grant_id_of(self._grant, batch)))
+
+    def _expect_later(self, batch: int) -> None:
+        steps = self._kept or self._pushed
+        if steps and batch <= steps[-1].batch:
+            raise IllegalEventError(f"expected a batch after {steps[-1].batch}, got {batch}: its step has been made")
 
     def _step_rows(self, gradients: Mapping[str, Rows], scale: float, batch: int) -> Mapping[str, Rows]:
         if self._rows is None:
             return {}
         seen = {name: self._rows.look_up(name, rows.ids) for name, rows in gradients.items()}
-        steps = {name: self._row_steps[name].step(seen[name], rows, scale) for name, rows in gradients.items()}
+        steps = {name: self._rows.steps[name].step(seen[name], rows, scale) for name, rows in gradients.items()}
         if not all(np.isfinite(rows.values).all() for rows in steps.values()):
             raise diverged("after the step the rows of a table are")
         self._rows.inc(steps)
@@ -167,21 +182,22 @@ class StepModel:
         return self._residual.is_held
 
     def values(self) -> Contribution | None:
-        if not self._kept:
-            return None
-        names = sorted({name for step in self._kept for name in step.rows})
+        steps = list(self._kept)
+        self._kept.clear()
+        self._holds = tuple((step.batch, step.grant_id) for step in steps)
+        names = sorted({name for step in steps for name in step.rows})
         self._pushed_rows = {
-            name: add_in_order([step.rows[name] for step in self._kept if name in step.rows]) for name in names
+            name: add_in_order([step.rows[name] for step in steps if name in step.rows]) for name in names
         }
-        total, n = self._sum(), self._model.num_parameters
-        batch = self._kept[-1].batch
+        total, n = self._sum([step.values for step in steps if step.values is not None]), self._model.num_parameters
+        if total is None:
+            return None
         if self._residual.is_used:
-            total = total.copy()
+            total, batch = total.copy(), steps[-1].batch
             self._residual.split(total[:n], self._computer.weights[:n], batch)
             self._pushed.append(_Step(batch, total, {}))
         else:
-            self._pushed += (step._replace(rows={}) for step in self._kept)
-        self._kept.clear()
+            self._pushed += (step._replace(rows={}) for step in steps)
         return total
 
     def rows(self) -> Mapping[str, Rows]:
@@ -191,7 +207,8 @@ class StepModel:
     def rest(self, until: int) -> Contribution | None:
         if self._kept:
             return self.values()
-        held = self._residual.flush(until)
+        self._holds = ()
+        held = self._residual.of(until)
         if held is None:
             return None
         # The buffers of its batches are pushed already: it names none, and has no samples.
@@ -199,12 +216,18 @@ class StepModel:
         values[: self._model.num_parameters] = held
         return values
 
-    def _sum(self) -> Contribution:
-        total = self._kept[0].values
-        if len(self._kept) > 1:
+    def rest_stored(self) -> None:
+        if not self._holds:
+            self._residual.clear()
+
+    def _sum(self, steps: Sequence[npt.NDArray[np.float32]]) -> Contribution | None:
+        if not steps:
+            return None
+        total = steps[0]
+        if len(steps) > 1:
             floats = self._model.num_floats
             total = total.copy()
-            for step in list(self._kept)[1:]:
-                total[:floats] += step.values[:floats]
-                total[floats:] = step.values[floats:]
+            for step in steps[1:]:
+                total[:floats] += step[:floats]
+                total[floats:] = step[floats:]
         return total

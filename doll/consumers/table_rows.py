@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from doll.consumers.row_cache import FetchedRows, RowCache
+from doll.consumers.row_cache import FetchedRows, RowCache, cached_row_bytes
 from doll.consumers.row_client import RowClient
+from doll.consumers.row_steps import RowSteps, state_row_bytes
 from doll.errors import BlobError
+from doll.optim.row_optimizer import RowOptimizer
 from doll.records import Grant, NewVersion
 from doll.rows import Floats, Ids, Rows, TableShape
 from doll.storage.blobs import Blobs
@@ -18,29 +21,44 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_MIN_CACHE_BYTES: Final = 1 << 16
+_MIN_TABLE_BYTES: Final = 1 << 16
+_REPORT_EVERY_S: Final = 10.0
 
 
 class TableRows:
     """All tables of one worker. Not thread-safe, but for `offer`: the thread that computes owns it."""
 
     def __init__(
-        self, job: str, blobs: Blobs, client: RowClient, tables: Mapping[str, TableShape], max_bytes: int
-    ) -> None:
+        self, job: str, blobs: Blobs, client: RowClient, tables: Mapping[str, TableShape], max_bytes: int,
+        *, optimizer: RowOptimizer | None = None, report: Callable[[dict[str, float]], object] = lambda values: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """
         Args:
             tables: shapes, by name.
-            max_bytes: of all caches together; each has a share by the size of its table.
+            max_bytes: of all caches and `steps` together; each table has a share by its size, and holds as many rows as
+                states of rows.
+            optimizer: of rows, where this worker steps itself; None: it sends gradients.
+            report: is called with `measures` now and then.
         """
         self._job = job
         self._blobs = blobs
         self._client = client
         self._shapes = tables
         total = sum(shape.num_rows * shape.width for shape in tables.values())
-        self._caches = {
-            name: RowCache(shape, max(_MIN_CACHE_BYTES, max_bytes * shape.num_rows * shape.width // max(total, 1)))
-            for name, shape in tables.items()
-        }
+        self._caches: dict[str, RowCache] = {}
+        self.steps: dict[str, RowSteps] = {}
+        for name, shape in tables.items():
+            share = max(_MIN_TABLE_BYTES, max_bytes * shape.num_rows * shape.width // max(total, 1))
+            row = cached_row_bytes(shape.width)
+            state = 0 if optimizer is None else state_row_bytes(shape.width, len(optimizer.state_names))
+            self._caches[name] = RowCache(shape, share * row // (row + state))
+            if optimizer is not None:
+                self.steps[name] = RowSteps(shape.width, optimizer, share * state // (row + state))
+        self._report = report
+        self._clock = clock
+        self._reported_s = clock()
+        self._has_warned = False
         self._offered: deque[NewVersion] = deque()
         self._term = -1
         self._min_version = 0
@@ -61,6 +79,29 @@ class TableRows:
         self._merge_offered()
         for cache in self._caches.values():
             cache.granted(grant.version, grant.included)
+        if self._clock() - self._reported_s >= _REPORT_EVERY_S:
+            self._reported_s = self._clock()
+            self._report(self.measures())
+
+    def measures(self) -> dict[str, float]:
+        """Rows, states of rows and their memory, over all tables, as `Metric` values."""
+        caches, steps = self._caches.values(), self.steps.values()
+        evicted = sum(table.num_evicted for table in steps)
+        if evicted and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "row_states_evicted", rows=evicted, kept=sum(map(len, steps)),
+                action="these rows' optimizer state begins again; set worker.row_cache_bytes higher to keep it",
+            )  # fmt: skip
+        return {
+            "row_cache_rows": float(sum(map(len, caches))),
+            "row_cache_bytes": float(sum(cache.num_bytes for cache in caches)),
+            "row_state_rows": float(sum(map(len, steps))),
+            "row_state_bytes": float(sum(table.num_bytes for table in steps)),
+            "row_states_evicted_total": float(evicted),
+            "row_hits_total": float(sum(cache.num_hits for cache in caches)),
+            "row_misses_total": float(sum(cache.num_misses for cache in caches)),
+        }
 
     def look_up(self, name: str, ids: Ids) -> Floats:
         """Rows `ids` of a table, strictly increasing, with the worker's own steps; float32, shape (n, width), a copy.

@@ -31,9 +31,9 @@ from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange
 
 _ASK_AGAIN_S: Final = 1.0  # the broker is not sure whether it holds an offset
 
-# Given the partition and the offset that the log does not hold: the offset to continue at; the same offset: try again;
-# None: do not continue.
-OutOfRangeHandler: TypeAlias = Callable[[TP, int], Awaitable[int | None]]
+# Given the partition, the offset that the log does not hold, and whether the log was truncated: the offset to continue
+# at; the same offset: try again; None: do not continue.
+OutOfRangeHandler: TypeAlias = Callable[[TP, int, bool], Awaitable[int | None]]
 
 
 class ChunkConsumer(base.Consumer):  # type: ignore[misc]
@@ -114,13 +114,13 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
                 self.app.fetch_progress = (next_offset, next_offset)
             case NoRecordBelow(offset):
                 self.app.fetch_progress = (self.app.fetch_progress[0], offset)
-            case OutOfRange(offset):
-                await self._out_of_range(offset)
+            case OutOfRange(offset, is_truncated):
+                await self._out_of_range(offset, is_truncated)
             case Exception():
                 raise delivery
 
-    async def _out_of_range(self, offset: int) -> None:
-        resume_offset = await self.app.on_out_of_range(self.app.partition, offset)
+    async def _out_of_range(self, offset: int, is_truncated: bool) -> None:
+        resume_offset = await self.app.on_out_of_range(self.app.partition, offset, is_truncated)
         if resume_offset is None:  # the process is about to end
             return
         if resume_offset == offset:

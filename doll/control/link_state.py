@@ -51,6 +51,15 @@ class LinkError(DollError):
         self.is_refusal = is_refusal
 
 
+def record_of(frame: bytes) -> AnyRecord:
+    """The record of a frame, whatever its number.
+
+    Raises:
+        RecordError: it holds none.
+    """
+    return decode(frame[_NUMBER.size :])
+
+
 class LinkState:
     """Numbers and times of one end of a link.
 
@@ -88,7 +97,7 @@ class LinkState:
         if len(frame) < _NUMBER.size:
             raise LinkError(f"expected a frame, got {len(frame)} bytes", is_refusal=True)
         try:
-            record = decode(frame[_NUMBER.size :])
+            record = record_of(frame)
         except RecordError as exc:
             raise LinkError(str(exc), is_refusal=True) from exc
         if not isinstance(record, self._accepts):

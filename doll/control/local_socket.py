@@ -1,6 +1,7 @@
 """Control links over a Unix socket, for processes on one machine. Both ends are `SocketLink`.
 
-The socket is in a folder that only this user may enter. A frame follows its length (4 bytes, big-endian).
+The socket is in a folder that only this user may enter. Both ends check that: a worker learns the path from a record,
+and who may write it would otherwise take the server's place. A frame follows its length (4 bytes, big-endian).
 """
 
 from __future__ import annotations
@@ -26,6 +27,26 @@ _MAX_UNSENT_BYTES: Final = 2 * MAX_FRAME_BYTES
 _MAX_PATH_BYTES: Final = 100  # sun_path has 108
 _BACKLOG: Final = 512
 _CONNECT_S: Final = 1.0
+_CREDENTIALS: Final = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+
+
+def next_frame(unread: bytearray) -> bytes | None:
+    """Take the next frame from what a socket has given; None: it is not complete.
+
+    Raises:
+        LinkError: its length is beyond that of any frame.
+    """
+    if len(unread) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack_from(unread)
+    if length > MAX_FRAME_BYTES:
+        raise LinkError(f"expected a frame of at most {MAX_FRAME_BYTES} bytes, got {length}", is_refusal=True)
+    end = _LENGTH.size + length
+    if len(unread) < end:
+        return None
+    frame = bytes(unread[_LENGTH.size : end])
+    del unread[:end]
+    return frame
 
 
 class SocketLink:
@@ -77,7 +98,7 @@ class SocketLink:
             if self._error is not None:
                 raise self._error
             self._read()
-            while (frame := self._next_frame()) is not None:
+            while (frame := next_frame(self._unread)) is not None:
                 record = self._state.unpack(frame, now)
                 if record is not None:
                     records.append(record)
@@ -101,19 +122,6 @@ class SocketLink:
             self._unread += data
             if len(data) < _READ_BYTES:
                 return
-
-    def _next_frame(self) -> bytes | None:
-        if len(self._unread) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._unread)
-        if length > MAX_FRAME_BYTES:
-            raise LinkError(f"expected a frame of at most {MAX_FRAME_BYTES} bytes, got {length}", is_refusal=True)
-        end = _LENGTH.size + length
-        if len(self._unread) < end:
-            return None
-        frame = bytes(self._unread[_LENGTH.size : end])
-        del self._unread[:end]
-        return frame
 
     def check(self, now: float) -> None:
         """Send what waits and a Ping that is due. Call it several times a second.
@@ -208,18 +216,32 @@ class LocalSocket:
 
 
 def connect(path: str) -> socket.socket:
-    """A connection to the socket at `path`.
+    """A connection to the socket at `path`, behind which a process of this user listens. Nothing is sent.
 
     Raises:
-        LinkError: nobody listens there.
+        LinkError: nobody listens there; a refusal: the folder, the socket or the process that listens is another
+            user's, or others may enter the folder.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_CONNECT_S)
     try:
+        if problem := _folder_problem(Path(path).parent) or _socket_problem(path):
+            raise LinkError(problem, is_refusal=True)
         connection.connect(path)
+        # The path may lead elsewhere since it was looked at: who listens decides.
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        process, user, _ = _CREDENTIALS.unpack(credentials)
+        if user != os.geteuid():
+            raise LinkError(
+                f"{path}: expected a process of user {os.geteuid()} to listen, got process {process} of user {user}",
+                is_refusal=True,
+            )
     except OSError as exc:
         connection.close()
         raise LinkError(f"cannot connect to {path}: {exc.strerror or exc}") from exc
+    except LinkError:
+        connection.close()
+        raise
     return connection
 
 
@@ -240,14 +262,37 @@ def _private_folder() -> Path:
 
 def _require_private(folder: Path) -> None:
     try:
-        status = os.lstat(folder)
+        problem = _folder_problem(folder)
     except OSError as exc:
         raise ServiceUnavailableError(f"{folder}: expected a folder for the control socket: {exc.strerror}") from exc
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ServiceUnavailableError(
-            f"{folder}: expected a folder of user {os.geteuid()} that nobody else may enter, got mode "
-            f"{stat.filemode(status.st_mode)} of user {status.st_uid}; remove it, or set control.kind: redis"
-        )
+    if problem:
+        raise ServiceUnavailableError(f"{problem}; remove it, or set control.kind: redis")
+
+
+def _folder_problem(folder: Path) -> str:
+    """Why the folder is not to be trusted; "": it is.
+
+    Raises:
+        OSError: there is none.
+    """
+    status = os.lstat(folder)
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+        return ""
+    return (
+        f"{folder}: expected a folder of user {os.geteuid()} that nobody else may enter, got mode "
+        f"{stat.filemode(status.st_mode)} of user {status.st_uid}"
+    )
+
+
+def _socket_problem(path: str) -> str:
+    """As `_folder_problem`, of the socket itself."""
+    status = os.lstat(path)
+    if stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid():
+        return ""
+    return (
+        f"{path}: expected a socket of user {os.geteuid()}, got mode {stat.filemode(status.st_mode)} of user "
+        f"{status.st_uid}"
+    )
 
 
 def _require_short(path: Path) -> None:

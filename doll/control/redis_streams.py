@@ -1,10 +1,10 @@
 """Control links over streams in Redis, for workers on any machine.
 
-The server reads one stream, `doll:<job>:control:<term>`, to which all workers add. Each link has a stream of its own in
-the other direction, `doll:<job>:control:<term>:<link>`; its worker makes it. An entry is a frame, with the link's name
-if it is for the server. The reader of a stream trims it, and renews its expiry, so that a job that has ended leaves
-nothing. Nobody but its reader makes a stream: an entry for one that is gone (Redis was restarted or wiped) breaks the
-link.
+The server reads one stream, `doll:<job>:<run>:control:<term>`, to which all workers add. Each link has a stream of its
+own in the other direction, `doll:<job>:<run>:control:<term>:<link>`; its worker makes it. An entry is a frame, with the
+link's name if it is for the server. The reader of a stream trims it, and renews its expiry, so that a job that has
+ended leaves nothing. Nobody but its reader makes a stream: an entry for one that is gone (Redis was restarted or wiped)
+breaks the link.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _FRAME: Final = b"f"
 _LINK: Final = b"l"
 
 
-def server_stream(job: str, term: int) -> str:
-    """Name of the stream that the server of this term reads."""
-    return f"doll:{job}:control:{term}"
+def server_stream(scope: str, term: int) -> str:
+    """Name of the stream that the server of this term reads; `scope` as in `doll.storage.blobs.scope_of`."""
+    return f"doll:{scope}:control:{term}"
 
 
 def streams_pattern(job: str) -> str:
-    """A glob of the keys of all control streams of a job."""
-    return f"doll:{job}:control:*"
+    """A glob of the keys of all control streams of all runs of a job."""
+    return f"doll:{job}:*control:*"
 
 
 class Streams:

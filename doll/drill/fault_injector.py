@@ -11,16 +11,18 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from doll.config import StdinSource
 from doll.drill.control_tracker import ControlTracker
+from doll.drill.data_faults import DataFaults, DrillError
+from doll.drill.late_copies import LateCopies
 from doll.drill.metadata_service import FakeMetadataService
 from doll.drill.plan import Fault, FaultTarget, make_plan
 from doll.drill.recovery import InjectedFault, PoisonTracker, RecoveryTracker
 from doll.drill.set_tracker import SetTracker
-from doll.drill.stream import SamplesTopic, poison_for
-from doll.errors import DollError
+from doll.drill.stream import poison_for
 from doll.process.children import children_of
 from doll.records import AnyRecord, ServerStatus, Update
 
@@ -37,10 +39,6 @@ if TYPE_CHECKING:
 _RECOVERY_TIMEOUT_S: Final = 300.0
 _EXIT_TIMEOUT_S: Final = 90.0
 _SETTLE_S: Final = 3.0  # the job continues for this long after the last recovery
-
-
-class DrillError(DollError):
-    """The job does not recover from a fault, or a replaced process does not exit."""
 
 
 @dataclass(slots=True)
@@ -80,6 +78,7 @@ class FaultInjector:
         relays: the relays that the roles' connections pass through.
         metadata: serves interruption notices to the workers; None: no notices.
         run_folder: folder of the job's checkpoints, unless the job file names another one.
+        every_s: seconds from one fault to the next, whether the job has recovered or not; None: as the plan says.
         standby: there are two parameter servers, a leader and a standby; faults are injected into the leader.
         clock: wall clock in seconds, as in `Update.time_s`.
     """
@@ -94,6 +93,7 @@ class FaultInjector:
         relays: RoleRelays,
         run_folder: Path,
         metadata: FakeMetadataService | None = None,
+        every_s: float | None = None,
         standby: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -101,7 +101,7 @@ class FaultInjector:
         self._relays = relays
         self._metadata = metadata
         self._run_folder = run_folder
-        self._topic: SamplesTopic | None = None
+        self._data: DataFaults | None = None
         self._leader_pid = 0
         self._leader_term = 0
         self._config = config
@@ -110,6 +110,11 @@ class FaultInjector:
         self._seed = seed
         self._say = say
         self._clock = clock
+        self._every_s = every_s
+        self._copies = LateCopies(config)
+        for worker in range(config.data.workers):
+            for relay in relays.to(f"worker-{worker}", "control"):
+                relay.watch = partial(self._copies.watch, worker)
         self._plan: tuple[Fault, ...] = ()
         self._next = 0
         self._recoveries = RecoveryTracker()
@@ -157,10 +162,12 @@ class FaultInjector:
         if not self._plan:
             if not self._learning:
                 return None
-            self._topic = SamplesTopic(self._config, stack.services, self._run_folder)
+            self._data = DataFaults(
+                self._config, stack, self._run_folder, self._copies, self._recoveries.add_poison_offset
+            )
             self._plan = self.plan_for(self._targets(stack), len(stack.kafka.nodes) if stack.kafka is not None else 1)
-        assert self._topic is not None
-        self._topic.poll()
+        assert self._data is not None
+        self._data.poll(now)
         self._end_suspensions(now)
         self._check_leaving(supervisor, now)
         if late := [entry for entry in self._recoveries.open if now - entry.waiting_since_s > _RECOVERY_TIMEOUT_S]:
@@ -195,8 +202,17 @@ class FaultInjector:
             standby=self.standby,
             brokers=brokers,
             stages=self._num_stages,
-            without=without | ({"worker_malformed_notice"} if self._metadata is None else set()),
+            without=without | self._impossible(),
         )
+
+    def _impossible(self) -> set[str]:
+        """Kinds that this job has no target for."""
+        no_grants = bool(self._control.links) and "local" not in self._control.links  # not in Kafka, nor on a socket
+        return {
+            *({"worker_malformed_notice"} if self._metadata is None else ()),
+            *({"worker_late_grants"} if no_grants else ()),
+            *(() if self._config.training.policy.filter_threshold > 0 else {"worker_late_settles"}),
+        }
 
     @property
     def poisoned(self) -> list[tuple[int, int]]:
@@ -215,6 +231,8 @@ class FaultInjector:
             suspended.release()
         for leaving in self._leaving:
             leaving.handle.kill()
+        if self._data is not None:
+            self._data.close()
         self._suspended, self._leaving = [], []
 
     def report_fields(self) -> dict[str, Any]:
@@ -274,6 +292,8 @@ class FaultInjector:
     def _is_due(self, fault: Fault, now: float) -> bool:
         if not self._recoveries.injected:
             return True
+        if self._every_s is not None:
+            return now - self._recoveries.injected[0].time_s >= len(self._recoveries.injected) * self._every_s
         if fault.overlapping:
             return now - self._recoveries.injected[-1].time_s >= fault.gap_s
         return self._ready_s is not None and now - self._ready_s >= fault.gap_s
@@ -290,10 +310,8 @@ class FaultInjector:
             return False
         if kind.cut_from == "control" and any(suspended.cut_from == "control" for suspended in self._suspended):
             return False  # a cut of the server's links includes those of each worker
-        if kind.target == "stream":
-            return self._disturb_stream(fault, now)
-        if kind.action == "delete_streams":
-            return self._delete_streams(fault, stack, now)
+        if (is_injected := self._inject_into_data(fault, now)) is not None:
+            return is_injected
         if kind.target in ("redis", "kafka", "broker"):
             nodes = stack.kafka.nodes if stack.kafka is not None else ()
             server = stack.redis if kind.target == "redis" else nodes[fault.broker]
@@ -346,6 +364,15 @@ class FaultInjector:
                 self._suspended.append(_Suspended(role, restore, now + fault.hold_s, kind.cut_from))
         return True
 
+    def _inject_into_data(self, fault: Fault, now: float) -> bool | None:
+        assert self._data is not None
+
+        def record(role: str, poison: PoisonTracker | None = None) -> InjectedFault:
+            self._record_injection(fault, role, now, poison)
+            return self._recoveries.injected[-1]
+
+        return self._data.inject(fault, [suspended.role for suspended in self._suspended], record, now)
+
     def _disturb_stage(self, fault: Fault, role: str, handle: Handle, supervisor: Supervisor, now: float) -> bool:
         """Its worker goes with it; a stage that runs again before its worker gives it up loses nothing."""
         stages = children_of(handle.pid)
@@ -365,39 +392,6 @@ class FaultInjector:
                 os.kill(pid, signal.SIGTERM)
                 spec, leaving = supervisor.release(role)
                 self._leaving.append(_LeavingProcess(spec, leaving, now + _EXIT_TIMEOUT_S, zombie=False))
-        return True
-
-    def _disturb_stream(self, fault: Fault, now: float) -> bool:
-        """Send a poison record to a stream, or delete the records of a stream that are durable in the model."""
-        assert self._topic is not None
-        if fault.kind.action == "truncate":
-            if any(suspended.role == "kafka" or suspended.role.startswith("broker-") for suspended in self._suspended):
-                return False  # waiting for a frozen broker here would keep it frozen
-            until = self._topic.truncate(fault.worker)
-            if until is None:
-                return False  # nothing is durable yet, or Kafka does not answer
-            self._record_injection(fault, f"{fault.role} below offset {until}", now)
-            return True
-        poison = poison_for(self._config, fault.number)
-        assert poison is not None, "the plan excludes this kind"
-        self._record_injection(
-            fault, fault.role, now, PoisonTracker(fault.worker, len(poison.records), poison.harmless)
-        )
-        injected = self._recoveries.injected[-1]
-        for record in poison.records:
-            self._topic.put(fault.worker, record, lambda offset: self._recoveries.add_poison_offset(injected, offset))
-        return True
-
-    def _delete_streams(self, fault: Fault, stack: Stack, now: float) -> bool:
-        """Delete the control streams of this job, and nothing else, from Redis."""
-        if any(suspended.role == "redis" for suspended in self._suspended):
-            return False  # waiting for a frozen Redis here would keep it frozen
-        from doll.control.redis_streams import streams_pattern
-        from doll.storage.redis_client import delete_keys
-
-        if not delete_keys(stack.services, streams_pattern(self._config.job)):
-            return False  # Redis does not answer, or nobody has a link through it now
-        self._record_injection(fault, fault.role, now)
         return True
 
     def _role(self, fault: Fault, supervisor: Supervisor) -> str:
@@ -443,7 +437,7 @@ class FaultInjector:
                 self._leaving.remove(leaving)
                 if leaving.notice is not None and self._metadata is not None:
                     self._metadata.clear_notice(leaving.role)
-                    leaving.notice.has_left = True
+                    leaving.notice.is_done = True
                 if not leaving.zombie:
                     supervisor.start(leaving.spec)
             elif leaving.zombie and supervisor.exit_codes().get(leaving.role) == 0:

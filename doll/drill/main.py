@@ -66,6 +66,7 @@ def run_drill(
     brokers: int = 1,
     fresh: bool = False,
     replay: bool = False,
+    every_s: float | None = None,
 ) -> tuple[dict[str, Any], str | None]:
     """Run the job until `faults` faults are recovered from; the report, as of `run_up`, and a failure of the drill.
 
@@ -73,6 +74,7 @@ def run_drill(
         standby: run a second parameter server, which takes over when the leader is silent.
         brokers: size of the local Kafka cluster. With more than one, each topic is replicated on all brokers, and one
             broker at a time fails.
+        every_s: seconds from one fault to the next; None: the next follows the recovery from the one before, or sooner.
         replay: keep an event log of each parameter server, replay them after the run, and compare with the checkpoints.
 
     Raises:
@@ -93,7 +95,15 @@ def run_drill(
         def hook(run: RunFolder, display: Display) -> _Drill:
             drills.append(
                 _Drill(
-                    endless, run, display, faults=faults, seed=seed, relays=relays, metadata=metadata, standby=standby
+                    endless,
+                    run,
+                    display,
+                    faults=faults,
+                    seed=seed,
+                    relays=relays,
+                    metadata=metadata,
+                    standby=standby,
+                    every_s=every_s,
                 )
             )
             return drills[-1]

@@ -11,6 +11,7 @@ from typing import Any
 from doll.drill.plan import Fault
 from doll.records import AnyRecord, TermStarted, Update
 
+_LASTING = ("malformed_notice", "late_grants", "late_settles", "second_run")  # done later than injected
 _RECENT = 500  # updates kept until Kafka has acknowledged a poison record with its offset
 
 
@@ -62,7 +63,9 @@ class InjectedFault:
         term: the newest term when the fault was injected.
         restored_s: until then a disconnected server may still apply what it has, without publishing it.
         poison: the records that updates must count before the fault has ended.
-        has_left: the process that was asked to leave has exited, or none was asked.
+        is_done: all that the fault does has been done: the process that was asked to leave has exited, all copies of
+            commands were sent, the second run has ended.
+        done_s: since when it is, where the fault lasts: the recovery is counted from then.
         recovery_s: seconds from the fault to the first update after it; None while there is none.
     """
 
@@ -72,7 +75,8 @@ class InjectedFault:
     term: int
     restored_s: float
     poison: PoisonTracker | None = None
-    has_left: bool = True
+    is_done: bool = True
+    done_s: float | None = None
     recovery_s: float | None = None
 
     @property
@@ -82,7 +86,7 @@ class InjectedFault:
 
     def is_ended_by(self, update: Update) -> bool:
         """Whether this update shows that the job has recovered."""
-        if not self.has_left or (self.poison is not None and not self.poison.is_counted):
+        if not self.is_done or (self.poison is not None and not self.poison.is_counted):
             return False
         if update.term > self.term:
             return update.time_s > self.time_s
@@ -106,8 +110,8 @@ class RecoveryTracker:
         # Without control links it goes on through Kafka.
         is_cut_off = of_ps and fault.kind.cut_from in ("kafka", "redis")
         restored_s = time_s + fault.hold_s if is_cut_off else time_s
-        has_left = fault.kind.action != "malformed_notice"
-        injected = InjectedFault(fault, time_s, after_term, self._term, restored_s, poison, has_left)
+        is_done = fault.kind.action not in _LASTING
+        injected = InjectedFault(fault, time_s, after_term, self._term, restored_s, poison, is_done)
         self.injected.append(injected)
         self._open.append(injected)
         return injected
@@ -137,7 +141,8 @@ class RecoveryTracker:
                 injected.poison.on_update(update)  # also after the recovery: a later update may count the batch again
         for injected in self._open:
             if injected.is_ended_by(update):
-                injected.recovery_s = update.time_s - injected.time_s
+                begun_s = injected.time_s if injected.done_s is None else injected.done_s
+                injected.recovery_s = max(0.0, update.time_s - begun_s)
         self._open = [injected for injected in self._open if injected.recovery_s is None]
 
     @property

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -36,6 +36,8 @@ class Relay(ABC):
 
     Attributes:
         cut: the kind of the current cut, if any.
+        watch: called for each new connection, on the relays' thread; what it returns is called with the bytes that the
+            service sends on it, in order.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, listening: socket.socket) -> None:
@@ -47,6 +49,7 @@ class Relay(ABC):
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening = loop.create_task(self._accept())
         self.cut: Cut | None = None
+        self.watch: Callable[[], Callable[[bytes], None]] | None = None
 
     @abstractmethod
     def _target(self) -> tuple[socket.AddressFamily, Any] | None:
@@ -121,7 +124,7 @@ class Relay(ABC):
             await self._loop.sock_connect(far, address)
             async with asyncio.TaskGroup() as directions:
                 directions.create_task(self._forward(near, far))
-                directions.create_task(self._forward(far, near))
+                directions.create_task(self._forward(far, near, self.watch() if self.watch is not None else None))
             near.close()
             far.close()
         except* OSError:
@@ -130,8 +133,12 @@ class Relay(ABC):
             _reset(near)  # no effect on a closed socket
             _reset(far)
 
-    async def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+    async def _forward(
+        self, source: socket.socket, sink: socket.socket, watch: Callable[[bytes], None] | None = None
+    ) -> None:
         while data := await self._loop.sock_recv(source, _CHUNK):
+            if watch is not None:
+                watch(data)
             await self._open.wait()
             await self._loop.sock_sendall(sink, data)
         await self._open.wait()

@@ -25,7 +25,7 @@ from doll.model import FlatModel, build
 from doll.monitor.csv_file import CsvFile, read_rows
 from doll.monitor.history import History
 from doll.records import AnyRecord
-from doll.storage.blobs import Blobs, decode_blob, decode_latest, latest_key, weights_key
+from doll.storage.blobs import Blobs, decode_blob, decode_latest, latest_key, scope_of, weights_key
 from doll.storage.stores import checkpoint_location
 from doll.task import load_task
 
@@ -100,6 +100,11 @@ class Evaluator:
                 )
 
     @property
+    def _scope(self) -> str:
+        """What the blobs of this run are named by."""
+        return scope_of(self._config.job, self.history.run_id)
+
+    @property
     def has_held_out(self) -> bool:
         return len(self._held_out) > 0
 
@@ -117,7 +122,7 @@ class Evaluator:
         if self._model.tables is not None:
             return self._evaluate_checkpoint()
         try:
-            pointer = self._blobs.get(latest_key(self._config.job))
+            pointer = self._blobs.get(latest_key(self._scope))
             if pointer is None:
                 return None
             latest = decode_latest(pointer)
@@ -159,7 +164,7 @@ class Evaluator:
             weights = (
                 None
                 if self._model.tables is not None
-                else self._fetch(weights_key(self._config.job, term, version), version)
+                else self._fetch(weights_key(self._scope, term, version), version)
             )
         except (ServiceUnavailableError, BlobError) as exc:
             log.warning("final_weights_not_in_redis", reason=str(exc))
@@ -180,7 +185,7 @@ class Evaluator:
         data = self._blobs.get(key)
         if data is None:
             return None
-        return decode_blob(data, job=self._config.job, kind="w", version=version, numel=self._model.flat.numel())
+        return decode_blob(data, job=self._scope, kind="w", version=version, numel=self._model.flat.numel())
 
     def _measure(self, term: int, version: int, weights: npt.NDArray[np.float32]) -> Evaluation:
         self._model.load_weights(weights)

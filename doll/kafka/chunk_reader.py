@@ -3,6 +3,9 @@
 The client library's calls are per chunk, not per record, and the thread waits without Python's interpreter lock. What
 it reads it hands over in order; it stays at most `_MAX_UNTAKEN` chunks ahead of whoever takes them. A pause leaves what
 the library has fetched where it is.
+
+A value above `data.max_record_bytes`, and each record of a batch that the library cannot read, is handed over as an
+`UnreadValue`: it becomes a dead letter, and the stream goes on behind it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from confluent_kafka import TopicPartition as _TopicPartition
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import make_consumer
 from doll.kafka.reader import Partition
+from doll.kafka.topic_plan import batch_limit_bytes
+from doll.kafka.unread import UnreadValue, end_of_unreadable, unreadable
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
@@ -55,10 +60,7 @@ _LAST_POLL_S: Final = 0.02  # a poll does not return when it has only called `_o
 _OUT_OF_RANGE: Final = frozenset(
     {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
 )
-# The library goes on behind what it cannot read, which would pass for offsets without a record.
-_UNREADABLE: Final = frozenset(
-    {KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError._NOT_IMPLEMENTED, KafkaError.INVALID_MSG}
-)
+_HEAD_BYTES: Final = 65_536  # kept of a value that is too long
 
 
 class Chunk(NamedTuple):
@@ -66,7 +68,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         offsets: rising; a `range` where none is missing.
-        values: one for each offset.
+        values: one for each offset; an `UnreadValue` where it is to be a dead letter.
     """
 
     offsets: Sequence[int]
@@ -80,9 +82,15 @@ class NoRecordBelow(NamedTuple):
 
 
 class OutOfRange(NamedTuple):
-    """The log does not hold `offset`, the next one to be read. Nothing more comes before `seek`."""
+    """The log does not hold `offset`, the next one to be read. Nothing more comes before `seek`.
+
+    Attributes:
+        is_truncated: the log has lost its end, and with it records that were read: those that it holds there by now,
+            or will, are others.
+    """
 
     offset: int
+    is_truncated: bool = False
 
 
 Delivery: TypeAlias = Chunk | NoRecordBelow | OutOfRange | Exception
@@ -106,11 +114,14 @@ class ChunkReader:
     ) -> None:  # fmt: skip
         self._address = services.kafka
         self._partition = partition
+        self._max_record_bytes = config.data.max_record_bytes
+        self._unpacked_limit_bytes = unpacked_limit_bytes = batch_limit_bytes(config)
         self._consumer: Any = make_consumer(
             config, services, "samples", group_id=group, auto_offset_reset="error", enable_auto_offset_store=False,
             isolation_level="read_committed", enable_partition_eof=True, check_crcs=True,
             fetch_min_bytes=FETCH_MIN_BYTES, fetch_wait_max_ms=fetch_max_wait_ms,
             max_partition_fetch_bytes=max(_MIN_PARTITION_FETCH_BYTES, config.data.max_record_bytes),
+            fetch_max_bytes=unpacked_limit_bytes // 2, receive_message_max_bytes=unpacked_limit_bytes,
             queued_min_messages=_FETCHED_AHEAD_RECORDS, queued_max_messages_kbytes=_FETCHED_AHEAD_KBYTES,
             fetch_queue_backoff_ms=_FULL_RECHECK_MS, fetch_error_backoff_ms=_ERROR_BACKOFF_MS,
             session_timeout_ms=_COORDINATOR_WAIT_MS, on_commit=self._on_commit,
@@ -122,6 +133,8 @@ class ChunkReader:
         self._untaken = 0
         self._durable = self._log_end = -1
         # Of the thread alone:
+        self._position = start  # the next offset
+        self._unreadable: tuple[int, UnreadValue] | None = None  # what is at each offset from `_position` to the first
         self._committed = self._asked = -1
         self._commit_at_s = 0.0
         self._max_chunk_records = min(max_chunk_records, MAX_CHUNK_RECORDS)
@@ -207,6 +220,7 @@ class ChunkReader:
             seek_to, self._seek_to = self._seek_to, None
             closed = self._closed
         if seek_to is not None and not closed:
+            self._position = seek_to
             # Always with an explicit offset: without one, a broker that has just started may deliver nothing.
             self._consumer.assign([_TopicPartition(*self._partition, seek_to)])
         return not closed
@@ -215,6 +229,9 @@ class ChunkReader:
         self._log_end = int(self._consumer.get_watermark_offsets(self._ends, cached=True)[1])
 
     def _read(self) -> None:
+        if self._unreadable is not None:
+            self._hand_over_unreadable(*self._unreadable)
+            return
         first = self._consumer.poll(_POLL_S)
         if first is None:
             return
@@ -237,31 +254,71 @@ class ChunkReader:
             return
         first, last, count = records[0].offset(), records[-1].offset(), len(records)
         offsets = range(first, last + 1) if last - first + 1 == count else list(map(_Record.offset, records))
-        record_bytes = sum(map(len, records)) // count + 1
-        self._chunk_records = max(1, min(self._max_chunk_records, MAX_CHUNK_BYTES // record_bytes))
-        self._send(Chunk(offsets, list(map(_Record.value, records))))
+        sizes = list(map(len, records))
+        self._chunk_records = max(1, min(self._max_chunk_records, MAX_CHUNK_BYTES // (sum(sizes) // count + 1)))
+        values = list(map(_Record.value, records))
+        if max(sizes) > self._max_record_bytes:
+            values = [self._within_limit(value) for value in values]
+        self._send(Chunk(offsets, values))
+        self._position = last + 1
+
+    def _within_limit(self, value: bytes | None) -> bytes | None:
+        limit = self._max_record_bytes
+        if value is None or len(value) <= limit:
+            return value
+        reason = f"record of {len(value)} bytes: expected at most {limit} (data.max_record_bytes)"
+        return UnreadValue.of("too_long", reason, len(value), value[:_HEAD_BYTES])
+
+    def _find_unreadable(self, base: int, reason: str) -> None:
+        """The batch that begins at `base` cannot be read: what is left of it is handed over next."""
+        until = end_of_unreadable(self._consumer, self._partition, base, lambda: self._closed)
+        log.error("batch_unreadable", topic=str(self._partition), offsets=[base, until - 1], reason=reason)
+        text = (
+            f"the batch of records at offsets {base} to {until - 1} cannot be read ({reason}): expected one that "
+            f"unpacks to at most {self._unpacked_limit_bytes} bytes in all"
+        )
+        self._unreadable = until, UnreadValue.of("unreadable", text)
+
+    def _hand_over_unreadable(self, until: int, value: UnreadValue) -> None:
+        offsets = range(self._position, min(until, self._position + self._max_chunk_records))
+        if offsets:
+            self._position = offsets.stop
+            self._send(Chunk(offsets, [value] * len(offsets)))
+        else:
+            self._unreadable = None
+            self._consumer.assign([_TopicPartition(*self._partition, self._position)])
 
     def _send(self, delivery: Delivery) -> None:
         with self._changed:
             self._untaken += 1
         self._deliver(delivery)
 
-    def _handle(self, error: Any, offset: int) -> bool:
+    def _handle(self, error: Any, offset: int | None) -> bool:
         """Whether what follows may be read.
+
+        Args:
+            offset: of the error; None where the library names none.
 
         Raises:
             ServiceUnavailableError: the client cannot go on.
         """
         code = error.code()
         if code == KafkaError._PARTITION_EOF:
-            self._send(NoRecordBelow(offset))
+            self._position = max(self._position, offset or 0)
+            self._send(NoRecordBelow(self._position))
         elif code in _OUT_OF_RANGE:
             self._consumer.unassign()
-            self._send(OutOfRange(offset))
+            # The library has a code for it, and yet gives the code of any lost position.
+            is_truncated = code == KafkaError._LOG_TRUNCATION or "truncation detected" in error.str()
+            self._send(OutOfRange(self._position, is_truncated))
             return False
-        elif error.fatal() or code in _UNREADABLE:
+        elif unreadable(error) and offset is not None:
+            self._find_unreadable(offset, error.str())
+            return False
+        elif error.fatal():
             raise ServiceUnavailableError(
-                f"Kafka at {self._address} sends nothing usable of {self._partition} at offset {offset}: {error.str()}"
+                f"Kafka at {self._address} sends nothing usable of {self._partition} at offset {self._position}: "
+                f"{error.str()}"
             )
         else:
             log.warning("topic_error", topic=str(self._partition), reason=error.str())

@@ -195,8 +195,7 @@ def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> st
         if left_s <= 0.0:
             return (
                 f"Kafka at {services.kafka} ({config.kafka.security}) does not answer within {timeout_s:g} s "
-                f"({reason}): start it, correct kafka.address (or {KAFKA_ENV}) or kafka.security, or use `doll up`, "
-                "which starts one where no address is given"
+                f"({reason}): start it, or correct kafka.address (or {KAFKA_ENV}) or kafka.security"
             )
 
 

@@ -13,11 +13,16 @@ from doll.kafka.clients import make_consumer
 from doll.kafka.errors import translate_errors
 from doll.kafka.offsets import partition_bounds
 from doll.kafka.reader import Message, Partition, as_message
+from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
+from doll.kafka.unread import end_of_unreadable, unreadable
 from doll.records import decode
 from doll.services import Services
+from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
+
+log = get_logger(__name__)
 
 STALL_S: Final = 30.0
 
@@ -33,7 +38,10 @@ class RangeReader:
         self.problems: list[str] = []
         self._services = services
         self._stall_s = stall_timeout_s
-        self._consumer: Any = make_consumer(config, services, "read", enable_partition_eof=True)
+        self._consumer: Any = make_consumer(
+            config, services, "read", enable_partition_eof=True,
+            receive_message_max_bytes=max(batch_limit_bytes(config), 4 * RECORD_LIMIT_BYTES),
+        )  # fmt: skip
 
     def __enter__(self) -> RangeReader:
         return self
@@ -93,6 +101,12 @@ class RangeReader:
                     messages = self._consumer.consume(min(1000, hi - at), 0.1)
                     for message in messages:
                         error = message.error()
+                        if error is not None and unreadable(error) and message.offset() is not None:
+                            if message.offset() >= hi:
+                                return
+                            at = self._behind(place, message.offset(), error)
+                            last_message_s = time.monotonic()
+                            break
                         if error is not None and error.code() != KafkaError._PARTITION_EOF:
                             raise KafkaException(error)
                         if error is not None or message.offset() >= hi:
@@ -109,3 +123,11 @@ class RangeReader:
                         )
             finally:
                 self._consumer.unassign()
+
+    def _behind(self, place: Partition, base: int, error: Any) -> int:
+        """Go on behind the batch at `base`, which cannot be read."""
+        until = end_of_unreadable(self._consumer, place, base)
+        log.warning("batch_unreadable", topic=str(place), offsets=[base, until - 1], reason=error.str())
+        self.problems.append(f"{place}, offsets {base} to {until - 1} cannot be read: {error.str()}")
+        self._consumer.assign([TopicPartition(*place, until)])
+        return until

@@ -26,10 +26,14 @@ log = get_logger(__name__)
 # A broker that has just become the leader may not know for seconds how far its log is committed.
 _LEADER_SETTLE_S: Final = 30.0
 _RETRY_S: Final = 0.5
-_ADVICE = (
-    "what was not learned before is gone. Start over on this topic (doll up --fresh, or doll ps --fresh with an empty "
-    "checkpoint.folder), or take another job name; the model is in the checkpoints (doll export)"
+TRUNCATED_ADVICE = (
+    "what was not learned before is gone. The model is in the checkpoints (doll export writes it). Then start over on "
+    "this topic (doll up --fresh; doll ps --fresh; in containers FRESH=1 docker compose up), or take another job name"
 )
+
+
+class ReplacedSamplesError(ConfigError):
+    """The samples topic is not the one that the model was learned from, or has lost records that were learned."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def describe_samples(
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
-        ConfigError: the topic was deleted and created again, or cut short; the message says what to do.
+        ReplacedSamplesError: the topic was deleted and created again, or cut short; the message says what to do.
     """
     name, num = config.topic("samples"), config.data.workers
     topic_id = topics.topic_id(config, services, "samples")
@@ -83,10 +87,10 @@ def refuse_replaced_topic(name: str, expected: str, actual_id: str) -> None:
     """Return unless both ids are known and differ.
 
     Raises:
-        ConfigError: they do.
+        ReplacedSamplesError: they do.
     """
     if problem := replaced_topic(name, expected, actual_id):
-        raise ConfigError(f"{problem}; {_ADVICE}")
+        raise ReplacedSamplesError(f"{problem}; {TRUNCATED_ADVICE}")
 
 
 def replaced_topic(name: str, expected: str, actual_id: str) -> str:
@@ -106,7 +110,7 @@ def bounds_reaching(
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
-        ConfigError: the log ends before, and stays so.
+        ReplacedSamplesError: the log ends before, and stays so.
     """
     deadline_s = time.monotonic() + _LEADER_SETTLE_S
     while True:
@@ -114,12 +118,18 @@ def bounds_reaching(
         if next_offset <= high:
             return low, high
         if time.monotonic() > deadline_s:
-            raise ConfigError(f"{truncated_message(name, partition, next_offset, high)}; {_ADVICE}")
+            message = truncated_message(name, partition, next_offset, high)
+            raise ReplacedSamplesError(f"{message}; {TRUNCATED_ADVICE}")
         time.sleep(_RETRY_S)
 
 
 def truncated_message(name: str, partition: int, next_offset: int, high: int) -> str:
-    """The message for a log that ends before what was read of it."""
+    """The message for a log that has lost records which were read of it, and may hold others in their place."""
+    if next_offset <= high:
+        return (
+            f"{name}/{partition} was read up to offset {next_offset}, has lost records below it since, and holds "
+            f"others in their place (it ends at offset {high}): the log was truncated"
+        )
     return (
         f"{name}/{partition} ends at offset {high}, but it was read up to offset {next_offset}: the topic was cut "
         "short, or deleted and created again"

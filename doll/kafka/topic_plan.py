@@ -18,6 +18,7 @@ _HOUR_MS: Final = 3_600_000
 _CONTROL_RETENTION_MS: Final = 6 * _HOUR_MS
 _KEEP_FOREVER_MS: Final = -1
 _MIN_SAMPLE_LIMIT_BYTES: Final = 16 * 1024 * 1024
+_FETCH_OVERHEAD_BYTES: Final = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,22 @@ class TopicPlan:
     settings: dict[str, str]
 
 
+def batch_limit_bytes(config: JobConfig) -> int:
+    """What a compressed batch of `samples` may unpack to with zstd, and what a fetch may have at most.
+
+    It is twice what the topic accepts of a batch as it is sent.
+    """
+    return 2 * _sample_limit_bytes(config) + _FETCH_OVERHEAD_BYTES
+
+
+def _sample_limit_bytes(config: JobConfig) -> int:
+    # An oversized record must be able to arrive, or nobody could dead-letter it.
+    return max(2 * config.data.max_record_bytes, _MIN_SAMPLE_LIMIT_BYTES)
+
+
 def plan_topics(config: JobConfig) -> list[TopicPlan]:
     """The job's topics, in the order of `TOPIC_KINDS`. Pure."""
-    # An oversized record must be able to arrive, or nobody could dead-letter it.
-    sample_limit_bytes = str(max(2 * config.data.max_record_bytes, _MIN_SAMPLE_LIMIT_BYTES))
+    sample_limit_bytes = str(_sample_limit_bytes(config))
     samples = {
         "retention.ms": str(int(config.data.retention_hours * _HOUR_MS)),
         "max.message.bytes": sample_limit_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ log = get_logger(__name__)
 
 _TIMEOUT_S: Final = 15.0
 _DELETE_S: Final = 5.0
+_BROKER_S: Final = 2.0  # for one broker's answer: another may know more
 _ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
 
 
@@ -98,7 +100,7 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
                             f"has fewer brokers ({error.str()})"
                         ) from exc
                     raise
-    _await_leaders(admin, config, services)
+    _await_topics(admin, config, services)
     check(config, services)
     allow_producer(admin, config, services.kafka)
     return _check_settings(admin, config, services)
@@ -183,6 +185,16 @@ def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
     return "" if reported_id == _ZERO_TOPIC_ID else reported_id
 
 
+def cluster_id(config: JobConfig, services: Services) -> str:
+    """Kafka's own id of the cluster; "" where it has none, as librdkafka's mock may.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    with translate_errors(services.kafka, "ask for the cluster's id"):
+        return str(_metadata(make_admin(config, services), services).cluster_id or "")
+
+
 def _has_controller(metadata: Any) -> bool:
     """Without one (librdkafka's mock has none) requests to it are never answered."""
     return metadata.controller_id in metadata.brokers
@@ -256,6 +268,17 @@ def delete_records(config: JobConfig, services: Services, topic: str, partition:
     return True
 
 
+def followers(config: JobConfig, services: Services, topic: str, partition: int) -> list[int]:
+    """The brokers that hold a whole copy of a partition and do not lead it; none while a copy is behind.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    metadata = _metadata(make_admin(config, services), services).topics[topic].partitions[partition]
+    is_whole = set(metadata.isrs) == set(metadata.replicas)
+    return [broker for broker in metadata.isrs if is_whole and broker != metadata.leader]
+
+
 def _metadata(admin: AdminClient, services: Services) -> Any:
     with translate_errors(services.kafka, "answer", "start it, or correct the address"):
         # All topics together: a request that names one would create it where the broker creates topics on demand.
@@ -266,22 +289,50 @@ def _partition_counts(admin: AdminClient, services: Services) -> dict[str, int]:
     return {name: len(topic.partitions) for name, topic in _metadata(admin, services).topics.items()}
 
 
-def _await_leaders(admin: AdminClient, config: JobConfig, services: Services) -> None:
-    """Wait until each partition has a leader: a topic is created some 100 ms before it can be written."""
+def _await_topics(admin: AdminClient, config: JobConfig, services: Services) -> None:
+    """Wait until every broker names each topic, with a leader for each of its partitions.
+
+    A topic is created some 100 ms before it can be written, and the brokers hear of it one after the other: without
+    this, another process of the job, or the next call, may ask one that has not. A broker that does not answer is not
+    waited for: whoever asks it gets no answer either, and tries another.
+
+    Raises:
+        ServiceUnavailableError: a broker that answers does not name them within 15 s.
+    """
     wanted = {topic.name for topic in plan_topics(config)}
     deadline_s = time.monotonic() + _TIMEOUT_S
-    while True:
-        topics = _metadata(admin, services).topics
-        led = {
-            name
-            for name in wanted & topics.keys()
-            if topics[name].partitions and all(partition.leader >= 0 for partition in topics[name].partitions.values())
-        }
-        if led == wanted:
-            return
+    brokers = _metadata(admin, services).brokers.values()
+    addresses = {f"{broker.host}:{broker.port}" for broker in brokers} if len(brokers) > 1 else {services.kafka}
+    waiting = {address: make_admin(config, dataclasses.replace(services, kafka=address)) for address in addresses}
+    without: dict[str, set[str]] = {}  # what each broker that has answered lacks
+    while waiting:
+        for address, client in list(waiting.items()):
+            try:
+                metadata = client.list_topics(timeout=_BROKER_S)
+            except KafkaException:
+                without.pop(address, None)
+                continue
+            without[address] = wanted - _led(metadata)
+            if not without[address]:
+                del waiting[address]
         if time.monotonic() > deadline_s:
-            raise ServiceUnavailableError(
-                f"topics without a leader after {_TIMEOUT_S:g} s on Kafka at {services.kafka}: "
-                f"{', '.join(sorted(wanted - led))}"
-            )
-        time.sleep(0.05)
+            break
+        if waiting:
+            time.sleep(0.05)
+    if lacking := {address: sorted(names) for address, names in without.items() if names}:
+        said = "; ".join(f"{address} lacks {', '.join(names)}" for address, names in sorted(lacking.items()))
+        raise ServiceUnavailableError(
+            f"Kafka at {services.kafka}: after {_TIMEOUT_S:g} s, expected every broker to know the job's topics and "
+            f"their leaders, but {said}: see the log of these brokers and of Kafka's controller, then start again"
+        )
+    if waiting:
+        log.warning("broker_silent", addresses=sorted(waiting), waited_s=_TIMEOUT_S)
+
+
+def _led(metadata: Any) -> set[str]:
+    """The topics of which each partition has a leader."""
+    return {
+        name
+        for name, topic in metadata.topics.items()
+        if topic.partitions and all(partition.leader >= 0 for partition in topic.partitions.values())
+    }

@@ -119,8 +119,8 @@ def refuse_earlier_run(
     raise ConfigError(
         f"the topics of job {config.job} on Kafka at {services.kafka} hold an earlier run ({lineage}), and there is no "
         f"checkpoint of it in {location}. Choose one: go on with it, from its run folder (doll resume {resume}) or "
-        "with its checkpoints in checkpoint.folder; start over on the same topics with --fresh (from data.start: "
-        f"{config.data.start}); or take another name (--set job={config.job}-2)"
+        "with its checkpoints in checkpoint.folder; start over on the same topics with --fresh (in containers FRESH=1; "
+        f"from data.start: {config.data.start}); or take another name (--set job={config.job}-2)"
     )
 
 

@@ -9,6 +9,7 @@ checkpoint was read): then all is read again.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -49,7 +50,7 @@ def audit(
     topics.check(config, services)
     for rounds in range(1, _ATTEMPTS + 1):
         checkpoint = store.load_newest(None)
-        report = _audit_once(config, services, checkpoint, stall_timeout_s)
+        report = _audit_once(config, services, checkpoint, stall_timeout_s, store.location)
         newest = store.versions()[-1:]
         unchanged = newest == ([] if checkpoint is None else [(checkpoint.term, checkpoint.version)])
         if report.ok or unchanged:
@@ -59,11 +60,11 @@ def audit(
 
 
 def _audit_once(
-    config: JobConfig, services: Services, checkpoint: Checkpoint | None, stall_timeout_s: float
+    config: JobConfig, services: Services, checkpoint: Checkpoint | None, stall_timeout_s: float, location: str
 ) -> LedgerReport:
     dead, samples = config.topic("dead"), config.topic("samples")
     with RangeReader(config, services, stall_timeout_s) as reader:
-        ledger, generation = build_ledger(config, reader, checkpoint)
+        ledger, generation = build_ledger(config, reader, checkpoint, location)
         for letter in generation.letters(reader.records(dead, (DeadLetter,))):
             ledger.add_dead_letter(letter)
         bounds = [reader.bounds(samples, n) for n in range(config.data.workers)]
@@ -87,16 +88,19 @@ def _other_topic(config: JobConfig, services: Services, expected: str) -> list[s
 
 
 def build_ledger(
-    config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None
+    config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, location: str = "the checkpoint store"
 ) -> tuple[Ledger, generations.GenerationFilter]:
     """The job's ledger with the updates that `checkpoint` contains and no letters yet, and the filter of its letters.
+
+    Args:
+        location: of the checkpoint store, for messages.
 
     Raises:
         ServiceUnavailableError: Kafka does not send the updates.
         CheckpointError: the checkpoint does not fit the job file.
     """
     records = _GenerationUpdates(config, reader, checkpoint)
-    return Ledger(_durable(config, reader, checkpoint, records), records), records.generation
+    return Ledger(_durable(config, reader, checkpoint, records, location), records), records.generation
 
 
 class _GenerationUpdates:
@@ -121,7 +125,7 @@ class _GenerationUpdates:
 
 
 def _durable(
-    config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, records: _GenerationUpdates
+    config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, records: _GenerationUpdates, location: str
 ) -> DurableModel:
     """What the checkpoint holds; without one, nothing since the origins that the first server recorded."""
     num, per_batch = config.data.workers, config.data.records_per_batch
@@ -129,7 +133,9 @@ def _durable(
         first = next((record for record in records if isinstance(record, TermStarted)), None)
         low = (reader.bounds(config.topic("samples"), n)[0] for n in range(num))
         origins = tuple(low) if first is None else first.origins
-        return DurableModel(term=0, version=0, applied=(0,) * num, origins=origins, records_per_batch=per_batch)
+        return DurableModel(
+            term=0, version=0, applied=(0,) * num, origins=origins, records_per_batch=per_batch, location=location
+        )
     counts = read_counts(config, checkpoint)
     return DurableModel(
         term=checkpoint.term,
@@ -137,6 +143,7 @@ def _durable(
         applied=counts.applied,
         origins=counts.origins,
         records_per_batch=counts.records_per_batch,
+        location=location,
     )
 
 
@@ -152,8 +159,8 @@ def _present_records(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> 
     present = []
     for cluster in clusters:
         partition = cluster[0].partition
-        inside = {offset for gap in cluster for offset in range(gap.lo, gap.hi)}
+        starts = [gap.lo for gap in cluster]
         for offset, _ in reader.read(topic, partition, cluster[0].lo, cluster[-1].hi):
-            if offset in inside:
+            if any(gap.lo <= offset < gap.hi for gap in cluster[: bisect_right(starts, offset)][-1:]):
                 present.append(Range(partition, offset, offset + 1))
     return present

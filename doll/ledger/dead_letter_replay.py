@@ -99,6 +99,8 @@ def _skip_reason(config: JobConfig, dead: DeadRecord, again: bool) -> str:
             return "the other samples of its packed record are learned, and would be learned twice"
     if not letter.whole:
         return "no letter refuses all of its packed record"
+    if letter.code == "unreadable":
+        return "Kafka's client cannot read the batch of records that it is in"
     if letter.payload_bytes == 0:
         return "it is empty"
     if dead.replayed_as and not again:

@@ -8,19 +8,28 @@ that letter is superseded. A letter beyond the newest checkpoint is pending: it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
 
+from msgspec import MsgspecError, json, structs
+
+from doll.bounded import short
+from doll.errors import ConfigError
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.ledger.audit import build_ledger
 from doll.ledger.balance import OffsetState
+from doll.process.files import write_atomically
 from doll.records import DeadLetter, DeadLetterCode
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
     from doll.services import Services
     from doll.storage.checkpoints import CheckpointStore
+
+MAX_SAVED: Final = 1_000
+SAVED_PAYLOAD_BYTES: Final = 1_024
 
 State = Literal["dead", "replayed", "superseded", "in part", "pending"]
 
@@ -89,6 +98,40 @@ def dead_records(
         ledger, generation = build_ledger(config, reader, checkpoint)
         letters = generation.letters(reader.records(config.topic("dead"), (DeadLetter,)))
         return collect(letters, ledger.offset_state, reason=reason, code=code, at=at)
+
+
+def save_dead_records(path: Path, dead: Sequence[DeadRecord]) -> None:
+    """Keep the first `MAX_SAVED` in a file, with the beginnings of their contents: the topic may go with its broker.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    kept = [
+        replace(item, letter=structs.replace(item.letter, payload=item.letter.payload[:SAVED_PAYLOAD_BYTES]))
+        for item in dead[:MAX_SAVED]
+    ]
+    write_atomically(path, json.format(json.encode(kept), indent=1))
+
+
+def saved_dead_records(
+    path: Path, *, reason: str = "", code: DeadLetterCode | None = None, at: Sequence[tuple[int, int]] = ()
+) -> list[DeadRecord]:
+    """Those of a file that `save_dead_records` wrote, selected as by `dead_records`.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        saved = json.decode(path.read_bytes(), type=list[DeadRecord])
+    except (OSError, MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise ConfigError(f"cannot read {path}: {short(exc)}") from exc
+    return [
+        item
+        for item in saved
+        if reason.lower() in item.letter.reason.lower()
+        and code in (None, item.letter.code)
+        and (not at or item.at in at)
+    ]
 
 
 def collect(

@@ -27,6 +27,7 @@ class Lineage:
         origins: of that generation, per partition; empty where no TermStarted record was seen.
         version: its last one.
         finished: why it ended; "" where it has not.
+        error: why it could not go on, where that ended it.
     """
 
     newest_term: int = 0
@@ -34,6 +35,7 @@ class Lineage:
     origins: tuple[int, ...] = ()
     version: int = 0
     finished: str = ""
+    error: str = ""
 
     def feed(self, record: TermStarted | Update | Finished) -> None:
         """Add the next record."""
@@ -44,10 +46,11 @@ class Lineage:
             case TermStarted():
                 self.generation = max(self.generation, record.generation)
                 self.origins, self.version, self.finished = record.origins, record.resumed_version, ""
+                self.error = ""
             case Update():
                 self.version = record.version
             case Finished():
-                self.finished = record.reason
+                self.finished, self.error = record.reason, record.error
 
     def __str__(self) -> str:
         ended = f"finished: {self.finished}" if self.finished else "not finished"

@@ -43,9 +43,9 @@ class PartitionAccount:
         self._part_letters = array("q")
 
     def add_batch(self, member: Member, name: str, problems: list[str]) -> None:
-        """Count one applied batch."""
+        """Count one applied batch, or several without a record."""
         lo = self.origin + member.batch * self._records_per_batch
-        hi = lo + self._records_per_batch
+        hi = lo + max(member.batches, 1) * self._records_per_batch
         if (member.lo, member.hi) != (lo, hi) or member.batch < 0:
             problems.append(
                 f"{name}: batch {member.batch} of partition {self.partition} is offsets {lo}-{hi - 1}, got "

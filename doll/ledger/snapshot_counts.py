@@ -20,6 +20,7 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
         applied: per partition, the number of batches in the model, always the first ones.
         origins: per partition, the offset at which its first batch begins.
         samples_id: Kafka's id of the samples topic; "" where the broker has none.
+        run_id: of the run; "" in a checkpoint of an earlier release.
     """
 
     version: int
@@ -28,6 +29,7 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
     records_per_batch: int
     generation: int = 0
     samples_id: str = ""
+    run_id: str = ""
 
     @property
     def read_until(self) -> tuple[int, ...]:

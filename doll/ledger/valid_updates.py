@@ -20,13 +20,19 @@ UpdatesRecord: TypeAlias = TermStarted | Update | Finished
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurableModel:
-    """What the newest checkpoint says: `applied[n]` batches of partition n are in it, always the first ones."""
+    """What the newest checkpoint says: `applied[n]` batches of partition n are in it, always the first ones.
+
+    Attributes:
+        term: of its server; 0: there is no checkpoint.
+        location: where checkpoints were looked for, for messages.
+    """
 
     term: int
     version: int
     applied: tuple[int, ...]
     origins: tuple[int, ...]
     records_per_batch: int
+    location: str = "the checkpoint store"
 
 
 @dataclass(slots=True)
@@ -87,6 +93,8 @@ class ValidUpdates:
                 case Finished():
                     finished = record
         self._finish(finished, later_update)
+        if not self.durable.term and (servers or self._versions):
+            self._report_no_checkpoint(servers, finished)
 
     def _append_version(self, version: int) -> bool:
         """Add a version behind the last one; False where it is not behind it."""
@@ -124,11 +132,11 @@ class ValidUpdates:
     def _finish(self, finished: Finished | None, later_update: Update | None) -> None:
         durable = self.durable
         self.finished = finished is not None and finished.version == durable.version
-        if finished is not None and finished.version > durable.version:
-            advice = f"the newest checkpoint is of version {durable.version}"
-            if not durable.term:  # servers save version 0 before anything else: these are not the job's
-                advice = "no checkpoint was found: name the run's folder (doll audit RUN), or set checkpoint.folder"
-            self.problems.append(f"the job ended at version {finished.version}, but {advice}")
+        if durable.term and finished is not None and finished.version > durable.version:
+            self.problems.append(
+                f"the job ended at version {finished.version}, but the newest checkpoint is of version "
+                f"{durable.version}"
+            )
         counted = offset_ranges.intersect(self._versions, [(0, durable.version + 1)])
         self.updates = offset_ranges.size(counted)
         self.unsaved = offset_ranges.size(self._versions) - self.updates
@@ -143,6 +151,17 @@ class ValidUpdates:
                 f"version {later_update.version} was recorded by term {later_update.term}, but the newest checkpoint, "
                 f"version {durable.version}, is of term {durable.term}"
             )
+
+    def _report_no_checkpoint(self, servers: int, finished: Finished | None) -> None:
+        """A server saves version 0 before it writes its first record: the checkpoints are elsewhere, or lost."""
+        recorded = ["the start of a parameter server" if servers == 1 else f"{servers} starts of parameter servers"]
+        recorded += [f"{self.unsaved} updates"] if self.unsaved else []
+        recorded += [f"the job's end at version {finished.version}"] if finished is not None else []
+        self.problems.append(
+            f"no checkpoint was found in {self.durable.location}, but the topic updates records "
+            f"{', '.join(recorded)}: nothing that was learned can be verified. Name the run's folder (doll audit "
+            "RUN, or --run-folder), or set checkpoint.folder; if the checkpoints are lost, so is the model"
+        )
 
 
 def _void_limits(records: Iterable[UpdatesRecord]) -> list[float]:

@@ -135,7 +135,10 @@ class KafkaCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.kill()  # Ctrl-C for the second time: nobody waits for an orderly end
+        else:
+            self.stop()
 
 
 def node_folder(folder: Path, number: int) -> Path:

@@ -82,17 +82,23 @@ def free_port() -> int:
     for port in random.SystemRandom().sample(_PORTS, 200):
         if port in _given:
             continue
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
-            try:
-                probe.bind((LOOPBACK, port))
-            except OSError:
-                continue
+        if is_free(port):
             _given.append(port)
             return port
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could bind this loopback port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return True
 
 
 def tail(log_path: Path, lines: int = 15) -> str:

@@ -84,7 +84,7 @@ def local_stack(
         blobs = chooser.blobs(redis_kind)
         address, kafka_kind, kafka = chooser.kafka()
         services = Services(address, redis_url, blobs)
-        require_services(config, services)
+        require_services(config, services, hint="")
         yield Stack(services, kafka_kind, redis_kind, chooser.notes, kafka, redis)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from doll.amounts import usd
 from doll.errors import ConfigError
 from doll.monitor.csv_file import read_rows
 from doll.monitor.formats import clock, known, number, of
@@ -232,7 +233,7 @@ class Comparison:
             "-" if summary is None or not summary.weights_bytes else summary.weights_text,
             "-" if summary is None or not summary.reads else summary.staleness_text,
             "-" if summary is None or not known(summary.blocked_share) else summary.blocked_text,
-            f"{run.usd:.4f}" if known(run.usd) else "-",
+            usd(run.usd) if known(run.usd) else "-",
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,9 +20,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from doll.process.figures import Figure, FigureCanvasAgg, colormaps
 
     figure = Figure(figsize=(13.5, 8.0), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)

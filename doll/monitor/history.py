@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +91,14 @@ class Table:
         return None
 
 
+class Span(NamedTuple):
+    """A part of a run: updates with samples, samples, and seconds of learning."""
+
+    updates: int
+    samples: int
+    seconds: float
+
+
 class History:
     """The state of a run by the records of its `updates` topic. No I/O.
 
@@ -108,6 +117,8 @@ class History:
         self.prequential = Prequential(window)
         self.loss_trend = LossTrend(window)
         self.term = 0
+        self.run_id = ""
+        """Of the newest term, see `doll.records.TermStarted`."""
         self.version = 0
         self.samples_total = 0
         self.restarts = 0
@@ -161,7 +172,7 @@ class History:
         dropped = record.generation > self.generation and self._begin(record.generation)
         if self.term:
             self.restarts += 1
-        self.term = record.term
+        self.term, self.run_id = record.term, record.run_id
         self.finished = None
         voided = self.updates.void_above(record.resumed_version, record.term)
         voided += self.evaluations.void_above(record.resumed_version, record.term)
@@ -198,6 +209,21 @@ class History:
                 self.first_time_s = record.time_s
             self.last_time_s = record.time_s
         return grown
+
+    @property
+    def learned_updates(self) -> int:
+        """Updates so far that count for a stop rule: those whose batches held no usable sample do not."""
+        is_empty = (self.updates.valid("n_samples") == 0) & (self.updates.valid("batches") > 0)
+        return self.version - int(is_empty.sum())
+
+    def before(self, time_s: float) -> Span:
+        """What was learned before a Unix time: of the seconds, those between the first and the last update of each
+        term, so that the time between two sessions of a run does not count."""
+        times, terms = self.updates.valid("time_s"), self.updates.valid("term")
+        is_before = times < time_s
+        samples, batches = self.updates.valid("n_samples")[is_before], self.updates.valid("batches")[is_before]
+        seconds = sum(float(np.ptp(times[is_before & (terms == term)])) for term in np.unique(terms[is_before]))
+        return Span(int(((samples > 0) | (batches == 0)).sum()), int(samples.sum()), seconds)
 
     def held_out_loss_trend(self) -> LossTrend:
         """The trend of the held-out loss."""

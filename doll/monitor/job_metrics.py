@@ -162,7 +162,9 @@ class JobMetrics:
             log.warning("metric_refused", source=short(record.source, 60), reason="a name is too long")
         elif record.values and record.values.get(TERM, self._generation) >= self._generation:
             samples = samples_of(record.source, record.values)
-            self._put(record.source, (*samples, _measured_at(record.source, record.time_s)))
+            # A worker reports several groups of numbers, each on its own.
+            group = record.source if worker_of(record.source) is None else f"{record.source} {min(record.values)}"
+            self._put(group, (*samples, _measured_at(record.source, record.time_s)))
 
     def _updated(self, update: Update) -> None:
         values = {

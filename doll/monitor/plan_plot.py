@@ -16,8 +16,7 @@ def draw(assessment: Assessment, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from doll.process.figures import Figure, FigureCanvasAgg
 
     costs, misses = risk_curve(assessment.request)
     spot = range(len(costs))

@@ -64,9 +64,7 @@ def draw(
     panels = make_panels(history, predicted_rate=predicted_rate, target_accuracy=target_accuracy)
     if staleness:
         panels.append(staleness_panel(staleness))
-    # matplotlib takes 1.5 s of processor time to import. Its object interface needs no global backend.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from doll.process.figures import Figure, FigureCanvasAgg
 
     rows = 2
     columns = math.ceil(len(panels) / rows)

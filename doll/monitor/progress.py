@@ -15,6 +15,7 @@ from doll.monitor.history import History
 from doll.monitor.policy_summary import PolicySummary
 from doll.monitor.prequential import Means
 from doll.monitor.rates import (
+    DROP_S,
     ArrivalRateEstimator,
     Margin,
     WorkerRates,
@@ -22,9 +23,12 @@ from doll.monitor.rates import (
     steady_update_rate,
 )
 from doll.process import metric_names as names
-from doll.records import AnyRecord, Measures, Metric, ServerStatus, TermStarted, Update
+from doll.records import AnyRecord, Measures, Metric, ServerStatus, TermStarted, Update, WorkerStatus
 
 EVENTS_KEPT = 6
+# A rate that is shown was measured over `DROP_S` behind the start, which takes as long, or more.
+MIN_SPAN_FOR_RATE_S = 2 * DROP_S
+MIN_UPDATES_FOR_RATE = 5
 STALL_REPORT_S = 10.0  # a worker that is replaced leaves the others short for a while
 
 
@@ -41,6 +45,7 @@ class WorkerLine:
         rate_per_s: samples applied per second, over the last `RATE_WINDOW_S`.
         machine: its machine in words, "" if none is provisioned.
         usd: cost of its machines.
+        slow: how it is slow, in words; "" if it is not.
     """
 
     worker: int
@@ -54,6 +59,37 @@ class WorkerLine:
     lag_records: int | None
     machine: str = ""
     usd: float = math.nan
+    slow: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterCounts:
+    """Dead letters of the batches that are in updates.
+
+    Attributes:
+        reasons: with the number of letters that have each, in the order in which they came.
+        recent_refused: refused records among the last `recent_records` (`data.on_bad_records`).
+    """
+
+    reasons: tuple[tuple[str, int], ...] = ()
+    recent_records: int = 0
+    recent_refused: int = 0
+
+    @property
+    def letters(self) -> int:
+        """How many there are."""
+        return sum(letters for _, letters in self.reasons)
+
+    def text(self) -> str:
+        """`1,008 dead letters (63 of the last 100,000 records), most of them: ...`; empty if there are none."""
+        if not self.reasons:
+            return ""
+        reason, letters = max(self.reasons, key=lambda item: item[1])
+        most = "" if len(self.reasons) == 1 else f"most of them ({letters:,}) "
+        recent = (
+            f" ({self.recent_refused:,} of the last {self.recent_records:,} records)" if self.recent_records else ""
+        )
+        return f"{self.letters:,} dead letter{'s' * (self.letters > 1)}{recent}: {most}{reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +121,8 @@ class JobSnapshot:
     lost: tuple[Range, ...] = ()  # offsets that were deleted before they were learned
     costs: str = ""  # machines and their cost, if they are provisioned
     policy: PolicySummary | None = None  # what its consistency policy gave and cost
+    updates: int = 0  # of `version`, those that learned a sample: what a stop rule counts
+    dead: DeadLetterCounts = DeadLetterCounts()
 
 
 class ProgressModel:
@@ -106,6 +144,7 @@ class ProgressModel:
         self._measures: dict[int, Measures] = {}  # the last of each term
         self._gone_since_s: dict[int, float] = {}  # Unix seconds of the first status without a worker, while it is gone
         self._worker_rates = WorkerRates()
+        self._slow_workers: set[int] = set()
         self._lost: dict[int, list[Span]] = {}
         self.next_offsets: dict[int, int] = {}  # per partition: one above the last offset in an update
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
@@ -167,7 +206,29 @@ class ProgressModel:
                 max_pending_batches=self.config.worker.max_pending_batches,
             )
             self.add_event(text, None)
+        for worker in status.workers:
+            text = self._slow(worker)
+            if text and worker.worker not in self._slow_workers:
+                self.add_event(f"worker {worker.worker}: {text}", None)
+            (self._slow_workers.add if text else self._slow_workers.discard)(worker.worker)
+        had_dead = self.dead_letters().letters > 0
         self._status = status
+        if not had_dead and (dead := self.dead_letters().text()):
+            self.add_event(f"{dead}; see doll dead list", None)
+
+    def _slow(self, worker: WorkerStatus) -> str:
+        """How this worker is slow, measured by the time limit of a batch; "" if it is not."""
+        limit_s = self.config.worker.grant_timeout_s
+        if not worker.is_live:
+            return ""
+        if worker.batch_s <= limit_s / 2:
+            return f"no gradient within {worker.time_limit_s:.3g} s" if worker.is_stalled else ""
+        size = self.config.training.policy.batches_per_push
+        wave = f" for a push of {size} batches" if size > 1 else ""
+        return (
+            f"{worker.batch_s:.3g} s per batch, limit raised to {worker.time_limit_s:.3g} s{wave} "
+            f"(worker.grant_timeout_s: {limit_s:g})"
+        )
 
     def add_lost(self, partition: int, lo: int, hi: int) -> None:
         """Offsets [lo, hi) of a partition were deleted before they were learned."""
@@ -220,8 +281,11 @@ class ProgressModel:
         return self.config.training.policy.update_rate_per_s(rates, data.batch_size)
 
     def rate_measured(self) -> float:
-        """λ_U in the steady part of the run, updates per second."""
-        return steady_update_rate(self.history.updates.valid("time_s"))
+        """λ_U in the steady part of the run, updates per second; NaN before the run is longer than a start takes: the
+        first updates are of what had waited, and follow each other far faster than any rate that lasts."""
+        times_s = self.history.updates.valid("time_s")
+        is_over = len(times_s) > MIN_UPDATES_FOR_RATE and times_s[-1] - times_s[0] >= MIN_SPAN_FOR_RATE_S
+        return steady_update_rate(times_s) if is_over else math.nan
 
     def margin(self) -> Margin:
         """Proposition 1 with the measured service time of a batch; NaN where it does not hold."""
@@ -254,6 +318,7 @@ class ProgressModel:
                     rate_per_s=self._worker_rates.rate_per_s(slot),
                     retained_batches=worker.retained_batches,
                     lag_records=worker.lag_records,
+                    slow=self._slow(worker),
                 )
             )
         return tuple(lines)
@@ -296,13 +361,22 @@ class ProgressModel:
             finished=history.finished.reason if history.finished else None,
             lost=tuple(Range(n, lo, hi) for n, spans in sorted(self._lost.items()) for lo, hi in spans),
             policy=self.policy_summary(),
+            updates=history.learned_updates,
+            dead=self.dead_letters(),
         )
+
+    def dead_letters(self) -> DeadLetterCounts:
+        """The dead letters so far, by the newest status of the parameter server."""
+        status = self._status
+        if status is None:
+            return DeadLetterCounts()
+        return DeadLetterCounts(status.dead_reasons, status.recent_records, status.recent_refused)
 
     def _eta_s(self, rate: float) -> float:
         target = self.config.stop.updates
         if target is None or not rate > 0:
             return math.nan
-        return max(0.0, (target - self.history.version) / rate)
+        return max(0.0, (target - self.history.learned_updates) / rate)
 
 
 def _lost(record: Metric) -> Range | None:

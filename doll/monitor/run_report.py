@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import doll
+from doll.amounts import usd
 from doll.ledger.report import LedgerReport
 from doll.monitor import drill_report, spot_history
 from doll.monitor.formats import clock, number, of
-from doll.monitor.progress import ProgressModel
+from doll.monitor.progress import DeadLetterCounts, ProgressModel
 from doll.process.files import json_safe
+from doll.provisioner.prices.shipped import estimate
+from doll.theory.cost import SECONDS_PER_HOUR
 
 
 @dataclass
@@ -22,7 +25,8 @@ class RunOutcome:
     Attributes:
         reason: why it ended: the stop rule, or "failed".
         error: what failed; None if the job ended normally.
-        seconds: from the start of the first role to the end of learning.
+        seconds: from the start of the first role to the end of learning, of this session.
+        started_at_s: when this session began, Unix seconds; updates before it are of earlier sessions of the run.
         restarts: how often each role was restarted.
         extra: further fields of the report.
     """
@@ -31,6 +35,7 @@ class RunOutcome:
     exit_code: int
     seconds: float
     error: str | None = None
+    started_at_s: float = 0.0
     restarts: dict[str, int] = field(default_factory=dict)
     kafka_kind: str = ""
     redis_kind: str = ""
@@ -45,16 +50,22 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
     evaluation = history.evaluations.last() or {}
     running, window = history.prequential.running(), history.prequential.windowed()
     margin, held_out = model.margin(), history.held_out_loss_trend()
-    policy = model.policy_summary()
+    earlier = history.before(outcome.started_at_s)
+    policy, dead = model.policy_summary(), model.dead_letters()
     report = {
         "job": config.job,
         "doll_version": doll.__version__,
         "reason": outcome.reason,
         "error": outcome.error,
         "exit_code": outcome.exit_code,
-        "seconds": round(outcome.seconds, 3),
+        "seconds": round(earlier.seconds + outcome.seconds, 3),
+        "session": {
+            "seconds": round(outcome.seconds, 3),
+            "updates": history.learned_updates - earlier.updates,
+            "samples": history.samples_total - earlier.samples,
+        },
         "training_seconds": history.last_time_s - history.first_time_s,
-        "updates": history.version,
+        "updates": history.learned_updates,
         "version": history.version,
         "samples": history.samples_total,
         "accuracy": evaluation.get("accuracy"),
@@ -95,9 +106,12 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         "events": [{"at_s": at_s, "text": text} for at_s, text in model.all_events],
         "kafka_kind": outcome.kafka_kind,
         "redis_kind": outcome.redis_kind,
+        "dead_letters": dead.letters,
+        "dead_reasons": [{"reason": reason, "letters": letters} for reason, letters in dead.reasons],
         "notes": list(outcome.notes),
         "audit": None if ledger is None else audit_counts(ledger),
         "files": outcome.files,
+        "ec2_estimate": estimate(config, outcome.seconds),
         **outcome.extra,
     }
     cleaned: dict[str, Any] = json_safe(report)
@@ -128,6 +142,12 @@ def summary(report: Mapping[str, Any]) -> str:
         f"{report['job']}: {of(report['updates'], None)} updates, {of(report['samples'], None)} samples "
         f"in {clock(report['seconds'])} ({report['reason']})"
     ]
+    session = report.get("session")
+    if session and session["seconds"] < report["seconds"]:
+        lines.append(
+            f"  since it was resumed: {of(session['updates'], None)} updates, "
+            f"{of(session['samples'], None)} samples in {clock(session['seconds'])}"
+        )
     error = _error_line(report)
     if error:
         lines.append(f"  {error}")
@@ -144,15 +164,31 @@ def summary(report: Mapping[str, Any]) -> str:
     violations = (audit or {}).get("violations", [])
     lines.extend(f"  {violation}" for violation in violations)
     lines.extend(f"  {loss}" for loss in (audit or {}).get("losses", []) if loss not in violations)
+    if report.get("dead_reasons"):
+        counts = tuple((item["reason"], item["letters"]) for item in report["dead_reasons"])
+        lines.append(f"  {DeadLetterCounts(counts).text()}")
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
     if "cost_predicted_usd" in report:
         lines.extend(spot_history.text_lines(report))
+    elif report.get("ec2_estimate"):
+        lines.append(f"  {_on_ec2(report['ec2_estimate'])}")
     lines.extend(f"  note: {note}" for note in report["notes"])
     lines.extend(f"  {name}: {path}" for name, path in report["files"].items())
     if "recovery_s_by_kind" in report:
         lines.extend(drill_report.lines(report))
     return "\n".join(lines)
+
+
+def _on_ec2(estimate: Mapping[str, Any]) -> str:
+    """What the run would have cost, had its machines been on EC2 and as fast as these here."""
+    place = f"{estimate['region']}, prices of {estimate['as_of']}"
+    stack_usd = estimate["stack_usd_per_h"] * estimate["seconds"] / SECONDS_PER_HOUR
+    return (
+        f"on EC2 its workers would have cost {usd(estimate['on_demand_usd'])} USD on-demand, "
+        f"{usd(estimate['spot_usd'])} USD on spot; Kafka, cache and control host {usd(stack_usd)} USD\n"
+        f"    ({estimate['machines']} x {estimate['instance']} for {clock(estimate['seconds'])} in {place})"
+    )
 
 
 def _error_line(report: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from doll.amounts import duration, usd
 from doll.monitor.formats import clock
 
 if TYPE_CHECKING:
@@ -158,13 +159,14 @@ def text_lines(report: Mapping[str, Any]) -> list[str]:
     met = "met" if report["deadline_met"] else "MISSED"
     others = [prediction for name, prediction in report["predictions"].items() if name != report["planned_policy"]]
     lines = [
-        f"  deadline {clock(report['deadline_s'])}: {met}, at {report['finish_s']:.1f} s of {report['deadline_s']:g} s "
-        f"(predicted {report['finish_predicted_s']:.1f} s)",
-        f"  cost {report['cost_usd']:.3f} USD, {report['cost_percent']:.1f} % of {report['all_on_demand_usd']:.3f} USD "
-        f"all on-demand; predicted {report['cost_predicted_usd']:.3f} USD, {report['cost_predicted_percent']:.1f} % "
+        f"  deadline {clock(report['deadline_s'])}: {met}, at {duration(report['finish_s'])} of "
+        f"{duration(report['deadline_s'])} (predicted {duration(report['finish_predicted_s'])})",
+        f"  cost {usd(report['cost_usd'])} USD, {report['cost_percent']:.1f} % of "
+        f"{usd(report['all_on_demand_usd'])} USD all on-demand; predicted {usd(report['cost_predicted_usd'])} USD, "
+        f"{report['cost_predicted_percent']:.1f} % "
         f"({report['cost_error_points']:+.1f} points)",
         *(
-            f"  predicted for {other['policy']}: {other['cost_usd']:.3f} USD, done at {other['finish_s']:.1f} s"
+            f"  predicted for {other['policy']}: {usd(other['cost_usd'])} USD, done at {duration(other['finish_s'])}"
             + ("" if other["finish_s"] <= report["deadline_s"] else ": too late")
             for other in others
         ),

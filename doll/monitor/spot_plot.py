@@ -29,8 +29,7 @@ def draw(
     Raises:
         OSError: it cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from doll.process.figures import Figure, FigureCanvasAgg
 
     figure = Figure(figsize=(9, 8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -69,7 +68,7 @@ def predicted_on_demand_s(result: SpotResult, market: SpotMarket) -> float:
 
 
 def _slots(axes: Any, market: SpotMarket, machines: Sequence[Machine], opened_s: float, end_s: float) -> None:
-    from matplotlib.patches import Patch
+    from doll.process.figures import Patch
 
     for slot in range(market.num_slots):
         at_s = 0.0

@@ -13,7 +13,7 @@ TEXT_COLUMNS = ("state", "market", "control")  # of these: left-aligned
 
 def one_line(snapshot: JobSnapshot, stop: StopConfig) -> str:
     """The state of the job in one line; what is not known yet is left out."""
-    parts = [f"update {of(snapshot.version, stop.updates)}", f"samples {of(snapshot.samples, stop.samples)}"]
+    parts = [f"update {of(snapshot.updates, stop.updates)}", f"samples {of(snapshot.samples, stop.samples)}"]
     if known(snapshot.prequential.loss):
         parts.append(f"prequential loss {snapshot.prequential.loss:.3f}")
     if known(snapshot.held_out_accuracy):
@@ -31,6 +31,8 @@ def one_line(snapshot: JobSnapshot, stop: StopConfig) -> str:
         parts.append(f"{count(snapshot.lost)} records lost")
     if not snapshot.version:
         parts = ["waiting for the first update" + _readiness(snapshot)]
+    if dead := snapshot.dead.text():
+        parts.append(dead)
     if snapshot.costs:
         parts.append(snapshot.costs)
     return ", ".join(parts)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from doll.config import JobConfig
-from doll.errors import ConfigError
-from doll.pipeline.layers import Layer, check_cut, layers_of, trial_input
+from doll.errors import ConfigError, TaskError
+from doll.pipeline.layers import Layer, chain, check_cut, layers_of, trial_input
 from doll.pipeline.profile import Profile
 from doll.pipeline.profiled import partition_by_profile
 from doll.task import Task
@@ -24,8 +26,6 @@ def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> l
     pipeline = config.worker.pipeline
     assert pipeline is not None
     layers = layers_of(task, model)
-    if (x := trial_input(task, model, 2).x) is not None:
-        check_cut(task, model, layers, x)
     if len(layers) < pipeline.stages:
         raise ConfigError(
             f"worker.pipeline.stages: expected at most {len(layers)} stages, one for each layer of the model "
@@ -45,7 +45,33 @@ def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> l
     else:
         stops = even_stops([sum(p.numel() for p in layer.module.parameters()) for layer in layers], pipeline.stages)
     starts = [0, *stops[:-1]]
-    return [layers[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    parts = [layers[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    if (x := trial_input(task, model, 2).x) is not None:
+        check_parts(task, model, parts, x)
+    return parts
+
+
+def check_parts(task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], x: torch.Tensor) -> None:
+    """As `check_cut`, for the stages of `cut`."""
+    stages = [
+        Layer(part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}", chain(part)) for part in parts
+    ]
+    check_cut(task, model, stages, x)
+
+
+def check_with_samples(
+    task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], x: npt.NDArray[Any], *, batch: int
+) -> None:
+    """As `check_parts`, for samples `x` of the stream, shape (n, *input_shape), n >= 1: random numbers may not do in
+    the model what these do, or it takes none.
+
+    Raises:
+        TaskError: the stages compute something else than the model. A restart would find the same.
+    """
+    try:
+        check_parts(task, model, parts, torch.from_numpy(x))
+    except ConfigError as exc:
+        raise TaskError(f"batch {batch}: {exc}") from exc
 
 
 def even_stops(sizes: Sequence[int], parts: int) -> list[int]:

@@ -1,15 +1,22 @@
-"""What a stage computes on: copies between its memory and that of the machine."""
+"""What a stage computes on: copies between its memory and that of the machine, and what may cross a cut."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from doll.errors import ConfigError
+from doll.pipeline.frames import BFLOAT16, MAX_DIMENSIONS
+
+CROSSING_TYPES: Final = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int64,
+    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+"""Types of the tensors that a stage may send: those of `frames.DTYPES`."""
 
 
 class Device:
@@ -19,12 +26,11 @@ class Device:
 
     def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """`array` on the device, without its memory where that is possible: it must not be changed."""
-        return torch.from_numpy(np.ascontiguousarray(array))
+        return _tensor_of(array)
 
     def get(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
         """`tensor` in the machine's memory, complete."""
-        array: npt.NDArray[Any] = tensor.contiguous().numpy()
-        return array
+        return _array_of(_plain(tensor))
 
     def finish(self) -> None:
         """Wait for what was begun."""
@@ -40,7 +46,7 @@ class CudaDevice(Device):
         self._copies = torch.cuda.Stream(device=name)  # type: ignore[no-untyped-call]
 
     def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+        pinned = _tensor_of(array).pin_memory()
         with torch.cuda.stream(self._copies):
             tensor = pinned.to(self.name, non_blocking=True)
         computing = torch.cuda.current_stream(self.name)
@@ -49,17 +55,56 @@ class CudaDevice(Device):
         return tensor
 
     def get(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
+        tensor = _plain(tensor)
         self._copies.wait_stream(torch.cuda.current_stream(self.name))
         with torch.cuda.stream(self._copies):
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             pinned.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._copies)
         self._copies.synchronize()
-        array: npt.NDArray[Any] = pinned.numpy()
-        return array
+        return _array_of(pinned)
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.name)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """In C order, with no conjugation or sign that is still to be applied."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The same memory."""
+    is_bfloat16 = tensor.dtype is torch.bfloat16
+    array: npt.NDArray[Any] = tensor.view(torch.int16).numpy().view(BFLOAT16) if is_bfloat16 else tensor.numpy()
+    return array
+
+
+def _tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
+    """The same memory where `array` is in C order."""
+    array = np.asarray(array, order="C")  # not ascontiguousarray, which makes a 0-d array 1-d
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def crossing_problem(output: Any) -> str:
+    """Why `output` cannot be sent from one stage to the next; "" where it can."""
+    if not isinstance(output, torch.Tensor):
+        return f"returns {type(output).__name__}, expected one tensor"
+    if output.layout is not torch.strided:
+        return f"returns a tensor of layout {output.layout}, expected a dense one (to_dense())"
+    if output.dtype not in CROSSING_TYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in CROSSING_TYPES)
+        return f"returns a tensor of type {output.dtype}, expected one of {names}"
+    if output.ndim > MAX_DIMENSIONS:
+        return f"returns a tensor of {output.ndim} dimensions, expected at most {MAX_DIMENSIONS}"
+    return ""
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Whether there is a gradient by numbers of this type."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class _Received(torch.autograd.Function):
@@ -93,7 +138,7 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, gradient: list[torch.Tensor]) -> torch.Tensor:
         ctx.gradient = gradient
-        return output.new_zeros(())
+        return torch.zeros((), device=output.device)  # of a real type, whatever `output` is
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -16,8 +16,7 @@ def draw(prediction: Prediction, model: str, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from doll.process.figures import Figure, FigureCanvasAgg
 
     stages = [stage for worker in prediction.workers for stage in worker.partition.stages]
     figure = Figure(figsize=(max(6.0, 1.5 + 0.45 * len(stages)), 4.5), layout="constrained")

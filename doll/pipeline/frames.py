@@ -21,8 +21,13 @@ Array = npt.NDArray[Any]
 MAX_ARRAYS: Final = 16
 MAX_DIMENSIONS: Final = 8
 MAX_HEADER_BYTES: Final = 1 << 16
+# numpy has no such type: a field of this name holds the 16 bits of each number.
+BFLOAT16: Final = np.dtype([("bfloat16", "<u2")])
 # A code on the wire is a place in this tuple: add at the end only.
-DTYPES: Final = tuple(np.dtype(name) for name in ("<f4", "<f8", "<f2", "<i8", "<i4", "|u1"))
+DTYPES: Final = (
+    *(np.dtype(name) for name in ("<f4", "<f8", "<f2", "<i8", "<i4", "|u1", "|b1", "<i2", "|i1", "<c8", "<c16")),
+    BFLOAT16,
+)
 
 _MAGIC: Final = b"dpl1"
 _PREFIX: Final = struct.Struct("<4sHHIQ")  # magic, arrays, place, bytes of the header, bytes of the arrays
@@ -30,7 +35,7 @@ _ARRAY: Final = struct.Struct(f"<HH4x{MAX_DIMENSIONS}Q")  # code of the type, di
 _PLACE: Final = 6  # where it is in the prefix
 PREFIX_BYTES: Final = _PREFIX.size
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
-_NAMES: Final = ", ".join(dtype.name for dtype in DTYPES)
+_NAMES: Final = ", ".join("bfloat16" if dtype == BFLOAT16 else dtype.name for dtype in DTYPES)
 
 
 class LinkFrameError(DollError):

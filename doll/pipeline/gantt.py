@@ -66,8 +66,7 @@ def save(path: Path, timelines: Mapping[str, Timeline], **options: Any) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from doll.process.figures import Figure, FigureCanvasAgg
 
     figure = Figure(figsize=(1.0 + 6.5 * len(timelines), 4.6), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
@@ -126,7 +125,7 @@ def _steps(axes: Any, stages: Sequence[Steps], unit: float, end_s: float) -> Non
 
 
 def _legend(axes: Any) -> None:
-    from matplotlib.patches import Patch
+    from doll.process.figures import Patch
 
     patches = [Patch(color=_COLORS[kind][1], label=name) for kind, name in _NAMES.items()]
     axes.legend(handles=patches, fontsize=7, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 0.98))

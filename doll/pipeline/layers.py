@@ -11,17 +11,21 @@ which differs where samples are refused.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+import random
+from collections.abc import Callable, Sequence, Set
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from doll.errors import ConfigError
+from doll.pipeline.device import crossing_problem, is_differentiable
 from doll.task import Task, stack
 
-_TOLERANCE = 1e-6
+_TOLERANCE: Final = 1e-6
+_GRADIENT_TOLERANCE: Final = 1e-4
 
 
 class Layer(NamedTuple):
@@ -92,75 +96,193 @@ def trial_input(task: Task, model: torch.nn.Module, samples: int) -> Trial:
     return Trial(None, reasons[0] if reasons else "the task has neither")
 
 
+def only_calls(task: Task, module: torch.nn.Module, x: torch.Tensor) -> tuple[Any, bool]:
+    """`task.forward(module, x)`, and whether that is what `module` has returned, unchanged: of a part of the model,
+    anything else belongs behind the last one."""
+    returned: list[tuple[Any, int]] = []
+    hook = module.register_forward_hook(lambda _, __, output: returned.append((output, _version_of(output))))
+    try:
+        output = task.forward(module, x)
+    finally:
+        hook.remove()
+    return output, any(output is own and _version_of(output) == version for own, version in returned[-1:])
+
+
+def _version_of(value: Any) -> int:
+    """Which rises with each change in place."""
+    return value._version if isinstance(value, torch.Tensor) else 0
+
+
 def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: torch.Tensor) -> None:
-    """Compare the layers' output with the model's, for samples `x` of shape (n, *input_shape), without learning, and
-    the parameters that either would learn: a graph does not keep `torch.no_grad()`.
+    """Compare the layers with the model, for samples `x` of shape (n, *input_shape): output, gradient and buffers, in
+    evaluation mode and, where there are two samples or more, in training mode with the same random numbers. Model and
+    layers are left as they were.
 
     Raises:
-        ConfigError: they differ, or a layer fails on the output of the one before.
+        ConfigError: they differ, a layer fails on the output of the one before, or what is between two layers cannot be
+            sent from one process to another.
     """
-    modules = [model, *(layer.module for layer in layers)]
-    was_training = [module.training for module in modules]
-    try:
-        for module in modules:
-            module.eval()
-        with torch.enable_grad():
-            whole = task.forward(model, x.clone())  # they may change it in place
-            h = x.clone()
-            for number, layer in enumerate(layers):
-                try:
-                    h = layer.module(h) if number else task.forward(chain([layer]), h)
-                except Exception as exc:  # the user's module may raise anything
-                    raise _cannot(
-                        type(model).__name__,
-                        f"layer {layer.name!r} fails on the output of the one before ({type(exc).__name__}: {exc})",
-                    ) from exc
-                if not isinstance(h, torch.Tensor):
-                    raise _cannot(
-                        type(model).__name__, f"layer {layer.name!r} returns {type(h).__name__}, expected one tensor"
-                    )
-    finally:
-        for module, training in zip(modules, was_training, strict=True):
-            module.train(training)
-    if not isinstance(whole, torch.Tensor):
-        raise _cannot(type(model).__name__, f"it returns {type(whole).__name__}, expected one tensor")
-    if whole.shape != h.shape:
-        raise _cannot(type(model).__name__, f"its layers give {tuple(h.shape)}, the whole model {tuple(whole.shape)}")
-    learned, expected = _learned(h), _learned(whole)
-    if differ := [
-        name
-        for name, parameter in model.named_parameters()
-        if (id(parameter) in learned) != (id(parameter) in expected)
-    ]:
-        raise _cannot(
-            type(model).__name__,
-            f"its layers learn other parameters than the whole model ({differ[0]!r}): use requires_grad_(False) or "
-            "detach() instead of torch.no_grad()",
-        )
-    whole, h = whole.detach(), h.detach()
-    difference = float((whole - h).abs().max()) if whole.numel() else 0.0
-    if not difference <= _TOLERANCE * (float(whole.abs().max()) if whole.numel() else 0.0):
-        raise _cannot(
-            type(model).__name__,
-            f"its layers give another output than the whole model (difference {difference:.3g}): {type(task).__name__}"
-            ".forward does more than to call the model on its input",
+    name = type(model).__name__
+
+    def run_whole(training: bool) -> _Outcome:
+        return _outcome(model, [model], training, lambda: task.forward(model, x.clone()))  # may change it in place
+
+    def run_layers(training: bool) -> _Outcome:
+        return _outcome(
+            model, [layer.module for layer in layers], training, lambda: _through(task, name, layers, x.clone())
         )
 
-
-def _learned(output: torch.Tensor) -> set[int]:
-    """Ids of the parameters that a backward pass from `output` would reach."""
-    seen: set[Any] = set()
-    reached: set[int] = set()
-    ahead: list[Any] = [output.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
+    is_compared = False
+    for training in (False, True)[: len(x)]:  # batch norm takes no single sample
+        try:
+            whole = run_whole(training)
+        except Exception as exc:  # the user's module may raise anything
+            problem = f"{type(exc).__name__}: {exc}"
             continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            reached.add(id(node.variable))
-        ahead += [following for following, _ in node.next_functions]
-    return reached
+        if not isinstance(whole.output, torch.Tensor):
+            raise _cannot(name, f"it returns {type(whole.output).__name__}, expected one tensor")
+        difference = whole.difference(run_layers(training))
+        if difference and whole.difference(run_whole(training)):
+            # A generator of its own. What is compared in evaluation mode is the same in training mode but for noise.
+            problem = "its output for the same input differs from call to call"
+            continue
+        if difference:
+            raise _cannot(name, difference)
+        is_compared = True
+    if not is_compared:
+        raise _cannot(name, f"its layers cannot be compared with it: {problem}")
+
+
+class _Outcome(NamedTuple):
+    """Of one pass.
+
+    Attributes:
+        output: of the whole model or of its layers.
+        gradient: norm and sum by name, of each parameter that a backward pass reaches.
+        buffers: values after the pass, by name.
+    """
+
+    output: Any
+    gradient: dict[str, tuple[float, float]]
+    buffers: dict[str, torch.Tensor]
+
+    def difference(self, layers: _Outcome) -> str:
+        """What differs, as the reason of an error; "": nothing. `self`: of the whole model."""
+        own, output = self.output, layers.output
+        if own.shape != output.shape:
+            return f"its layers give {tuple(output.shape)}, the whole model {tuple(own.shape)}"
+        if own.dtype != output.dtype:
+            return f"its layers give numbers of type {output.dtype}, the whole model of type {own.dtype}"
+        learned = self.gradient | layers.gradient
+        if differ := [key for key in learned if (key in self.gradient) != (key in layers.gradient)]:
+            return (
+                f"its layers learn other parameters than the whole model ({differ[0]!r}): use requires_grad_(False) or "
+                "detach() instead of torch.no_grad()"
+            )
+        if (difference := _distance(own, output)) > 0:
+            return (
+                f"its layers give another output than the whole model (difference {difference:.3g}): the task's "
+                "forward() does more than to call the model on its input, or its stages() leaves something out"
+            )
+        bound = _GRADIENT_TOLERANCE * max((norm for norm, _ in self.gradient.values()), default=0.0)
+        for key, numbers in self.gradient.items():
+            if any(abs(a - b) > bound for a, b in zip(numbers, layers.gradient[key], strict=True)):
+                return f"its layers give another gradient than the whole model, of {key!r}"
+        for key, values in self.buffers.items():
+            if _distance(values, layers.buffers[key]) > 0:
+                return f"its layers give another buffer {key!r} than the whole model"
+        return ""
+
+
+def _outcome(
+    model: torch.nn.Module, roots: Sequence[torch.nn.Module], training: bool, run: Callable[[], Any]
+) -> _Outcome:  # fmt: skip
+    """Run a pass of `roots`, which are `model` or its layers, with the same random numbers each time; they are left as
+    they were."""
+    owners = {module: module.training for root in roots for module in root.modules()}
+    before = [
+        (owner, name, buffer, buffer.clone())
+        for owner in owners
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()), torch.enable_grad():
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            for root in roots:
+                root.train(training)  # which a module may have overridden
+            output = run()
+            gradient = _gradient(model, output)
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        return _Outcome(output.detach() if isinstance(output, torch.Tensor) else output, gradient, buffers)
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        for module, was_training in owners.items():
+            module.training = was_training
+        with torch.no_grad():
+            for owner, name, buffer, values in before:
+                buffer.copy_(values)
+                owner._buffers[name] = buffer  # it may have been replaced
+
+
+def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, float]]:
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not isinstance(output, torch.Tensor) or not output.requires_grad or not parameters:
+        return {}
+    # Not ones: behind a softmax the sum is always the same.
+    weights = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64).reshape(output.shape).to(output.dtype)
+    gradients = torch.autograd.grad(output, list(parameters.values()), weights, allow_unused=True)
+    return {
+        name: (float(gradient.double().norm()), float(gradient.double().sum()))
+        for name, gradient in zip(parameters, gradients, strict=True)
+        if gradient is not None
+    }
+
+
+def _through(task: Task, name: str, layers: Sequence[Layer], h: Any) -> Any:
+    """Output of the layers, one after the other."""
+    for number, layer in enumerate(layers):
+        is_all = True
+        try:
+            if number:
+                h = layer.module(h)
+            elif len(layers) == 1:
+                h = task.forward(chain([layer]), h)
+            else:
+                h, is_all = only_calls(task, chain([layer]), h)
+        except Exception as exc:  # the user's module may raise anything
+            raise _cannot(
+                name, f"layer {layer.name!r} fails on the output of the one before ({type(exc).__name__}: {exc})"
+            ) from exc
+        if not is_all:
+            raise _cannot(
+                name,
+                f"{type(task).__name__}.forward does more than to call the model and to return its output, which its "
+                "first layers alone cannot have",
+            )
+        if number < len(layers) - 1 and (problem := crossing_problem(h)):
+            raise _cannot(name, f"layer {layer.name!r} {problem}")
+    if not isinstance(h, torch.Tensor):
+        raise _cannot(name, f"layer {layers[-1].name!r} returns {type(h).__name__}, expected one tensor")
+    return h
+
+
+def _distance(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """The largest difference; 0 where it is no more than rounding. Where one is not finite, the other is the same."""
+    if torch.equal(expected, actual) or not expected.numel():
+        return 0.0
+    if not is_differentiable(expected):
+        return float((expected.double() - actual.double()).abs().max())
+    same = (expected == actual) | (expected.isnan() & actual.isnan())
+    difference = float(torch.where(same, 0, (expected - actual).abs()).max())
+    finite = expected[expected.isfinite()].abs()
+    tolerance = max(_TOLERANCE, 4 * torch.finfo(expected.dtype).eps if expected.dtype.itemsize < 4 else 0.0)
+    limit = tolerance * (float(finite.max()) if finite.numel() else 0.0)
+    return 0.0 if difference <= limit else difference
 
 
 def _flattened(model: torch.nn.Sequential, prefix: str = "") -> list[Layer]:

@@ -16,8 +16,7 @@ def save(profile: Profile, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from doll.process.figures import Figure, FigureCanvasAgg
 
     layers = profile.layers
     at = range(len(layers))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from doll.errors import ConfigError
-from doll.pipeline.device import Device, as_received, open_device
+from doll.pipeline.device import Device, as_received, is_differentiable, open_device
 from doll.pipeline.layers import Layer, trial_input
 from doll.pipeline.profile import LayerProfile, Profile
 from doll.task import Task, stack
@@ -146,7 +146,7 @@ def _measure(
     largest = _Kept(0, 0, False, False, False)
     for repeat in range(_WARM_UP + repeats):
         x = on.put(received.copy())  # a layer may change it in place
-        if not is_first and x.is_floating_point():
+        if not is_first and is_differentiable(x):
             x.requires_grad_(True)
         kept: dict[int, int] = {}
         with _collect(kept, module):

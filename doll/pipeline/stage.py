@@ -18,10 +18,12 @@ import numpy.typing as npt
 import torch
 
 from doll.config import TrainingConfig
+from doll.errors import TaskError
 from doll.model import FlatModel
 from doll.optim.length import square_length
 from doll.optim.optimizer import Optimizer
-from doll.pipeline.device import Device, Sent, as_received
+from doll.pipeline.device import Device, Sent, as_received, crossing_problem, is_differentiable
+from doll.pipeline.layers import only_calls
 from doll.pipeline.messages import Commit
 from doll.pipeline.ranges import Range, homes_of, ranges_of
 from doll.task import Task
@@ -191,21 +193,36 @@ class Stage:
 
     # --- minibatches ------------------------------------------------------------------------------------------------
 
-    def forward(self, slot: int, x: Array) -> torch.Tensor:
-        """Output of this stage for `x`: samples of shape (n, ...) at the first stage, else activations."""
+    def forward(self, slot: int, x: Array, num_samples: int) -> torch.Tensor:
+        """Output of this stage for `x`: samples of shape (num_samples, ...) at the first stage, else activations, whose
+        leading dimension may be any: (time, samples, ...), or samples and time in one.
+
+        Raises:
+            TaskError: the output is nothing that the next stage can take, or `Task.forward` does something with it that
+                belongs behind the last stage.
+        """
         replica = self._replicas[slot]
         replica.flat.detach().copy_(self.weights)
         module = replica.module.train()
-        n = len(x)
+        n = num_samples
         if n == 1:
             _use_running_stats(module)
         received = self._device.put(x)
-        if self._is_first:
+        if self._is_first and self._is_last:
             output = self._task.forward(module, received)
+        elif self._is_first:
+            output, is_all = only_calls(self._task, module, received)
+            if not is_all:
+                raise TaskError(
+                    f"{type(self._task).__name__}.forward does more than to call the model and to return its output: "
+                    "the first stage has a part of the model only; put what comes behind it into the model"
+                )
         else:
-            if received.is_floating_point():
+            if is_differentiable(received):
                 received.requires_grad_(True)
             output = module(as_received(received))
+        if not self._is_last and (problem := crossing_problem(output)):
+            raise TaskError(f"this stage {problem}: cut the model elsewhere (worker.pipeline.layers)")
         replica.restore_buffers()
         parameters, floats = self._local.num_parameters, self._local.num_floats
         change = replica.flat.detach()[parameters:floats] - self.weights[parameters:floats]

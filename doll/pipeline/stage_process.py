@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import ConfigError, TaskError
+from doll.pipeline.frames import LinkFrameError
 from doll.pipeline.link import Link, LinkClosedError
 from doll.pipeline.messages import (
     Adopted,
@@ -112,6 +113,12 @@ class StageProcess:
             return 1  # another process of this virtual worker has ended
         except TaskError as exc:
             self._fail(str(exc), is_task=True)
+        except LinkFrameError as exc:
+            self._fail(
+                f"what it computes cannot be sent: {exc}; set a smaller data.batch_size, or cut the model elsewhere "
+                "(worker.pipeline.layers)",
+                is_task=True,
+            )
         except ConfigError as exc:
             self._fail(str(exc), is_task=False)
         except Exception as exc:
@@ -190,7 +197,7 @@ class StageProcess:
         following = self._links.following
         start_s = self._clock()
         try:
-            output = self._stage.forward(message.slot, x)
+            output = self._stage.forward(message.slot, x, message.num_samples)
             loss = self._stage.loss(message.slot, y) if following is None else None
             sent = None if following is None else self._stage.device.get(output)
         except Exception as exc:
@@ -292,9 +299,9 @@ def _problem(exc: Exception) -> str:
     """What is wrong with a minibatch, where the fault may be its samples'.
 
     Raises:
-        Exception: `exc`, where it is this machine's fault.
+        Exception: `exc`, where it is this machine's fault, or the task's whatever the samples are.
     """
-    if isinstance(exc, MemoryError | OSError | LinkClosedError):
+    if isinstance(exc, MemoryError | OSError | LinkClosedError | TaskError):
         raise exc
     if "allocate memory" in str(exc) or "out of memory" in str(exc):
         raise MemoryError(str(exc)) from exc

@@ -68,11 +68,12 @@ class Start:
 
 class Wave(NamedTuple):
     """Steps that are pushed as one: of batches below `until`, the last of which was computed on `version`; the push is
-    of that version too."""
+    of that version too. `members`: all that the sum holds, in order, also those without a usable sample."""
 
     until: int
     last: Submitted
     version: int
+    members: tuple[Submitted, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,12 @@ class SendDown:
 @dataclass(frozen=True, slots=True)
 class Done:
     """This minibatch is computed, in order. `wave`: the steps of the wave that ends with it are stored, below that
-    batch; None: it is not the last of its wave, or its wave has no steps."""
+    batch; None: it is not the last of its wave, or its wave has no steps. `members`: of the wave that ends with it."""
 
     submitted: Submitted
     version: int
     wave: int | None = None
+    members: tuple[Submitted, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class VirtualWorkerCore:
         self._storing: Wave | None = None  # in the shared memory; it is none of `_to_store` where it is void
         self._is_showing = False
         self._has_steps = False  # the wave under way
+        self._members: list[Submitted] = []  # of the wave under way: those that are committed
         self._term = -1
         self._next: int | None = None  # batch that comes next
         self._first = 0  # batch of this term
@@ -232,6 +235,7 @@ class VirtualWorkerCore:
             self._forget_from = 0
         self._first = self._committed_until = submitted.batch
         self._known = self._spare = self._base = None
+        self._members = []
 
     def _rewind(self, batch: int) -> None:
         """Batch `batch` and those behind it are computed again."""
@@ -245,6 +249,7 @@ class VirtualWorkerCore:
             self._first = min(self._first, batch)
             self._forget_from = batch
             self._committed_until = batch
+            self._members = [item for item in self._members if item.batch < batch]
             self._known = self._spare = self._base = None  # the weights in use hold the steps that are void
 
     def _void_from(self, batch: int) -> None:
@@ -363,7 +368,8 @@ class VirtualWorkerCore:
         until = self._committed_until
         self._has_steps = False
         self._commits.append(Commit(batch=until - 1, slot=NO_SLOT, scale=0.0, num_samples=0, ends_wave=True))
-        self._to_store.append(Wave(until, *self._last))
+        self._to_store.append(Wave(until, *self._last, tuple(self._members)))
+        self._members = []
         return until, self._advance()
 
     # --- the order of things ----------------------------------------------------------------------------------------
@@ -414,11 +420,15 @@ class VirtualWorkerCore:
             self._committed_until = batch + 1
             self._last = (item.submitted, item.version)
             self._has_steps |= scale != 0
-            wave = None
-            if ends_wave and self._has_steps:
-                wave, self._has_steps = batch + 1, False
-                self._to_store.append(Wave(wave, item.submitted, item.version))
-            self._results.append(Done(item.submitted, item.version, wave))
+            self._members.append(item.submitted)
+            wave: int | None = None
+            members: tuple[Submitted, ...] = ()
+            if ends_wave:
+                members, self._members = tuple(self._members), []
+                if self._has_steps:
+                    wave, self._has_steps = batch + 1, False
+                    self._to_store.append(Wave(wave, item.submitted, item.version, members))
+            self._results.append(Done(item.submitted, item.version, wave, members))
 
     def _store(self) -> list[Action]:
         if not self._to_store or self.is_storing or self._forget_from is not None:

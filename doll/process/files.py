@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from doll.bounded import json_object, read_text
-from doll.errors import ConfigError
+from doll.errors import ConfigError, ServiceUnavailableError
 
 MAX_JSON_BYTES: Final = 64_000_000
 
@@ -38,6 +40,10 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
         temporary.replace(path)
         if durable:
             _sync(path.parent)
+    except OSError as exc:
+        if exc.filename in (None, str(temporary)):  # a write to an open file names none
+            exc.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -63,6 +69,22 @@ def refuse_unwritable(path: Path) -> Iterator[None]:
         yield
     except OSError as exc:
         raise ConfigError(f"cannot write {path}: {exc.strerror or exc}") from exc
+
+
+def is_full(folder: Path) -> bool:
+    """Whether less than a megabyte is left on the disk of a folder."""
+    try:
+        return shutil.disk_usage(folder).free < 1_000_000
+    except OSError:
+        return False
+
+
+def unwritable(error: OSError) -> ServiceUnavailableError:
+    """What to say of a file or folder that cannot be used: which, why, and what to do."""
+    about = f"{error.filename}: " if error.filename else ""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    todo = "; free some space there, or name a folder on another disk" if full else ""
+    return ServiceUnavailableError(f"{about}{error.strerror or error}{todo}")
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:

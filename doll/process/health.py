@@ -133,7 +133,14 @@ def port_of(config: JobConfig, process: str) -> int | None:
         if not given.isdecimal() or not 0 < int(given) < 65_536:
             raise ConfigError(f"{PORT_ENV}: expected a port, 1 to 65535, got {given!r}")
         return int(given)
-    if config.health.base_port is None or process == "worker":  # a worker without a slot yet
+    if process == "worker":  # it has no slot yet
+        return None
+    return assigned_port(config, process)
+
+
+def assigned_port(config: JobConfig, process: str) -> int | None:
+    """The port of the process's probes by `health.base_port`; None without one."""
+    if config.health.base_port is None:
         return None
     kind, _, number = process.rpartition("-")
     offset = _FIRST_WORKER + int(number) if kind == "worker" else _OFFSETS[process]

@@ -23,6 +23,9 @@ LOST_FROM: Final = "lost_from"
 LOST_UNTIL: Final = "lost_until"
 """Offsets [from, until) of its partition that a worker stops for, because they were deleted."""
 
+CONTROL_REFUSED_TOTAL: Final = "control_refused_total"
+"""Endpoints of the control link that a worker refused, because another user had them."""
+
 
 def worker_source(worker: int) -> str:
     """The source of a worker's metrics."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -53,6 +54,13 @@ class Interrupts:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long; False, at once, where a stop is requested."""
+        end_s = time.monotonic() + seconds
+        while not self.stop_requested and (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, 0.2))
+        return not self.stop_requested
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         repeated, self.stop_requested = self.stop_requested, True

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from doll.errors import ServiceUnavailableError
+from doll.errors import ConfigError, ServiceUnavailableError
 from doll.provisioner.decision import ActionResult, order_fields
 from doll.provisioner.fleets.port import Fleet, Instance, InstanceState, LaunchError
 from doll.provisioner.instances import InstanceTracker
@@ -24,7 +24,8 @@ class ActionExecutor:
     """Carries actions out on a fleet.
 
     Args:
-        save: persists the provisioner's state: pending orders must be durable before they are made.
+        save: persists the provisioner's state; "", or why it is not persisted. Pending orders must be durable before
+            they are made.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class ActionExecutor:
         tracker: InstanceTracker,
         *,
         journal: Journal,
-        save: Callable[[], None],
+        save: Callable[[], str],
     ) -> None:
         self._fleet = fleet
         self._launch_state = launch_state
@@ -55,7 +56,9 @@ class ActionExecutor:
                 order = launch.order
                 self._launch_state.ordered(order, now_s, fallback=order.market == "on_demand" and order.slot in on_spot)
                 self._journal("order", now_s, **order_fields(launch))
-            self._save()
+            if problem := self._save():
+                # The orders stay pending, as some may be repetitions: the next turn makes them.
+                return [*results, *(ActionResult(launch, f"not tried: {problem}") for launch in launches)]
             results += [self._launch(launch, instances, now_s) for launch in launches]
         return results
 
@@ -65,7 +68,12 @@ class ActionExecutor:
             return
         jobs = ", ".join(sorted({instance.job for instance in others}))
         alarms.append(f"{len(others)} machines of another job ({jobs}) are in this job's fleet: they are ended")
-        endable = [instance for instance in others if instance.is_alive and instance.notice_s is None]
+        timeout_s = self._launch_state.limits.notice_timeout_s
+        endable = [
+            instance
+            for instance in others
+            if instance.is_alive and (instance.notice_s is None or now_s > instance.notice_s + timeout_s)
+        ]
         if not endable or dry_run:
             return
         for instance in endable:
@@ -73,7 +81,7 @@ class ActionExecutor:
             self._journal("end", now_s, id=instance.id, slot=instance.slot, why=why)
         try:
             self._fleet.terminate([instance.id for instance in endable])
-        except ServiceUnavailableError as exc:
+        except (ConfigError, ServiceUnavailableError) as exc:
             alarms.append(f"machines of another job could not be ended: {exc}")
 
     def _terminate(self, ends: Sequence[Terminate], instances: list[Instance], now_s: float) -> list[ActionResult]:
@@ -82,7 +90,7 @@ class ActionExecutor:
         ids = [end.id for end in ends]
         try:
             self._fleet.terminate(ids)
-        except ServiceUnavailableError as exc:
+        except (ConfigError, ServiceUnavailableError) as exc:
             return [ActionResult(end, str(exc)) for end in ends]
         instances[:] = [
             replace(instance, state=InstanceState.ENDING) if instance.id in ids else instance for instance in instances

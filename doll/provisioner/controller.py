@@ -8,31 +8,32 @@ word by word, which returns the same instance, and ending an instance twice is n
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from doll import records, telemetry
-from doll.errors import ServiceUnavailableError
+from doll.errors import CheckpointError, ConfigError, ServiceUnavailableError
 from doll.provisioner.alarms import alarms_of
 from doll.provisioner.apply import ActionExecutor
-from doll.provisioner.billing import MARKETS, Bill, BillingRule, all_on_demand_usd, usd_per_error_point
+from doll.provisioner.billing import MARKETS, Bill, BillingRule
 from doll.provisioner.billing_account import LINES_KEPT_S, BillingAccount
 from doll.provisioner.budget import reserve_usd
 from doll.provisioner.decision import ActionResult, Decision, Phase
+from doll.provisioner.decision_fields import common_fields
 from doll.provisioner.fleets.port import Fleet, Instance, InstanceState, SpotProbe
+from doll.provisioner.health import JobHealth
 from doll.provisioner.instances import InstanceTracker, Readiness
-from doll.provisioner.job_clock import JobClock
+from doll.provisioner.job_clock import JobClock, run_of
 from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.market_plan import DesiredState, MarketPlan
 from doll.provisioner.observation import Observed
 from doll.provisioner.planning.state import Market, PlannerSettings, PlannerState
 from doll.provisioner.prices.port import PriceFeed
-from doll.provisioner.reconcile import FleetStatus, Launch, Wait, reconcile
+from doll.provisioner.reconcile import FleetStatus, Launch, Terminate, Wait, reconcile
 from doll.provisioner.settings import ControllerSettings
-from doll.provisioner.state_store import StateStore
+from doll.provisioner.state_store import RetriedStateStore, StateStore
 from doll.theory.checks import Floats
 from doll.theory.cost import Prices
 
@@ -40,6 +41,7 @@ log = telemetry.get_logger(__name__)
 
 _MAX_PLANS_PER_TURN = 3  # a market without capacity is planned around in the same turn; the other may have none either
 _STATE_VERSION = 3
+_UNKNOWN_PRICES = Prices(0.0, 1.0)  # of a drain without prices, which plans nothing
 
 
 class Controller:
@@ -80,7 +82,7 @@ class Controller:
         self._fleet = fleet
         self._prices = prices
         self._billing = billing
-        self._state_store = state_store
+        self._state_store = RetriedStateStore(state_store)
         self._probe = probe
         self._check_lease = check_lease
         self._dry_run = dry_run
@@ -112,6 +114,8 @@ class Controller:
         )
         self._turn = 0
         self._clock = JobClock(settings.started_s)
+        self._health = JobHealth()
+        self._has_listed = False  # the fleet has answered
         self._has_others = False  # machines of other jobs are left
         self._last_prices: Prices | None = None
         self._spent_budget_usd: float | None = None  # the budget that is spent
@@ -155,33 +159,37 @@ class Controller:
             FencedError: another provisioner has taken over. Nothing was done.
             ConfigError: state or journal cannot be written.
         """
-        if self._check_lease is not None:
-            self._check_lease()
         alarms: list[str] = []
         listed = self._list(alarms)
         prices = self._current_prices(now_s, alarms)
         self._turn += 1
-        if listed is None or prices is None:
+        ends_all = draining or self.observed.finished is not None  # which needs no price
+        if listed is None or (prices is None and not ends_all):
             return self._decide_nothing(now_s, prices, alarms)
+        prices = _UNKNOWN_PRICES if prices is None else prices
         listed = self._own(listed, now_s, alarms)
         self._begin(now_s, listed)
         instances = self._merge_listing(listed, now_s, alarms)
         readiness = self._tracker.readiness(
             instances, self.observed, now_s, boot_timeout_s=self.settings.limits.boot_timeout_s
         )
+        self._tracker.record_health(instances, readiness, self._launch_state, now_s)
         self._re_estimate()
         bill = self._account.bill(
             self._tracker.known.values(), now_s, ready_s=self._tracker.ready_s, fenced_s=self._tracker.fenced_s,
-            announced=self.observed.last_decision, alarms=alarms,
+            announced=self.observed.last_decision, otherwise=self._last_prices,
+            machines=self.settings.machines_per_worker, alarms=alarms,
         )  # fmt: skip
-        self._plan.observe_spot(self.observed, instances, readiness.ready_s, self._tracker.pools, now_s)
+        self._health.review(self.settings, self.observed, instances, readiness, self._launch_state, self._plan, now_s)
         phase = self._phase(draining)
+        counts = self._health.tells_of_spot(self._launch_state, self.settings.num_slots, is_run=phase == "run")
+        self._plan.observe_spot(self.observed, instances, readiness.ready_s, self._tracker.pools, now_s, counts=counts)
         if phase == "run":
             self._review_workers(instances, readiness, bill, prices, now_s)
         results: list[ActionResult] = []
         for _ in range(_MAX_PLANS_PER_TURN):
             desired = self._desired_state(phase, instances, readiness, bill, prices, now_s)
-            status = self._fleet_status(desired, instances, readiness, bill, prices)
+            status = self._fleet_status(desired, instances, readiness, bill, prices, now_s)
             if desired.phase == "run" and status.spare_usd < 0:
                 self._spent_budget_usd = self._plan.planner.budget_usd
                 phase = self._phase(draining)
@@ -196,12 +204,17 @@ class Controller:
             results += applied
             if not any(self._needs_replan(result) for result in applied):
                 break
-        if phase == "run" and not any(instance.is_alive for instance in instances):
-            self._stop_if_all_refuse(now_s)
+        if phase == "run" and not self._dry_run and not any(instance.is_alive for instance in instances):
+            self._launch_state.stop_if_all_refuse(now_s)
         if self._launch_state.stopped and phase == "run":
             phase = "stopped"
-        alarms += alarms_of(desired, self._launch_state, budget_usd=self._plan.planner.budget_usd, now_s=now_s)
-        decision = self._decision(desired, phase, instances, readiness, bill, prices, results, alarms, now_s)
+        alarms += alarms_of(
+            desired, self._launch_state, self._health, budget_usd=self._plan.planner.budget_usd, now_s=now_s
+        )
+        alarms += [result.text() for result in results if result.failure and isinstance(result.action, Terminate)]
+        if self._state_store.problem:
+            alarms.append(f"no machine is launched before this is corrected: {self._state_store.problem}")
+        decision = self._decision(desired, phase, instances, readiness, bill, results, alarms, now_s)
         if not self._dry_run:
             self._state_store.append({"kind": "decision", **decision.to_dict()})
             self._save()
@@ -210,11 +223,19 @@ class Controller:
     # --- observe ----------------------------------------------------------------------------------------------------
 
     def _list(self, alarms: list[str]) -> list[Instance] | None:
+        """The fleet's listing, under the lease; None where one of them does not answer."""
         try:
-            return list(self._fleet.instances())
-        except ServiceUnavailableError as exc:
-            alarms.append(f"the fleet does not answer: {exc}")
+            if self._check_lease is not None:
+                self._check_lease()
+            listed = list(self._fleet.instances())
+        except (CheckpointError, ConfigError, ServiceUnavailableError) as exc:
+            # Credentials that are missing at first are a mistake; later they are being renewed.
+            if isinstance(exc, ConfigError) and not self._has_listed:
+                raise
+            alarms.append(f"the {'lease' if isinstance(exc, CheckpointError) else 'fleet'} does not answer: {exc}")
             return None
+        self._has_listed = True
+        return listed
 
     def _current_prices(self, now_s: float, alarms: list[str]) -> Prices | None:
         """Of a worker with all of its machines."""
@@ -241,7 +262,7 @@ class Controller:
             self._account.clear()
             self._tracker.interruptions = 0
             self._spent_budget_usd = None
-        self._launch_state.run = _run_of(self._job, self._topics_id, self._clock.generation)
+        self._launch_state.run = run_of(self._job, self._topics_id, self._clock.generation)
         if self._clock.started_s is None:
             self._clock.start(self.observed, listed, now_s)
             if self.observed.last_decision is not None:
@@ -265,7 +286,9 @@ class Controller:
                 ended_s = now_s if instance.ended_s is None else instance.ended_s
                 if now_s - ended_s > LINES_KEPT_S or ended_s <= self._clock.begun_s:
                     continue  # on an old bill, or on that of an earlier run
-            if 0 <= instance.slot < self.settings.num_slots and tracker.record(instance, self._launch_state, now_s):
+            if 0 <= instance.slot < self.settings.num_slots and tracker.record(
+                instance, self._launch_state, now_s, server_runs=self.observed.ps_since_s(now_s) is not None
+            ):
                 self._append_journal(
                     "interrupted", now_s, id=instance.id, slot=instance.slot, incarnation=instance.incarnation,
                     pool=instance.pool,
@@ -298,9 +321,11 @@ class Controller:
             return "drain"
         if self.observed.finished is not None:
             return "done"
+        if self._health.failed:
+            return "failed"
         if self._spent_budget_usd is not None and self._plan.planner.budget_usd == self._spent_budget_usd:
             return "budget"
-        return "run"
+        return "idle" if self._health.idle else "run"
 
     def _state(
         self, instances: Sequence[Instance], readiness: Readiness, bill: Bill, prices: Prices, now_s: float
@@ -338,12 +363,19 @@ class Controller:
             case "budget":
                 why = f"the budget of {self._plan.planner.budget_usd} USD is spent"
                 return DesiredState.of_no_machines(phase, why, state)
+            case "failed":
+                return DesiredState.of_no_machines(phase, f"the job is stopped: {self._health.failed}", state)
+            case "idle":
+                return DesiredState.of_no_machines(phase, f"no sample has come since {self._health.idle}", state)
         fleet_is_empty = not any(instance.is_alive for instance in instances)
-        return self._plan.choose(state, self.observed, fleet_is_empty=fleet_is_empty, now_s=now_s)
+        return self._plan.choose(
+            state, self.observed, fleet_is_empty=fleet_is_empty, now_s=now_s, hold=self._health.hold_moves
+        )
 
     def _fleet_status(
-        self, desired: DesiredState, instances: Sequence[Instance], readiness: Readiness, bill: Bill, prices: Prices
-    ) -> FleetStatus:
+        self, desired: DesiredState, instances: Sequence[Instance], readiness: Readiness, bill: Bill, prices: Prices,
+        now_s: float,
+    ) -> FleetStatus:  # fmt: skip
         budget_usd, spare_usd = self._plan.planner.budget_usd, math.inf
         commit: dict[Market, float] = {}
         if budget_usd is not None:
@@ -355,7 +387,8 @@ class Controller:
             wanted=desired.markets, reasons=desired.reasons, instances=instances, ready_s=readiness.ready_s,
             silent_s=readiness.silent_s, not_ready_s=readiness.not_ready_s,
             incarnation_held=readiness.incarnation_held, urgent=desired.urgent, spare_usd=spare_usd,
-            commit_usd=commit, unlisted=self._tracker.unlisted,
+            commit_usd=commit, unlisted=self._tracker.unlisted, hold=self._health.hold_launches,
+            overdue=self._tracker.overdue(now_s, self.settings.limits.notice_timeout_s),
         )  # fmt: skip
 
     def _needs_replan(self, result: ActionResult) -> bool:
@@ -365,12 +398,6 @@ class Controller:
         order = result.action.order
         return order.market == "on_demand" or bool(self._plan.spot_available[order.slot])
 
-    def _stop_if_all_refuse(self, now_s: float) -> None:
-        """Stop launching where no instance runs and both markets refuse for reasons that a person must remove."""
-        if not self._dry_run and all(self._launch_state.is_closed(market, now_s) for market in MARKETS):
-            messages = dict.fromkeys(self._launch_state.refusal(market) for market in MARKETS)
-            self._launch_state.stopped = "every pool of both markets refuses: " + "; ".join(messages)
-
     def _append_journal(self, kind: str, now_s: float, **fields: Any) -> None:
         if not self._dry_run:
             self._state_store.append({"kind": kind, "turn": self._turn, "time_s": now_s, **fields})
@@ -379,17 +406,17 @@ class Controller:
 
     def _decision(
         self, desired: DesiredState, phase: Phase, instances: Sequence[Instance], readiness: Readiness, bill: Bill,
-        prices: Prices, results: Sequence[ActionResult], alarms: Sequence[str], now_s: float,
+        results: Sequence[ActionResult], alarms: Sequence[str], now_s: float,
     ) -> Decision:  # fmt: skip
         left = any(instance.state is not InstanceState.ENDED for instance in instances) or self._has_others
         left = left or self._launch_state.may_have_launched(now_s)
         return Decision(
-            **self._common_fields(bill, desired.state.rates_per_s, prices, alarms, now_s), phase=phase,
+            **self._common_fields(bill, desired.state.rates_per_s, self._last_prices, alarms, now_s), phase=phase,
             markets=desired.markets, reasons=desired.reasons, binding=desired.binding, feasible=desired.feasible,
             results=tuple(results), instances=tuple(instances), ready=frozenset(readiness.ready_s),
             expected_cost_usd=desired.expected_cost_usd, expected_finish_s=desired.expected_finish_s,
             slack_s=desired.slack_s, alpha=desired.state.alpha,
-            finished=phase in ("done", "drain", "budget") and not left,
+            finished=phase in ("done", "drain", "budget", "failed") and not left,
         )  # fmt: skip
 
     def _decide_nothing(self, now_s: float, prices: Prices | None, alarms: Sequence[str]) -> Decision:
@@ -406,40 +433,18 @@ class Controller:
     def _common_fields(
         self, bill: Bill, rates_per_s: Floats, prices: Prices | None, alarms: Sequence[str], now_s: float
     ) -> dict[str, Any]:
-        """Fields of a `Decision` that do not depend on what was decided."""
-        observed, planner = self.observed, self._plan.planner
-        samples_done = self._plan.samples_done(observed)
-        on_demand_usd = math.nan
-        if prices is not None:
-            on_demand_usd = all_on_demand_usd(samples_done, rates_per_s, prices.on_demand_usd_per_h)
-        _, errors = observed.errors(self.settings.measure)
-        return {
-            "turn": self._turn,
-            "now_s": now_s,
-            "started_s": now_s if self._clock.started_s is None else self._clock.started_s,
-            "incarnations": tuple(self._launch_state.incarnation(slot) for slot in range(self.settings.num_slots)),
-            "bill": bill,
-            "samples_done": samples_done,
-            "target_samples": planner.samples,
-            "updates_done": observed.version,
-            "target_updates": planner.updates,
-            "all_on_demand_usd": on_demand_usd,
-            "cycle_s": observed.spot.cycle_s,
-            "prices": prices,
-            "machines_per_worker": self.settings.machines_per_worker,
-            "rates_per_s": rates_per_s,
-            "usd_per_error_point": usd_per_error_point(bill.usd, errors[0], errors[-1]) if errors else math.nan,
-            "moves": self._plan.moves,
-            "interruptions": self._tracker.interruptions,
-            "alarms": tuple(dict.fromkeys(alarms)),
-            "dry_run": self._dry_run,
-        }
+        return common_fields(
+            self.settings, self.observed, self._plan, self._launch_state, bill=bill, rates_per_s=rates_per_s,
+            prices=prices, turn=self._turn, now_s=now_s, started_s=self._clock.started_s,
+            interruptions=self._tracker.interruptions, alarms=alarms, dry_run=self._dry_run,
+        )  # fmt: skip
 
     # --- persistence ------------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
+    def _save(self) -> str:
+        """Persist everything; "", or why it is not persisted."""
         if self._dry_run:
-            return
+            return ""
         self._tracker.forget_all_but(self._account.billed)
         self._state_store.save(
             {
@@ -455,9 +460,11 @@ class Controller:
                 "billing": self._account.to_dict(),
                 "launch_state": self._launch_state.to_dict(),
                 "observed": self.observed.to_dict(),
+                "health": self._health.to_dict(),
                 "positions": self.positions,
             }
         )
+        return self._state_store.problem
 
     def _restore(self) -> None:
         kept = self._state_store.load()
@@ -471,9 +478,10 @@ class Controller:
                 log.warning("provision_state_of_another_run", job=names[0], topics_id=names[1], action="starting over")
                 self._clock.ignore_earlier_runs()
                 return
+            # A drain does not know the topics: what the state says of them stays.
+            self._job, self._topics_id = self._job or names[0], self._topics_id or names[1]
             self._read(kept)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
-            # The state is a convenience: tags show what runs, topics what was decided.
             log.warning("provision_state_invalid", error=f"{type(exc).__name__}: {exc}", action="from tags and topics")
             self._reset()
 
@@ -487,9 +495,6 @@ class Controller:
         self._clock.restore(kept["clock"], self.settings.started_s)
         self._last_prices = None if kept["prices"] is None else Prices(**kept["prices"])
         self._spent_budget_usd = kept["spent_budget_usd"]
+        if "health" in kept:  # earlier releases had none
+            self._health.restore(kept["health"], self.settings.max_stall_s)
         self.positions = {str(name): int(at) for name, at in kept["positions"].items()}
-
-
-def _run_of(job: str, topics_id: str, generation: int) -> str:
-    """`Order.run`: derived from what a successor without state knows too, so that it repeats orders word by word."""
-    return hashlib.sha256(f"{job} {topics_id} {generation}".encode()).hexdigest()[:10] if job else ""

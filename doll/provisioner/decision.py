@@ -16,7 +16,7 @@ from doll.provisioner.reconcile import FleetAction, Launch, Terminate, Wait
 from doll.theory.checks import Floats
 from doll.theory.cost import Prices
 
-Phase = Literal["run", "done", "drain", "budget", "stopped", "unavailable"]
+Phase = Literal["run", "done", "drain", "budget", "failed", "idle", "stopped", "unavailable"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class Decision:
 
     Attributes:
         now_s, started_s: Unix seconds.
-        phase: "run"; "done" (the job has ended), "drain", "budget" (it is spent): everything is ended; "stopped" (a
-            person must act); "unavailable" (the fleet or the prices do not answer: nothing is done).
+        phase: "run"; "done" (the job has ended), "drain", "budget" (it is spent), "failed" (the job cannot advance, a
+            person must act), "idle" (until the source sends again): everything is ended; "stopped" (nothing is launched
+            until a person has acted); "unavailable" (the fleet or the prices do not answer: nothing is done).
         markets, reasons: per slot; None: no machine. In phase "run" the slot is released by scale-in.
         binding: what decides, as `Plan.binding`, or "budget".
         results: actions with their outcomes, waits included.
@@ -174,6 +175,7 @@ class Decision:
             "moves_total": self.moves,
             "interruptions_total": self.interruptions,
             "alarms": len(self.alarms),
+            "stopped": self.phase in ("failed", "stopped", "budget"),
         }
         return {name: float(value) for name, value in values.items() if math.isfinite(value)}
 

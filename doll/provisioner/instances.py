@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState
-from doll.provisioner.launch_state import LaunchState
+from doll.provisioner.launch_state import LaunchLimits, LaunchState
 from doll.provisioner.observation import Observed
+from doll.provisioner.reconcile import failure_of
 
 
 @dataclass
@@ -21,6 +22,10 @@ class Readiness:
     silent_s: dict[str, float] = field(default_factory=dict)
     not_ready_s: dict[str, float] = field(default_factory=dict)
     incarnation_held: dict[int, int] = field(default_factory=dict)
+
+    def failure(self, id_: str, limits: LaunchLimits) -> str:
+        """Why the instance is to be replaced; "" where it is not."""
+        return failure_of(self.not_ready_s.get(id_, 0.0), self.silent_s.get(id_, 0.0), limits)
 
 
 class InstanceTracker:
@@ -43,6 +48,8 @@ class InstanceTracker:
         self.fenced_s: dict[str, float] = {}
         self.interruptions = 0
         self._ends_recorded: set[str] = set()  # instances whose notice or end was counted
+        self._failures_recorded: set[str] = set()  # instances that were counted as failed, alive or not
+        self._noticed_s: dict[str, float] = {}  # when the interruption notice was first seen, by id
 
     @property
     def num_slots(self) -> int:
@@ -74,8 +81,13 @@ class InstanceTracker:
         """All of its machines are listed, or will not be."""
         return instance.is_whole or now_s - _newest_s(instance) > listing_lag_s
 
-    def record(self, instance: Instance, launch_state: LaunchState, now_s: float) -> bool:
-        """Report an instance of one of the job's slots to `launch_state`; True where an interruption is new."""
+    def record(self, instance: Instance, launch_state: LaunchState, now_s: float, *, server_runs: bool) -> bool:
+        """Report an instance of one of the job's slots to `launch_state`; True where an interruption is new.
+
+        Args:
+            server_runs: without a parameter server workers cannot join and machines shut down, which is no failure of
+                theirs.
+        """
         launch_state.seen(instance.slot, instance.incarnation)
         pending = launch_state.pending.get(instance.slot)
         is_answer = instance.is_whole or not instance.is_alive
@@ -91,6 +103,8 @@ class InstanceTracker:
             launch_state.launched(pending[0])
         if instance.market == "spot" and instance.is_alive:
             self.pools[instance.slot] = instance.pool
+        if instance.notice_s is not None:
+            self._noticed_s.setdefault(instance.id, now_s)
         if instance.id in self._ends_recorded:
             return False
         if instance.notice_s is not None or instance.end_reason is EndReason.INTERRUPTED:
@@ -100,8 +114,33 @@ class InstanceTracker:
             return True
         if instance.end_reason is EndReason.FAILED:
             self._ends_recorded.add(instance.id)
-            launch_state.instance_failed(instance, now_s)
+            ended_s = now_s if instance.ended_s is None else instance.ended_s
+            if server_runs:
+                self._failed(instance, f"ended by itself {ended_s - instance.launched_s:.0f} s after its launch",
+                             launch_state, now_s)  # fmt: skip
         return False
+
+    def _failed(self, instance: Instance, why: str, launch_state: LaunchState, now_s: float) -> None:
+        if instance.id not in self._failures_recorded:
+            self._failures_recorded.add(instance.id)
+            launch_state.instance_failed(instance, why, now_s)
+
+    def record_health(
+        self, instances: Sequence[Instance], readiness: Readiness, launch_state: LaunchState, now_s: float
+    ) -> None:
+        """Report to `launch_state` which slots' machines fail though they run, and which have worked for long."""
+        limits = launch_state.limits
+        for instance in instances:
+            if not instance.is_alive or not 0 <= instance.slot < self.num_slots:
+                continue
+            if why := readiness.failure(instance.id, limits):
+                self._failed(instance, why, launch_state, now_s)
+            elif now_s - readiness.ready_s.get(instance.id, now_s) >= limits.healthy_s:
+                launch_state.instance_works(instance.slot)
+
+    def overdue(self, now_s: float, notice_timeout_s: float) -> frozenset[str]:
+        """Ids of the instances whose interruption notice was first seen longer ago than `notice_timeout_s`."""
+        return frozenset(id_ for id_, seen_s in self._noticed_s.items() if now_s - seen_s > notice_timeout_s)
 
     def launched(self, instance: Instance) -> None:
         """A launch returned this instance."""
@@ -147,6 +186,8 @@ class InstanceTracker:
         """Drop the times of instances that are neither known nor in `ids`."""
         kept = self.known.keys() | ids
         self._ends_recorded &= kept
+        self._failures_recorded &= kept
+        self._noticed_s = {id_: seen_s for id_, seen_s in self._noticed_s.items() if id_ in kept}
         self.ready_s = {id_: at_s for id_, at_s in self.ready_s.items() if id_ in kept}
         self.fenced_s = {id_: at_s for id_, at_s in self.fenced_s.items() if id_ in kept}
 
@@ -156,6 +197,8 @@ class InstanceTracker:
             "known": [msgspec.to_builtins(instance) for instance in self.known.values()],
             "pools": self.pools,
             "ends_recorded": sorted(self._ends_recorded),
+            "failures_recorded": sorted(self._failures_recorded),
+            "noticed_s": self._noticed_s,
             "ready_s": self.ready_s,
             "fenced_s": self.fenced_s,
             "interruptions": self.interruptions,
@@ -170,6 +213,8 @@ class InstanceTracker:
         self.known = {fields["id"]: msgspec.convert(fields, Instance) for fields in kept["known"]}
         self.pools = [str(pool) for pool in kept["pools"]]
         self._ends_recorded = set(kept["ends_recorded"])
+        self._failures_recorded = set(kept.get("failures_recorded", ()))  # earlier releases counted none
+        self._noticed_s = {id_: float(seen_s) for id_, seen_s in kept.get("noticed_s", {}).items()}
         self.ready_s = {id_: float(at_s) for id_, at_s in kept["ready_s"].items()}
         self.fenced_s = {id_: float(at_s) for id_, at_s in kept["fenced_s"].items()}
         self.interruptions = int(kept["interruptions"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,3 +79,8 @@ class JobClock:
         self.begun_s = time_of(kept["begun_s"])
         if stated_s is None and kept["started_s"] is not None:
             self.started_s = float(kept["started_s"])
+
+
+def run_of(job: str, topics_id: str, generation: int) -> str:
+    """`Order.run`: derived from what a successor without state knows too, so that it repeats orders word by word."""
+    return hashlib.sha256(f"{job} {topics_id} {generation}".encode()).hexdigest()[:10] if job else ""

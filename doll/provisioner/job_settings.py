@@ -16,6 +16,10 @@ from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.scale_in import ScaleInSettings
 from doll.provisioner.settings import ControllerSettings
 
+_LEAST_STALL_S = 900.0
+_MOST_STALL_S = 3600.0
+_UPDATES_OF_A_STALL = 10
+
 
 def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str]]:
     """What the job file asks of its provisioner, and notes on where its numbers come from.
@@ -56,14 +60,23 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
         launches_per_min=own.launches_per_min, fallbacks_per_min=own.fallbacks_per_min, retry_s=min(30.0, 2 * every_s),
         pool_backoff_s=pool_backoff_s, early_s=min(3600.0, plan.cycle_s / 10), backoff_s=2 * every_s,
         boot_timeout_s=own.boot_timeout_s, silence_timeout_s=own.replace_after_s,
+        max_failures=own.max_failures,
     )  # fmt: skip
     settings = ControllerSettings(
         planner=planner, rates_per_s=np.asarray(rates), samples_per_record=config.data.samples_per_record,
         prior_alpha=plan.alpha, limits=limits,
         heartbeat_timeout_s=own.heartbeat_timeout_s, target_error=plan.target_error if own.re_estimate else None,
         measure=plan.measure, scale_in=_scale_in(config), machines_per_worker=machines,
+        max_stall_s=own.max_stall_s if own.max_stall_s is not None else _max_stall_s(planner, sum(rates)),
+        releases_idle=config.arrivals.while_down == "queue",
     )  # fmt: skip
     return settings, notes
+
+
+def _max_stall_s(planner: PlannerSettings, rate_per_s: float) -> float:
+    """How long a job may stand still: a part of its deadline, and long enough for slow updates."""
+    update_s = (planner.samples_per_update or planner.batch_size) / rate_per_s
+    return max(min(max(planner.deadline_s / 4, _LEAST_STALL_S), _MOST_STALL_S), _UPDATES_OF_A_STALL * update_s)
 
 
 def _scale_in(config: JobConfig) -> ScaleInSettings | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -36,6 +36,10 @@ class LaunchLimits:
         silence_timeout_s: an instance whose worker sent nothing for this long is replaced.
         min_refusals: turns in which a market refused machines, not for lack of capacity, before it counts as closed.
         listing_lag_s: how long a launch that the fleet acknowledged, or may have made, may take to be listed.
+        max_failures: machines of a slot that fail one after the other (not interruptions) before nothing more is
+            launched for it. The pause after each is twice the one before it, from `retry_s` to `max_backoff_s`.
+        healthy_s: a worker that has had its slot for this long ends such a row.
+        notice_timeout_s: a machine that is still there so long after its interruption notice was seen is ended.
     """
 
     launches_per_min: float = 120.0
@@ -51,6 +55,9 @@ class LaunchLimits:
     silence_timeout_s: float = 300.0
     min_refusals: int = 3
     listing_lag_s: float = 60.0
+    max_failures: int = 5
+    healthy_s: float = 600.0
+    notice_timeout_s: float = 600.0
 
 
 @dataclass
@@ -64,6 +71,8 @@ class _SlotAttempts:
     early: int = 0  # early interruptions in a row
     no_spot_s: float = -math.inf  # when spot last had no machine for this slot
     no_capacity: bool = False  # its last spot launch got no machine
+    failures: int = 0  # machines in a row that failed
+    failure: str = ""  # what the last of them did
 
 
 @dataclass
@@ -191,9 +200,23 @@ class LaunchState:
             pause_s = limits.backoff_s * 2.0 ** (attempts.early - limits.max_early_ends - 1)
             self._not_before(attempts, "spot", at_s + min(pause_s, limits.max_backoff_s))
 
-    def instance_failed(self, instance: Instance, now_s: float) -> None:
-        """A machine ended by itself, never became ready or went silent: the slot's next launch waits `retry_s`."""
-        self._not_before(self._slots[instance.slot], instance.market, now_s + self.limits.retry_s)
+    def instance_failed(self, instance: Instance, why: str, now_s: float) -> None:
+        """A machine ended by itself, never became ready or went silent: the slot's next launch waits, in any market.
+
+        Args:
+            why: what the machine did, for people.
+        """
+        limits, attempts = self.limits, self._slots[instance.slot]
+        attempts.failures += 1
+        attempts.failure = f"{instance.id} {why}"
+        pause_s = limits.retry_s * 2.0 ** min(attempts.failures - 1, 30)
+        for market in get_args(Market):
+            self._not_before(attempts, market, now_s + min(pause_s, limits.max_backoff_s))
+
+    def instance_works(self, slot: int) -> None:
+        """A machine of the slot has worked for `healthy_s`."""
+        attempts = self._slots[slot]
+        attempts.failures, attempts.failure = 0, ""
 
     @staticmethod
     def _not_before(slot: _SlotAttempts, market: Market, at_s: float) -> None:
@@ -217,6 +240,25 @@ class LaunchState:
         """The market refused in `min_refusals` turns and launched nothing since; it is asked again after `quota_s`."""
         refusal, limits = self._refused.get(market), self.limits
         return refusal is not None and refusal.turns >= limits.min_refusals and now_s - refusal.last_s < limits.quota_s
+
+    def failures(self, slot: int) -> int:
+        """Machines of the slot in a row that failed."""
+        return self._slots[slot].failures
+
+    def last_failure(self, slot: int) -> str:
+        """What the slot's last machine that failed did; "" where none did since one worked."""
+        return self._slots[slot].failure
+
+    def gave_up(self, slot: int) -> bool:
+        """So many machines of the slot failed in a row that nothing is launched for it until a person has acted."""
+        return self._slots[slot].failures >= self.limits.max_failures
+
+    def stop_if_all_refuse(self, now_s: float) -> None:
+        """Stop launching where both markets refuse for reasons that a person must remove. No instance runs."""
+        markets: tuple[Market, ...] = get_args(Market)
+        if all(self.is_closed(market, now_s) for market in markets):
+            messages = dict.fromkeys(self.refusal(market) for market in markets)
+            self.stopped = "every pool of both markets refuses: " + "; ".join(messages)
 
     def quota_s(self, market: Market) -> float:
         """Until when the market's quota counts as used up."""
@@ -303,6 +345,8 @@ class LaunchState:
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Continue from what `to_dict` returned. `stopped` is not kept: a new start means that a person has acted.
 
+        A slot that was given up gets one more machine, at once: after a failure of that one it is given up again.
+
         Raises:
             KeyError, TypeError, ValueError: `kept` is something else, or of another number of slots.
         """
@@ -311,6 +355,10 @@ class LaunchState:
         self._slots = [
             msgspec.convert({**slot, "no_spot_s": time_of(slot["no_spot_s"])}, _SlotAttempts) for slot in kept["slots"]
         ]
+        for slot in self._slots:
+            if slot.failures >= self.limits.max_failures:
+                slot.failures = self.limits.max_failures - 1
+                slot.retry_at_s.clear()
         orders = [(msgspec.convert(entry["order"], Order), float(entry["since_s"])) for entry in kept["pending"]]
         self.pending = {order.slot: (order, since_s) for order, since_s in orders}
         self._no_capacity_s = time_of(kept["no_capacity_s"])

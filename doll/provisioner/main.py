@@ -13,6 +13,7 @@ from doll import telemetry
 from doll.config import JobConfig
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.clients import kafka_problem
 from doll.kafka.job_records import JobRecords
 from doll.kafka.publisher import Publisher
 from doll.process.health import Heartbeat, heartbeat_of
@@ -28,8 +29,7 @@ from doll.service_checks import require_services
 from doll.services import Services
 
 POLL_S: Final = 0.2
-DRAIN_TURN_S: Final = 2.0
-DRAIN_TIMEOUT_S: Final = 900.0
+_KAFKA_TIMEOUT_S: Final = 3.0
 _URGENT_AFTER_S: Final = 1.0  # a worker that joins or leaves is handled this soon, several of them in one turn
 
 log = telemetry.get_logger(__name__)
@@ -50,6 +50,7 @@ class ProvisionerSetup:
         load: the job file as it is now; it may be edited while the job runs.
         path: that file.
         dry_run: decide, but launch and terminate nothing.
+        accept: called with a job file that was edited and is followed from now on.
     """
 
     config: JobConfig
@@ -60,6 +61,7 @@ class ProvisionerSetup:
     load: Callable[[], JobConfig]
     path: Path
     dry_run: bool = False
+    accept: Callable[[JobConfig], None] = lambda config: None
 
 
 class Provisioner:
@@ -77,7 +79,7 @@ class Provisioner:
 
     def __enter__(self) -> Self:
         setup = self._setup
-        telemetry.configure(process="provisioner")
+        telemetry.configure(setup.config.log.format, process="provisioner")
         config, services = setup.config, setup.services()
         require_services(config, services)
         topics.ensure(config, services)
@@ -122,7 +124,8 @@ class Provisioner:
             if (changed := job_file.changed()) is not None:
                 self._retarget(changed)
             decision = self._turn()
-            if decision.finished or decision.phase == "stopped":
+            # Where nothing can be launched, machines that run are looked after until they have ended.
+            if decision.finished or (decision.phase == "stopped" and not decision.alive):
                 return decision
             self._follow(self._settings.planner.replan_s, stop_requested)
             if stop_requested():
@@ -132,25 +135,6 @@ class Provisioner:
     def run_once(self) -> Decision:
         """One turn."""
         return self._turn(last=True)
-
-    def drain(self, stop_requested: StopRequested) -> Decision | None:
-        """Terminate all instances and wait until they are gone; None: a stop was requested.
-
-        Raises:
-            ServiceUnavailableError: some are still there after `DRAIN_TIMEOUT_S`.
-        """
-        end_s = time.monotonic() + DRAIN_TIMEOUT_S
-        while not stop_requested():
-            decision = self._turn(draining=True)
-            if decision.finished:
-                return decision
-            if time.monotonic() > end_s:
-                left = ", ".join(instance.id for instance in decision.instances if instance.ended_s is None)
-                raise ServiceUnavailableError(
-                    f"instances not terminated after {DRAIN_TIMEOUT_S:g} s: {left}; check them by hand"
-                )
-            self._follow(DRAIN_TURN_S, stop_requested)
-        return None
 
     def _expect_turns(self) -> None:
         self._heartbeat.expect("turn", within_s=max(60.0, 10 * self._settings.planner.replan_s))
@@ -164,6 +148,7 @@ class Provisioner:
             log.warning("job_file_invalid", error=str(error), action="continuing with the previous settings")
             return
         self._settings = settings
+        self._setup.accept(config)
         self._expect_turns()
         planner = settings.planner
         log.info(
@@ -171,7 +156,7 @@ class Provisioner:
             updates=planner.updates, group_size=planner.group_size, every_s=planner.replan_s,
         )  # fmt: skip
 
-    def _turn(self, *, draining: bool = False, last: bool = False) -> Decision:
+    def _turn(self, *, last: bool = False) -> Decision:
         """One turn, published and logged; `last`: this process exits afterwards."""
         self._heartbeat.beat("turn")
         now_s = time.time()
@@ -179,11 +164,11 @@ class Provisioner:
         if ends is not None:
             self._controller.observe_ends(now_s, ends)
         self._controller.positions = self._job_records.positions
-        decision = self._controller.turn(now_s, draining=draining)
+        decision = self._controller.turn(now_s)
         if self._publisher is not None:
             self._publisher.publish(decision, last=last or decision.finished)
         self._log_changes(decision)
-        if self._placement is not None and not draining and (scores := self._placement.poll_scores(now_s)) is not None:
+        if self._placement is not None and (scores := self._placement.poll_scores(now_s)) is not None:
             log.info("placement_scores", **scores)
             if not self._setup.dry_run:
                 self._state_store.append({"kind": "placement", "time_s": now_s, "scores": scores})
@@ -222,6 +207,20 @@ class Provisioner:
 def _publisher(config: JobConfig, services: Services) -> DecisionPublisher:
     publisher = Publisher(config, services, linger_ms=5, message_timeout_ms=30_000)
     return DecisionPublisher(publisher, config.topic("metrics"))
+
+
+def publish_last(config: JobConfig, services: Callable[[], Services], decision: Decision) -> None:
+    """Publish the decision of a process that exits, if Kafka answers: others learn of it, and nothing depends on it."""
+    try:
+        resolved = services()
+        if problem := kafka_problem(config, resolved, _KAFKA_TIMEOUT_S):
+            raise ServiceUnavailableError(problem)
+        publisher = _publisher(config, resolved)
+    except DollError as error:
+        log.warning("decision_not_published", reason=str(error), action="it is in the journal only")
+        return
+    publisher.publish(decision, last=True)
+    publisher.close()
 
 
 class JobFile:

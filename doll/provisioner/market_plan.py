@@ -52,9 +52,9 @@ class DesiredState:
         """No slot has a machine."""
         count = state.num_workers
         return cls(
-            phase=phase, markets=(None,) * count, reasons=(why,) * count, binding=phase, feasible=phase != "budget",
-            expected_cost_usd=state.spent_usd, expected_finish_s=state.elapsed_s, slack_s=0.0, urgent=False,
-            state=state,
+            phase=phase, markets=(None,) * count, reasons=(why,) * count, binding=phase,
+            feasible=phase not in ("budget", "failed"), expected_cost_usd=state.spent_usd,
+            expected_finish_s=state.elapsed_s, slack_s=0.0, urgent=False, state=state,
         )  # fmt: skip
 
 
@@ -143,15 +143,21 @@ class MarketPlan:
         ready: Collection[str],
         pools: Sequence[str],
         now_s: float,
+        *,
+        counts: Bools,
     ) -> None:
-        """Report to the estimator which slots on spot work; boots count as down."""
+        """Report to the estimator which slots on spot work; boots count as down.
+
+        Args:
+            counts: slots whose state says something about spot, shape (N,).
+        """
         if self._on_spot is None or self._dry_run:
             return
         up = np.zeros(self._settings.num_slots, dtype=np.bool_)
         for instance in instances:
             if instance.market == "spot" and instance.notice_s is None and instance.id in ready:
                 up[instance.slot] = True
-        observed.observe_spot(now_s, up, self._on_spot & self.scale_in.active, pools)
+        observed.observe_spot(now_s, up, self._on_spot & self.scale_in.active & counts, pools)
 
     def state(
         self, observed: Observed, instances: Sequence[Instance], ready: Collection[str], launch_state: LaunchState,
@@ -221,11 +227,18 @@ class MarketPlan:
         observed.released = self.scale_in.released.copy()
         return changes
 
-    def choose(self, state: PlannerState, observed: Observed, *, fleet_is_empty: bool, now_s: float) -> DesiredState:
+    def resume(self, now_s: float) -> None:
+        """All slots get a machine again after a time without: their boots begin now."""
+        self._history.move(np.ones(self._settings.num_slots, dtype=np.bool_), now_s)
+
+    def choose(
+        self, state: PlannerState, observed: Observed, *, fleet_is_empty: bool, now_s: float, hold: str = ""
+    ) -> DesiredState:
         """The markets of all slots, by the planner and within the budget; remembered unless this is a dry run.
 
         Args:
             fleet_is_empty: no instance runs or boots.
+            hold: why no slot moves from spot to on-demand now; "": they may, but for those whose source has paused.
         """
         settings, active = self.planned(observed), self.scale_in.active
         first = self._on_spot is None and fleet_is_empty
@@ -233,6 +246,11 @@ class MarketPlan:
         plan = (planner.start if first else planner.plan)(working, settings)
         chosen, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
         expected_usd, finish_s = plan.forecast.expected_cost_usd, plan.forecast.expected_finish_s
+        if not first:
+            held = working.on_spot & ~chosen & (observed.paused()[active] | bool(hold))
+            chosen = chosen | held
+            for slot in np.flatnonzero(held):
+                reasons[slot] = f"stays on spot: {hold or 'its source sends nothing'}, which on-demand does not cure"
         reserve = reserve_usd(state.prices, settings.replan_s, self._billing)
         fit = fit_to_budget(chosen, working, settings, reserve_usd=reserve)
         if fit is not None:

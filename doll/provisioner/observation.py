@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from doll.provisioner.plain_values import plain, time_of
 from doll.provisioner.planning.estimators import AvailabilityEstimator, BootTimeEstimator, RateEstimator
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.state import Alpha, Bools
@@ -36,6 +37,9 @@ from doll.records import (
 from doll.theory.checks import Floats
 
 _MAX_INCARNATION: Final = 10**9
+PAUSE_S: Final = 480.0
+"""A stream without a sample for so long has paused, unless it is so slow that this is nothing unusual."""
+_GAPS_OF_A_PAUSE: Final = 20.0  # mean gaps between two samples; chance makes one of e^-20
 _NEWEST_SERVICE: Final = 0.1  # weight of the newest batch in a worker's mean service time
 
 
@@ -106,6 +110,8 @@ class Observed:
         self.spot = AvailabilityEstimator(prior_alpha=min(max(prior_alpha, 0.01), 0.99), prior_cycle_s=prior_cycle_s)
         self.boots = BootTimeEstimator()
         self._ends: tuple[float, list[int]] | None = None
+        self._quiet_s = np.zeros(self.num_slots)  # time without a sample, up to the newest ends
+        self._last_arrival_s: float | None = None  # of any stream; None before the ends are known
         self.last_seen_s = -math.inf
         """Time of the newest heartbeat of any worker."""
         self._ps_last_seen_s = self._ps_since_s = -math.inf
@@ -203,11 +209,14 @@ class Observed:
         slot.last_seen_s = max(slot.last_seen_s, at_s)
 
     def _read_on(self, record: Alive, slot: _Slot, at_s: float) -> None:
-        """The reading speed of a worker that is behind its stream limits its rate."""
-        if slot.read_to >= 0 and record.next_offset >= slot.read_to and at_s > slot.read_at_s:
+        """The reading speed of a worker that is behind its stream limits its rate. One that reads nothing waits, for
+        its source or for the parameter server, which says nothing of its speed once it is more than a gap."""
+        if slot.read_to >= 0 and record.next_offset == slot.read_to:
+            return
+        span_s = at_s - slot.read_at_s
+        if slot.read_to >= 0 and record.next_offset > slot.read_to and 0 < span_s <= self._pause_s()[record.worker]:
             tally = np.zeros((2, self.num_slots))
-            samples = (record.next_offset - slot.read_to) * self._samples_per_record
-            tally[:, record.worker] = samples, at_s - slot.read_at_s
+            tally[:, record.worker] = (record.next_offset - slot.read_to) * self._samples_per_record, span_s
             self._read.observe(tally[0], tally[1])
         slot.read_to, slot.read_at_s = record.next_offset, at_s
 
@@ -232,16 +241,39 @@ class Observed:
         self.losses.cut(record.resumed_version)
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
-        """The end of each sample partition, offsets, as seen at `now_s`: how fast samples come."""
+        """The end of each sample partition, offsets, as seen at `now_s`: how fast samples come while they come."""
+        if self._last_arrival_s is None:
+            self._last_arrival_s = now_s
         if self._ends is not None and now_s > self._ends[0]:
             before_s, before = self._ends
             grown = np.maximum(0, np.asarray(ends) - np.asarray(before)) * self._samples_per_record
-            self._arrived.observe(grown * ~self.released, (now_s - before_s) * ~self.released)
+            came, span_s = grown > 0, now_s - before_s
+            # A gap between two samples is part of the rate; a pause of the source is not.
+            gap_s = np.where(self._quiet_s <= self._pause_s(), self._quiet_s, 0.0)
+            self._arrived.observe(grown * ~self.released, np.where(came, span_s + gap_s, 0.0) * ~self.released)
+            self._quiet_s = np.where(came, 0.0, self._quiet_s + span_s)
+            if came.any():
+                self._last_arrival_s = now_s
         self._ends = (now_s, list(ends))
 
     def observe_spot(self, now_s: float, up: Bools, assigned: Bools, pools: Sequence[str]) -> None:
         """How spot fares: as `AvailabilityEstimator.observe`."""
         self.spot.observe(now_s, up, assigned, pools)
+
+    def _pause_s(self) -> Floats:
+        """How long each stream may be without a sample before it counts as paused, shape (N,)."""
+        return np.maximum(PAUSE_S, _GAPS_OF_A_PAUSE * self._samples_per_record / self._arrived.per_s())
+
+    def paused(self) -> Bools:
+        """Streams that send nothing though their worker is there to read it, shape (N,)."""
+        working = [(holder := self.holder(slot)) is not None and holder.works for slot in range(self.num_slots)]
+        return np.array(working, dtype=np.bool_) & (self._quiet_s > self._pause_s()) & ~self.released
+
+    def source_silent_since_s(self) -> float | None:
+        """Since when no stream has sent anything; None where one has not long ago, or the ends are not known."""
+        if self._last_arrival_s is None or not (self._quiet_s > self._pause_s())[~self.released].all():
+            return None
+        return self._last_arrival_s
 
     # --- what the planner asks --------------------------------------------------------------------------------------
 
@@ -290,6 +322,11 @@ class Observed:
         works = not holder.left and self.last_seen_s - holder.last_seen_s <= self.heartbeat_timeout_s
         return SlotHolder(holder.incarnation, holder.since_s, holder.last_seen_s, works)
 
+    @property
+    def ps_last_seen_s(self) -> float:
+        """When a parameter server was last heard; -inf where none was."""
+        return self._ps_last_seen_s
+
     def ps_since_s(self, now_s: float) -> float | None:
         """Since when a parameter server has run without a pause; None where none runs: no worker can join then."""
         return self._ps_since_s if now_s - self._ps_last_seen_s <= self.heartbeat_timeout_s else None
@@ -305,6 +342,7 @@ class Observed:
         return {
             "slots": msgspec.to_builtins(self._slots),
             "last_seen_s": self.last_seen_s if math.isfinite(self.last_seen_s) else None,
+            "ps_seen_s": [plain(self._ps_since_s), plain(self._ps_last_seen_s)],
             "version": self.version, "batches_done": self.batches_done, "term": self.term, "finished": self.finished,
             "generation": self.generation,
             "generation_s": self.generation_s if math.isfinite(self.generation_s) else None,
@@ -323,6 +361,8 @@ class Observed:
             raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
         self._slots = [_Slot(**fields) for fields in kept["slots"]]
         self.last_seen_s = -math.inf if kept["last_seen_s"] is None else float(kept["last_seen_s"])
+        seen_s = kept.get("ps_seen_s", (None, None))  # earlier releases kept none
+        self._ps_since_s, self._ps_last_seen_s = time_of(seen_s[0]), time_of(seen_s[1])
         self.version, self.batches_done = int(kept["version"]), int(kept["batches_done"])
         self.term, self.finished = int(kept["term"]), kept["finished"]
         self.generation = int(kept.get("generation", 0))  # earlier releases had none

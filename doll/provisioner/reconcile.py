@@ -6,6 +6,9 @@ Rules, slot by slot:
   ended; nothing is ended before.
 - A slot never has more than two instances, the second only to replace the first.
 - An instance with an interruption notice is not ended: the cloud does that, and may not charge for it. It is replaced.
+  One that is still there long after its notice is ended.
+- An instance whose worker has not joined in time is ended at once: nothing depends on it. One whose worker has gone
+  silent is ended when its successor is ready, or when its slot is given up.
 - Instances of unknown slots, and those of a job that has finished, are ended.
 - An instance of several machines (`fleets.gangs`) has all of them or none: with one of them gone the others are ended,
   also where the gone one had a notice. One that lacks machines is completed by its own order, else ended.
@@ -17,6 +20,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from doll.amounts import usd
 from doll.provisioner.fleets.port import Instance, Order
 from doll.provisioner.launch_state import LaunchLimits, LaunchState
 from doll.provisioner.planning.state import Market
@@ -67,6 +71,8 @@ class FleetStatus:
         commit_usd: what one launch commits, by market.
         unlisted: ids of instances that are known from their launch, but not in the fleet's own listing yet. A notice
             would not show, so they are not ended before they are listed.
+        overdue: ids of instances whose interruption notice is so old that they are ended.
+        hold: why nothing is launched now; "": launches go on.
     """
 
     wanted: Sequence[Market | None]
@@ -80,6 +86,8 @@ class FleetStatus:
     spare_usd: float = math.inf
     commit_usd: Mapping[Market, float] = field(default_factory=dict)
     unlisted: Collection[str] = frozenset()
+    overdue: Collection[str] = frozenset()
+    hold: str = ""
 
 
 def reconcile(status: FleetStatus, launch_state: LaunchState, limits: LaunchLimits, now_s: float) -> list[FleetAction]:
@@ -92,6 +100,8 @@ def reconcile(status: FleetStatus, launch_state: LaunchState, limits: LaunchLimi
     for instance in status.instances:
         if instance.has_leftovers:
             actions.append(_end(instance, "one of its machines is gone: the others are released"))
+        elif instance.is_alive and instance.id in status.overdue:
+            actions.append(_end(instance, "it is still there long after its interruption notice"))
         elif instance.is_alive and _lacks_machines(instance, status) and not launch_state.completes(instance, now_s):
             actions.append(_end(instance, f"it has {len(instance.members)} of {instance.machines} machines"))
         elif instance.is_alive:
@@ -102,15 +112,18 @@ def reconcile(status: FleetStatus, launch_state: LaunchState, limits: LaunchLimi
     for slot in sorted(by_slot.keys() - range(len(status.wanted))):
         actions += [_end(instance, "no such slot") for instance in by_slot[slot] if _is_endable(instance)]
     for slot, market in enumerate(status.wanted):
-        slot_instances = _SlotInstances(slot, by_slot.get(slot, []), status, limits)
-        alive = slot_instances.alive
+        alive = by_slot.get(slot, [])
         if market is None:
             actions += [_end(instance, status.reasons[slot]) for instance in alive if _is_endable(instance)]
             continue
+        slot_instances = _SlotInstances(slot, alive, status, limits)
         target = _available_market(slot, market, launch_state, now_s)
         if probing and target == "spot" and not any(instance.market == "spot" for instance in alive):
             target, probing = "on_demand", False
         ends, request = slot_instances.decide(target)
+        if launch_state.gave_up(slot) and isinstance(request, str):
+            ends += slot_instances.failed
+            request = Wait(slot, f"given up: {launch_state.failures(slot)} machines in a row failed")
         actions += ends
         if isinstance(request, Wait):
             actions.append(request)
@@ -156,8 +169,16 @@ class _SlotInstances:
     """The machines of one slot."""
 
     def __init__(self, slot: int, alive: Collection[Instance], status: FleetStatus, limits: LaunchLimits) -> None:
-        self.alive = sorted(alive, key=lambda instance: (instance.incarnation, instance.launched_s, instance.id))
+        ordered = sorted(alive, key=lambda instance: (instance.incarnation, instance.launched_s, instance.id))
+        expired = [
+            instance
+            for instance in ordered
+            if instance.notice_s is None and status.not_ready_s.get(instance.id, 0.0) > limits.boot_timeout_s
+        ]
+        self._expired = [_end(instance, _unhealthy_reason(instance, status, limits)) for instance in expired]
+        self.alive = [instance for instance in ordered if instance not in expired]
         self._slot = slot
+        self._is_full = len(ordered) >= 2
         self._ready = status.ready_s
         reasons = {instance.id: _unhealthy_reason(instance, status, limits) for instance in self.alive}
         self._unhealthy = {id_: why for id_, why in reasons.items() if why}
@@ -172,6 +193,15 @@ class _SlotInstances:
         """Order of launches where limits do not allow all: slots without any machine first."""
         return 2 if self._serving is not None and self._serving.notice_s is None else 1 if self.alive else 0
 
+    @property
+    def failed(self) -> list[Terminate]:
+        """The ends of the instances that are to be replaced."""
+        return [
+            _end(instance, self._unhealthy[instance.id])
+            for instance in self.alive
+            if instance.id in self._unhealthy and instance.notice_s is None
+        ]
+
     def falls_back(self, target: Market) -> bool:
         """Whether a launch in `target` is a move from spot to on-demand."""
         return target == "on_demand" and any(instance.market == "spot" for instance in self.alive)
@@ -181,7 +211,7 @@ class _SlotInstances:
         fenced = [instance for instance in self.alive if instance.incarnation < self._fenced_below]
         rest = [instance for instance in self.alive if instance.incarnation >= self._fenced_below]
         endable = [instance for instance in rest if instance.notice_s is None]
-        ends = [
+        ends = self._expired + [
             _end(instance, f"incarnation {self._fenced_below} has taken over")
             for instance in fenced
             if _is_endable(instance)
@@ -198,7 +228,7 @@ class _SlotInstances:
             return ends, None if keep.id in self._ready else Wait(
                 self._slot, f"incarnation {keep.incarnation} ({target}) boots"
             )
-        if len(self.alive) < 2:
+        if not self._is_full:
             return ends, self._launch_reason()
         # No third machine: end one that is unhealthy or not needed first.
         useless = [instance for instance in endable if instance.id in self._unhealthy]
@@ -224,10 +254,13 @@ class _SlotInstances:
 def _unhealthy_reason(instance: Instance, status: FleetStatus, limits: LaunchLimits) -> str:
     if _lacks_machines(instance, status):
         return f"has {len(instance.members)} of {instance.machines} machines"
-    not_ready_s = status.not_ready_s.get(instance.id, 0.0)
+    return failure_of(status.not_ready_s.get(instance.id, 0.0), status.silent_s.get(instance.id, 0.0), limits)
+
+
+def failure_of(not_ready_s: float, silent_s: float, limits: LaunchLimits) -> str:
+    """Why an instance is to be replaced; "" where it is not. Arguments as of `FleetStatus`, of this instance."""
     if not_ready_s > limits.boot_timeout_s:
         return f"is not ready after {not_ready_s:.0f} s"
-    silent_s = status.silent_s.get(instance.id, 0.0)
     if silent_s > limits.silence_timeout_s:
         return f"has been silent for {silent_s:.0f} s"
     return ""
@@ -245,6 +278,8 @@ def _admit(
         commit_usd = status.commit_usd.get(market, 0.0)
         if launch_state.stopped:
             actions.append(Wait(slot, f"stopped: {launch_state.stopped}"))
+        elif status.hold:
+            actions.append(Wait(slot, f"{status.hold}; {why}"))
         elif now_s < launch_state.launches_from_s:
             actions.append(
                 Wait(
@@ -261,7 +296,7 @@ def _admit(
         ):
             actions.append(Wait(slot, f"the limit of launches per minute is reached; {why}"))
         elif commit_usd > spare_usd:
-            actions.append(Wait(slot, f"the budget has {max(0.0, spare_usd):.4f} USD left; {why}"))
+            actions.append(Wait(slot, f"the budget has {usd(max(0.0, spare_usd))} USD left; {why}"))
         else:
             actions.append(Launch(launch_state.next_order(slot, market, now_s), why))
             launches, fallbacks, spare_usd = launches - 1, fallbacks - falls_back, spare_usd - commit_usd

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.state import PlannerSettings
+from doll.provisioner.progress import ALARM_S
 from doll.provisioner.scale_in import ScaleInSettings
 from doll.theory.checks import Floats
 
@@ -27,6 +28,9 @@ class ControllerSettings:
         scale_in: when workers are removed; None: never.
         machines_per_worker: k: an instance of a slot is so many machines, all of them or none. Prices of the feed are
             those of one machine.
+        max_stall_s: time for which machines are paid and no update is applied before everything is ended.
+        releases_idle: while the source sends nothing for so long, machines are ended, and launched again when it
+            sends; False where the source waits for the workers.
     """
 
     planner: PlannerSettings
@@ -40,10 +44,18 @@ class ControllerSettings:
     started_s: float | None = None
     scale_in: ScaleInSettings | None = None
     machines_per_worker: int = 1
+    max_stall_s: float = 3600.0
+    releases_idle: bool = True
 
     @property
     def num_slots(self) -> int:
         return len(self.rates_per_s)
+
+    @property
+    def stall_alarm_s(self) -> float:
+        """Time without an update after which a person is told: several times what an update should take."""
+        samples = self.planner.samples_per_update or self.planner.batch_size
+        return min(self.max_stall_s / 2, max(ALARM_S, 3 * samples / float(self.rates_per_s.sum())))
 
     def check_change(self, new: ControllerSettings) -> None:
         """Whether a running job can go on with these settings.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -78,6 +78,44 @@ def _read(path: Path) -> dict[str, Any] | None:
     return saved if isinstance(saved, dict) else None
 
 
+class RetriedStateStore:
+    """A state store whose errors, once it has taken something, are errors of a moment, as a full disk is.
+
+    What a turn does for the job's safety must not depend on the disk: machines are ended and the budget is kept, though
+    the journal has a gap. Only launches need `save` to have succeeded.
+
+    Attributes:
+        problem: why the last write failed; "" where it did not.
+    """
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+        self._has_written = False
+        self.problem = ""
+
+    def load(self) -> dict[str, Any] | None:
+        """As the store."""
+        return self._store.load()
+
+    def save(self, kept: Mapping[str, Any]) -> None:
+        """As the store, but only a store that has never taken anything raises."""
+        self._write(self._store.save, kept)
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """As the store, but only a store that has never taken anything raises."""
+        self._write(self._store.append, entry)
+
+    def _write(self, write: Callable[[Mapping[str, Any]], None], value: Mapping[str, Any]) -> None:
+        try:
+            write(value)
+        except ConfigError as exc:
+            if not self._has_written:
+                raise
+            self.problem = str(exc)
+        else:
+            self._has_written, self.problem = True, ""
+
+
 class MemoryStateStore:
     """`StateStore` in memory, for tests and dry runs; what is saved goes through JSON as in a file.
 
@@ -99,4 +137,4 @@ class MemoryStateStore:
         self.journal.append(copy.deepcopy(dict(entry)))
 
 
-_stores: tuple[type[StateStore], ...] = (FileStateStore, MemoryStateStore)
+_stores: tuple[type[StateStore], ...] = (FileStateStore, MemoryStateStore, RetriedStateStore)

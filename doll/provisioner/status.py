@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from doll.amounts import usd
 from doll.bounded import json_object
 from doll.errors import ConfigError
 from doll.provisioner.decision import Decision
@@ -76,6 +77,10 @@ def status_text(decision: Mapping[str, Any], now_s: float) -> str:
 
 
 def _text(decision: Mapping[str, Any]) -> str:
+    def money(name: str) -> str:
+        value = decision.get(name)
+        return "?" if value is None else usd(value)
+
     def number(name: str, form: str = ".4f", unit: str = "") -> str:
         value = decision.get(name)
         return "?" if value is None else f"{value:{form}}{unit}"
@@ -90,9 +95,9 @@ def _text(decision: Mapping[str, Any]) -> str:
         f"{decision['binding']}" + ("" if decision["feasible"] else "; the deadline cannot be met"),
         f"  clock    {number('elapsed_s', '.0f', ' s')}, samples {number('samples_done', '.0f')} of "
         f"{number('target_samples', '.0f')}{updates}, expected end {number('expected_finish_s', '.0f', ' s')}",
-        f"  cost     {number('spent_usd')} USD ({number('spent_spot_usd')} spot, {number('spent_on_demand_usd')} "
-        f"on-demand), expected {number('expected_cost_usd')}; all on-demand until now {number('all_on_demand_usd')}",
-        f"           {number('usd_per_1000_updates')} USD per 1000 updates, {number('usd_per_error_point')} USD per "
+        f"  cost     {money('spent_usd')} USD ({money('spent_spot_usd')} spot, {money('spent_on_demand_usd')} "
+        f"on-demand), expected {money('expected_cost_usd')}; all on-demand until now {money('all_on_demand_usd')}",
+        f"           {money('usd_per_1000_updates')} USD per 1000 updates, {money('usd_per_error_point')} USD per "
         "point of error",
         f"  prices   {number('spot_usd_per_h')} spot, {number('on_demand_usd_per_h')} on-demand USD/h{per_worker}; "
         f"availability {number('availability', '.3f')}; {number('moves_total', '.0f')} moves, "

@@ -22,6 +22,7 @@ from doll.ps.control_links import ControlLinks, LocalListener
 from doll.ps.kafka_channel import KafkaChannel
 from doll.ps.stream_listener import StreamListener
 from doll.records import AnyRecord, GetRows, Grant, Nack, NewVersion, Push, RowsStored, ServerStatus, Welcome
+from doll.storage.blobs import scope_of
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class ControlChannel:
                 return
 
 
-def open_links(config: JobConfig, services: Services, term: int) -> ControlLinks | None:
+def open_links(config: JobConfig, services: Services, term: int, run_id: str) -> ControlLinks | None:
     """The links that `control.kind` allows; None for Kafka alone.
 
     Raises:
@@ -169,7 +170,7 @@ def open_links(config: JobConfig, services: Services, term: int) -> ControlLinks
     kind = config.control.kind
     if kind == "kafka":
         return None
-    links = ControlLinks(term)
+    links = ControlLinks(term, run_id=run_id)
     max_links = 2 * config.data.workers + 16  # a worker's earlier link may still be open
     if kind in ("auto", "local"):
         try:
@@ -181,5 +182,5 @@ def open_links(config: JobConfig, services: Services, term: int) -> ControlLinks
         else:
             links.add(LocalListener(links, listening, max_links))
     if kind in ("auto", "redis"):
-        links.add(StreamListener(links, services, config.job, term, max_links))
+        links.add(StreamListener(links, services, scope_of(config.job, run_id), term, max_links))
     return links

@@ -1,7 +1,7 @@
 """The parameter server's ends of all control links: who is attached to which, and what came.
 
-A worker attaches with the session of its last Welcome. A link of another session or term is refused, and a worker has
-one link: a later one replaces it. What breaks or is refused is closed, counted and logged; its worker falls back to
+A worker attaches with the session of its last Welcome. A link of another session, term or run is refused, and a worker
+has one link: a later one replaces it. What breaks or is refused is closed, counted and logged; its worker falls back to
 Kafka and tries again.
 """
 
@@ -68,8 +68,9 @@ class ControlLinks:
         counters: of attachments, failures and refusals.
     """
 
-    def __init__(self, term: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, term: int, clock: Callable[[], float] = time.monotonic, *, run_id: str = "") -> None:
         self._term = term
+        self._run_id = run_id
         self._clock = clock
         self._listeners: list[LinkListener] = []
         self._peers: dict[ServerLink, _Peer] = {}
@@ -176,12 +177,12 @@ class ControlLinks:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _attach(self, peer: _Peer, record: Attach) -> None:
-        expected = (self._term, self._sessions.get(record.worker))
-        if peer.worker >= 0 or (record.term, record.session) != expected:
+        expected = (self._term, self._sessions.get(record.worker), self._run_id)
+        if peer.worker >= 0 or (record.term, record.session, record.run_id) != expected:
             self.counters["refused_attach"] += 1
             reason = (
-                f"expected worker {record.worker} with term {expected[0]} and session {expected[1]}, got term "
-                f"{record.term} and session {record.session}"
+                f"expected worker {record.worker} with term {expected[0]}, session {expected[1]} and run "
+                f"{expected[2]!r}, got term {record.term}, session {record.session} and run {record.run_id!r}"
             )
             log.warning("control_link_refused", kind=peer.link.kind, reason=reason)
             self._end(peer, reason, "refused")
@@ -190,7 +191,8 @@ class ControlLinks:
             self._end(before, "replaced by a newer link", "replaced")
         peer.worker, peer.session = record.worker, record.session
         try:
-            peer.link.send(Attached(term=self._term, worker=record.worker, session=record.session), self._clock())
+            attached = Attached(term=self._term, worker=record.worker, session=record.session, run_id=self._run_id)
+            peer.link.send(attached, self._clock())
         except LinkError as exc:
             self._break(peer, exc)
             return

@@ -42,7 +42,7 @@ from doll.ps.message_handling import MessageHandling
 from doll.ps.partitions import ActiveGrant, Partition, PushedSet
 from doll.ps.policies.base import BatchId
 from doll.ps.stop_rule import progress_reached, target_reached, time_reached
-from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push
+from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, PushedBatch, Skip
 
 # Longer than `doll.ps.stuck.STALL_REPORT_S`: workers that wait for a stream without records are reported first.
 DRY_ROUND_S: Final = 15.0
@@ -71,6 +71,8 @@ class Engine(MessageHandling):
                 self._on_join(event, now, actions)
             case Announce():
                 self._on_announce(event, now, actions)
+            case Skip():
+                self._on_skip(event, now, actions)
             case Push():
                 self._on_push(event, now, actions)
             case Nack():
@@ -110,28 +112,25 @@ class Engine(MessageHandling):
                 continue
             if self.stopping is not None:
                 break
+            if self._apply_skip(now, actions):
+                continue
             if self._offered_version != self.version:
                 self._offered_version = self.version
                 if recipients := tuple(self.policy.recipients(self)):
                     included = tuple(self._workers[number].applied for number in recipients)
                     actions.append(PublishWeights(self.version, recipients, included))
             if group := self.policy.collect(self) or self._end_of_dry_round(now):
-                self._send_all_grants(granted, actions)
+                self._send_all_grants(granted, now, actions)
                 self._apply(group, now, actions)
                 continue
             # A round that is open goes on: it must end before anything can be settled.
             is_paused = self._settling.is_under_way and not self._grants
             starts = () if is_paused else self.policy.start(self)
-            if not starts:
+            if not starts and not self._send_all_grants(granted, now, actions):
                 break
             for number in starts:
-                grant = self._grant(number, now)
-                if self.policy.exact_version:
-                    granted.setdefault(number, []).append(grant)
-                else:
-                    self._send_grants(self._workers[number], (grant,), actions)
-        if granted:
-            self._send_all_grants(granted, actions)
+                granted.setdefault(number, []).append(self._grant(number, now))
+        self._send_all_grants(granted, now, actions)
         self._report_changes()
         self._save_if_due(now, actions)
         if self._settling.is_under_way and self._settling.is_settled:
@@ -163,6 +162,7 @@ class Engine(MessageHandling):
         partition = worker.partition
         grant = partition.grant(next(self._grant_numbers), self.version, min_version, now)
         self._grants[grant.number] = grant
+        self._named[self.version] = self._named.get(self.version, 0) + 1
         if self.policy.exact_version:
             self._computing_numbers.append(grant.number)
         if grant is partition.computing_grants[0]:
@@ -174,10 +174,22 @@ class Engine(MessageHandling):
         self._note_change(worker)
         return grant
 
-    def _send_all_grants(self, granted: dict[int, list[ActiveGrant]], actions: list[EngineAction]) -> None:
+    def _send_all_grants(
+        self, granted: dict[int, list[ActiveGrant]], now: float, actions: list[EngineAction]
+    ) -> bool:  # fmt: skip
+        """Send these grants, but for those that a late push answers; whether one did."""
+        is_answered = False
         for number, grants in granted.items():
-            self._send_grants(self._workers[number], grants, actions)
+            worker = self._workers[number]
+            if worker.partition.late is not None:
+                count = self._answer_late(worker, worker.partition.late, grants, now, actions)
+                is_answered |= count > 0
+                grants = grants[count:]
+            size = len(grants) if self.policy.exact_version else 1
+            for at in range(0, len(grants), max(size, 1)):
+                self._send_grants(worker, grants[at : at + size], actions)
         granted.clear()
+        return is_answered
 
     def _apply(self, group: Sequence[BatchId], now: float, actions: list[EngineAction]) -> None:
         sets: dict[int, tuple[PushedSet, list[AppliedBatch]]] = {}  # by their first grants
@@ -197,7 +209,10 @@ class Engine(MessageHandling):
                 entry = sets[number] = (grant.pushed, [])
                 self._owner(partition).moved += grant.pushed.max_change
             pushed, applied = entry
-            applied.append(AppliedBatch(lo, hi, grant.granted_at_s, pushed.push.batches[len(applied)]))
+            item = pushed.push.batches[len(applied)]
+            applied.append(AppliedBatch(lo, hi, grant.granted_at_s, item))
+            absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
+            self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
             self._note_change(self._owner(partition))
         for number, (pushed, applied) in sets.items():
             if len(applied) < len(pushed.grants):
@@ -220,11 +235,27 @@ class Engine(MessageHandling):
         self.samples_total += samples
         self.batches_total += len(group)
         self.version += 1
-        if self._first_update_at_s is None:
+        if not samples:
+            self.empty_updates += 1
+        elif self._first_update_at_s is None:
             self._first_update_at_s = now
         scale = 1.0 if self.settings.sum_reduction else 1.0 / max(samples, 1)
         actions.append(ApplyUpdate(self.version, update_sets, scale, self.samples_total, self.batches_total))
-        self._stop(progress_reached(self.settings.stop, version=self.version, samples_total=self.samples_total))
+        self._stop_by_progress()
+        self._stop_by_refusals()
+
+    def _stop_by_progress(self) -> None:
+        updates = self.version - self.empty_updates
+        self._stop(progress_reached(self.settings.stop, updates=updates, samples_total=self.samples_total))
+
+    def _stop_by_refusals(self) -> None:
+        """End a job whose records are refused: nobody may notice otherwise."""
+        limit = self.settings.on_bad_records
+        problem = self.refusals.problem(limit.share, limit.first_records)
+        if problem is not None and self.stopping is None:
+            self.error = problem
+            self.refusals.forget_recent()  # whoever resumes the job has read why it ended
+            self._stop("bad records")
 
     def _apply_rests(self, actions: list[EngineAction]) -> bool:
         """Apply what workers had held back, as a version of its own: no batch under way may be computed before it."""
@@ -233,6 +264,35 @@ class Engine(MessageHandling):
         self.version += 1
         sets, settled = tuple(item for item, _ in rests), tuple(until for _, until in rests)
         actions.append(ApplyUpdate(self.version, sets, 1.0, self.samples_total, self.batches_total, settled))
+        return True
+
+    def _apply_skip(self, now: float, actions: list[EngineAction]) -> bool:
+        """Count batches without a record as applied, as a version of its own that changes nothing (ADR 47)."""
+        if not self._skips or (self.policy.exact_version and self._grants):
+            return False
+        number, skip = self._skips.popitem()
+        worker, size = self._workers[number], self.settings.records_per_batch
+        partition, first = worker.partition, worker.partition.applied
+        if not first == partition.announced < skip.until:  # something came meanwhile: the worker sends it again
+            return False
+        lo, hi = partition.offsets(first, size)[0], partition.offsets(skip.until, size)[0]
+        grant_id, count = next(self._grant_numbers), skip.until - first
+        pushed = PushedBatch(
+            batch=first, grant_id=grant_id, n_samples=0, loss_sum=0.0,
+            gaps=_behind(skip.gaps, lo), lost=_behind(skip.lost, lo),
+        )  # fmt: skip
+        push = Push(
+            worker=number, session=worker.session, term=self.term, version=self.version, key="", batches=(pushed,),
+            market=worker.market,
+        )  # fmt: skip
+        partition.skip_to(skip.until)
+        self._durability.applied(partition)
+        self.policy.skipped(number, count)
+        self._note_change(worker)
+        self.batches_total += count
+        self.version += 1
+        applied = AppliedSet(push, now, (AppliedBatch(lo, hi, now, pushed, count),))
+        actions.append(ApplyUpdate(self.version, (applied,), 1.0, self.samples_total, self.batches_total))
         return True
 
     # --- durability, time and the end ---------------------------------------------------------------------------------
@@ -254,31 +314,40 @@ class Engine(MessageHandling):
         actions.extend(SendDurable(self._owner(partition).number, partition.durable) for partition in partitions)
         if self.stopping is not None and event.version == self.version:
             self.finished = self.stopping
-            actions.append(Finish(self.finished, event.version))
+            actions.append(Finish(self.finished, event.version, self.error))
 
     def _on_tick(self, now: float, actions: list[EngineAction]) -> None:
         for worker in self._members.expired(now):
             self._remove(worker, "lease", actions)
-        timeout_s = max(self.settings.grant_timeout_s, 5.0 * self._compute_mean_s)
-        for number in self._running_for(timeout_s, now):
-            worker = self._owner(self._partitions[number])
+        for number in self._late_partitions(now):
+            partition = self._partitions[number]
+            worker = self._owner(partition)
             worker.stalled = True
+            void, since_s = tuple(partition.computing_grants), self._running_since_s[number]
             self._requeue_all(worker, "timeout", actions)
+            partition.timed_out, partition.timed_out_since_s = void, since_s
         # A server that starts again on a finished job has nothing to add to it.
-        self._stop(progress_reached(self.settings.stop, version=self.version, samples_total=self.samples_total))
+        self._stop_by_progress()
         if self._first_update_at_s is not None:
             self._stop(time_reached(self.settings.stop, self._elapsed_s(now)))
 
-    def _running_for(self, timeout_s: float, now: float) -> list[int]:
-        """Partitions whose first set is due. One of several batches has the time of one batch and a set's limit."""
+    def _late_partitions(self, now: float) -> list[int]:
+        """Partitions whose first push is due, and has not come within the time limit of their workers.
+
+        A set ends when it has taken `set_limit_s`, with the batch under way: it has the time of one batch more. A wave
+        does not end early: it has the time of all its batches.
+        """
         late: list[int] = []
+        least_s = self._least_limit_s
         for number, since_s in self._running_since_s.items():  # the longest running first
-            if now - since_s <= timeout_s:
+            if now - since_s <= least_s:
                 break
-            if not self._is_push_due(self._partitions[number]):
+            partition = self._partitions[number]
+            if not self._is_push_due(partition):
                 continue
-            is_set = self._takes_sets and self._partitions[number].computing > 1
-            if not is_set or now - since_s > timeout_s + self.settings.set_limit_s:
+            is_set = self.policy.exact_version and partition.computing > 1
+            limit_s = self.time_limit_s(self._owner(partition)) + (self.settings.set_limit_s if is_set else 0.0)
+            if now - since_s > limit_s:
                 late.append(number)
         return late
 
@@ -297,3 +366,8 @@ class Engine(MessageHandling):
         if self.stopping is None and reason is not None:
             self.stopping = reason
             self._settling.stop()
+
+
+def _behind(spans: Sequence[tuple[int, int]], offset: int) -> tuple[tuple[int, int], ...]:
+    """What of these ranges of offsets is not below `offset`."""
+    return tuple((max(lo, offset), hi) for lo, hi in spans if hi > offset)

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, PushedBatch, Record
+from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, PushedBatch, Record, Skip
+from doll.refusals import RefusalState
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ class StopRequested(Record, frozen=True):
 
 
 Event = (
-    Join | Announce | Push | Nack | Alive | Leave | Evaluated
+    Join | Announce | Skip | Push | Nack | Alive | Leave | Evaluated
     | GradientFetched | GradientLost | GrantsLost | CheckpointStored | Tick | StopRequested
 )  # fmt: skip
 
@@ -146,6 +147,13 @@ class RepublishWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseWeights:
+    """No unanswered grant names the weights of this version any more, and it is not the newest."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class FetchGradient:
     """Get the gradient of a set; report GradientFetched or GradientLost.
 
@@ -170,12 +178,13 @@ class DropGradient:
 
 @dataclass(frozen=True, slots=True)
 class AppliedBatch:
-    """One batch of an update, with what its worker reported."""
+    """One batch of an update, with what its worker reported; or `count` of them, which hold no record."""
 
     lo: int
     hi: int
     granted_at_s: float
     pushed: PushedBatch
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +245,12 @@ class Finish:
 
     reason: str
     version: int
+    error: str = ""  # as in doll.records.Finished
 
 
 EngineAction = (
     SendWelcome | SendFence | SendHello | SendGrant | PublishWeights | SendSettle | RollBack | RepublishWeights
-    | FetchGradient | DropGradient | ApplyUpdate | StoreCheckpoint | SendDurable | Finish
+    | ReleaseWeights | FetchGradient | DropGradient | ApplyUpdate | StoreCheckpoint | SendDurable | Finish
 )  # fmt: skip
 
 
@@ -255,7 +265,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     sessions: tuple[int, ...]  # of each worker, as are the following
     processes: tuple[str, ...]
     samples_total: int
-    elapsed_s: float  # since the first update of the job
+    elapsed_s: float  # since the first update of the job that learned a sample
     counters: dict[str, int]
     policy: str  # name of the policy that made `policy_state`
     policy_state: dict[str, Any] | None  # see `doll.ps.policies.base.Policy.state`
@@ -263,3 +273,6 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     restarts: tuple[int, ...]  # of each worker's process
     generation: int = 0  # see `doll.ledger.generations`
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
+    run_id: str = ""  # see `doll.records.TermStarted`; "": of an earlier release
+    empty_updates: int = 0  # of `version`, those that learned no sample
+    refusals: RefusalState = RefusalState()

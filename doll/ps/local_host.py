@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +28,7 @@ from doll.storage.blobs import (
     encode_latest,
     finish_blob,
     latest_key,
+    scope_of,
     weights_key,
 )
 from doll.storage.contributions import decode_contribution
@@ -50,13 +51,15 @@ class LocalModelHost:
     """
 
     def __init__(
-        self, config: JobConfig, term: int, updater: Updater, blobs: Blobs, tables: TableStore | None = None
-    ) -> None:
+        self, config: JobConfig, term: int, updater: Updater, blobs: Blobs, tables: TableStore | None = None, *,
+        run_id: str = "",
+    ) -> None:  # fmt: skip
         """
         Args:
             tables: of the model; None: it has none.
+            run_id: see `doll.ps.start.Start`.
         """
-        self._job = config.job
+        self._scope = scope_of(config.job, run_id)
         self._term = term
         self._ttl_s = config.blobs.ttl_s
         self._keep_versions = config.blobs.keep_versions
@@ -65,14 +68,16 @@ class LocalModelHost:
         self._blobs = blobs
         self._tables = tables
         self._table_shapes = {} if tables is None else tables.shapes
-        self._rows = None if tables is None else RowServer(config, term, tables, blobs)
+        self._rows = None if tables is None else RowServer(config, self._scope, term, tables, blobs)
         self._contributions = ContributionBuffer(updater, tables)
-        self._published: deque[int] = deque()
+        self._published: deque[int] = deque()  # the newest
+        self._older: dict[int, None] = {}  # that grants name, the oldest first
+        self._max_older = config.data.workers
         # The blob that the weights are in, its header not written yet; None: they are elsewhere, or published.
         self._unpublished: memoryview | None = None
         self._may_rewrite = False
         self._deleted: set[str] = set()
-        self._applied: list[str] = []  # keys of gradients whose blobs can be deleted
+        self._unused: list[str] = []  # keys of blobs that can be deleted
         self._num_not_finite = 0  # sparse gradients since the last one that was finite
         self._pointed_at = -1  # version that `Latest` names
 
@@ -86,7 +91,7 @@ class LocalModelHost:
             if blob is None:
                 raise BlobError("not in the blob store (any more)")
             decoded = decode_contribution(
-                blob, self._updater.num_parameters, job=self._job, version=order.version, numel=self.num_values,
+                blob, self._updater.num_parameters, job=self._scope, version=order.version, numel=self.num_values,
                 tables=self._table_shapes,
             )  # fmt: skip
         except BlobError as exc:
@@ -126,34 +131,43 @@ class LocalModelHost:
             self._unpublished = None
         fault_point("ps.after_apply")
         keys = (item.push.key for item in update.sets if item.push.key)
-        self._applied += (key for key in keys if key not in self._deleted)
+        self._unused += (key for key in keys if key not in self._deleted)
         self._deleted.clear()
         return num_samples
 
     def publish(self, version: int) -> str:
-        key = weights_key(self._job, self._term, version)
-        if version not in self._published:
+        key = weights_key(self._scope, self._term, version)
+        if not self._published or version > self._published[-1]:
             self._put_weights(key, version)
             self._published.append(version)
         return key
 
-    def tidy(self) -> None:
+    def release(self, version: int) -> None:
+        if version in self._older:
+            del self._older[version]
+            self._unused.append(weights_key(self._scope, self._term, version))
+
+    def tidy(self, named: Container[int] = ()) -> None:
         if self._published and (version := self._published[-1]) != self._pointed_at:
-            latest = Latest(term=self._term, version=version, key=weights_key(self._job, self._term, version))
-            self._blobs.put(latest_key(self._job), encode_latest(latest), self._ttl_s)
+            latest = Latest(term=self._term, version=version, key=weights_key(self._scope, self._term, version))
+            self._blobs.put(latest_key(self._scope), encode_latest(latest), self._ttl_s)
             self._pointed_at = version
-        unused, self._applied = self._applied, []
         while len(self._published) > self._keep_versions:
-            unused.append(weights_key(self._job, self._term, self._published.popleft()))
-        if unused:
+            self._older[version := self._published.popleft()] = None
+            if version not in named:
+                self.release(version)
+        while len(self._older) > self._max_older:  # only where workers have several grants, of several versions
+            self.release(next(iter(self._older)))
+        if self._unused:
+            unused, self._unused = self._unused, []
             self._blobs.delete(*unused)
 
     def _put_weights(self, key: str, version: int) -> None:
         memory, self._unpublished = self._unpublished, None
         if memory is None:
-            parts = encode_blob(self._updater.weights, job=self._job, kind="w", version=version)
+            parts = encode_blob(self._updater.weights, job=self._scope, kind="w", version=version)
         else:
-            finish_blob(memory, job=self._job, kind="w", version=version)
+            finish_blob(memory, job=self._scope, kind="w", version=version)
             parts = [memory]
         self._blobs.put(key, parts, self._ttl_s)
 

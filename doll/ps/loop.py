@@ -13,12 +13,12 @@ from doll.process.health import Heartbeat
 from doll.ps import events as ev
 from doll.ps.control_channel import ControlChannel
 from doll.ps.server import ParameterServer
-from doll.records import Alive, Announce, Evaluated, GetRows, Join, Leave, Nack, Push, decode
+from doll.records import Alive, Announce, Evaluated, GetRows, Join, Leave, Nack, Push, Skip, decode
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_EVENT_RECORDS: Final = (Join, Announce, Push, Nack, GetRows, Alive, Leave, Evaluated)
+_EVENT_RECORDS: Final = (Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave, Evaluated)
 # Leases and checkpoints fall due within seconds: twenty ticks a second are enough and cost nothing.
 _POLL_S: Final = 0.05
 _FLUSH_S: Final = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long

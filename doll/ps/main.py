@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 
 from doll.config import JobConfig
+from doll.errors import BadStreamError
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.samples_topic import describe_samples
-from doll.ledger.admission import admit
+from doll.kafka.samples_topic import ReplacedSamplesError, describe_samples
+from doll.ledger.admission import ANY_TERM, admit
+from doll.ledger.generations import Lineage
 from doll.ledger.snapshot_counts import read_counts
-from doll.model import build, fingerprint
+from doll.model import FlatModel, build, fingerprint
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
@@ -24,11 +26,11 @@ from doll.ps.local_host import LocalModelHost
 from doll.ps.loop import Signals, deliver, serve
 from doll.ps.server import ParameterServer
 from doll.ps.standby import LeaderCheck, wait_for_lease
-from doll.ps.start import Start, make_engine
+from doll.ps.start import Start, make_engine, new_run_id
 from doll.ps.updaters import make_parts
 from doll.service_checks import require_services
 from doll.services import Services
-from doll.storage.checkpoints import Checkpoint
+from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.storage.stores import checkpoint_location, open_blobs, open_store
 from doll.task import load_task
 from doll.telemetry import get_logger
@@ -43,7 +45,9 @@ def run_ps(
     *,
     standby: bool = False,
     leader_check: LeaderCheck | None = None,
+    fresh: bool = False,
     after_term: int = 0,
+    check_only: bool = False,
 ) -> int:
     """Serve the job until its stop rule is met (0), or until SIGTERM (0, after a checkpoint; the job can be resumed).
 
@@ -51,16 +55,23 @@ def run_ps(
         standby: begin when no other server has written anything for `ps.lease_s`.
         leader_check: has watched for another leader since the start of this process; None: there is none, or it is to
             be replaced.
+        fresh: a new generation may begin where there is no checkpoint, or only one of a samples topic that was
+            replaced.
         after_term: where there is no checkpoint: terms up to this one are known to be of earlier runs on the same
             topics, and a new generation may begin beside them.
+        check_only: return before anything is claimed, if the job may be served.
 
     Raises:
         ConfigError: the topics hold another run than the checkpoints, or another stream.
+        BadStreamError: too many records are refused (`data.on_bad_records`). The job has ended in order.
         DollError: services do not answer, the task does not load, the checkpoint is of another job or model, another
             server leads, a newer server has claimed the job, or the model diverged.
     """
     with heartbeat_of("ps-standby" if standby else "ps", config) as heartbeat:
-        return _run(config, services, run_folder, standby, leader_check, heartbeat, after_term)
+        if check_only:
+            _check(config, services, run_folder, fresh, after_term)
+            return 0
+        return _run(config, services, run_folder, standby, leader_check, heartbeat, fresh, after_term)
 
 
 def _run(
@@ -70,17 +81,12 @@ def _run(
     standby: bool,
     leader_check: LeaderCheck | None,
     heartbeat: Heartbeat,
+    fresh: bool,
     after_term: int,
 ) -> int:
     signals = Signals()
     keep_freed_memory()
-    torch.set_num_threads(1)
-    require_services(config, services)
-    topics.ensure(config, services)
-    topics.check(config, services)
-    model = build(config, load_task(config))
-    job_fingerprint = fingerprint(config, model)
-    store = open_store(config, run_folder)
+    model, job_fingerprint, store = _open(config, services, run_folder)
     store.load_newest(job_fingerprint)  # refused before the claim: a wrong job file must not fence the server that runs
     if standby:
         heartbeat.set_waiting_for("the end of the leader's lease (standby)")
@@ -90,7 +96,7 @@ def _run(
         heartbeat.set_waiting_for("the check for another leader")
         if not leader_check.require_no_leader(lambda: signals.leave):
             return 0
-    lineage = admit(config, services, store, checkpoint_location(config, run_folder), after_term)
+    lineage = _admit(config, services, run_folder, store, fresh, after_term)
     term = store.claim_term(lineage.newest_term)
     fault_point("ps.after_claim")
     checkpoint = store.load_newest(job_fingerprint)  # from here on no earlier server can add one
@@ -101,13 +107,13 @@ def _run(
         return signals.leave
 
     blobs = open_blobs(config, services, give_up=give_up)
-    start = _start(config, services, checkpoint, term, term if lineage.newest_term else 0)
+    start = _start(config, services, checkpoint, term, term if lineage.newest_term else 0, fresh=fresh)
     updater, tables = make_parts(config.training, model)
-    host = LocalModelHost(config, term, updater, blobs, tables)
+    host = LocalModelHost(config, term, updater, blobs, tables, run_id=start.run_id)
     engine = make_engine(config, start, host)
     log_path = run_folder / "events" / f"ps-{term:06d}.log"
     event_log = FileEventLog(log_path, start) if config.checkpoint.event_log else None
-    channel = ControlChannel(kafka, open_links(config, services, term))
+    channel = ControlChannel(kafka, open_links(config, services, term, start.run_id))
     server = ParameterServer(
         config, engine=engine, host=host, store=store, outbox=channel, fingerprint=job_fingerprint, event_log=event_log,
         channel_report=channel.report,
@@ -127,30 +133,70 @@ def _run(
         blobs.close()
         if event_log is not None:
             event_log.close()
+    if engine.error:
+        raise BadStreamError(
+            f"{engine.error} (data.on_bad_records); doll dead list shows all of them. Correct the source, or the task "
+            "and replay them (doll dead replay), then start the job again: it goes on behind them"
+        )
     return 0
 
 
-def _start(config: JobConfig, services: Services, checkpoint: Checkpoint | None, term: int, generation: int) -> Start:
+def _open(config: JobConfig, services: Services, run_folder: Path) -> tuple[FlatModel, str, CheckpointStore]:
+    """The model, its fingerprint and the checkpoint store, on services that answer and topics that exist."""
+    torch.set_num_threads(1)
+    require_services(config, services)
+    topics.ensure(config, services)
+    topics.check(config, services)
+    model = build(config, load_task(config))
+    return model, fingerprint(config, model), open_store(config, run_folder)
+
+
+def _admit(
+    config: JobConfig, services: Services, run_folder: Path, store: CheckpointStore, fresh: bool, after_term: int
+) -> Lineage:
+    location = checkpoint_location(config, run_folder)
+    return admit(config, services, store, location, ANY_TERM if fresh else after_term)
+
+
+def _check(config: JobConfig, services: Services, run_folder: Path, fresh: bool, after_term: int) -> None:
+    """Return if a server may serve the job; raises what `run_ps` does before it claims a term, and as it resumes."""
+    _, job_fingerprint, store = _open(config, services, run_folder)
+    checkpoint = store.load_newest(job_fingerprint)
+    _admit(config, services, run_folder, store, fresh, after_term)
+    _start(config, services, checkpoint, 0, 0, fresh=fresh)
+
+
+def _start(
+    config: JobConfig, services: Services, checkpoint: Checkpoint | None, term: int, generation: int, *, fresh: bool
+) -> Start:
     """Continue from the checkpoint, or begin `generation` at `data.start`.
 
+    Args:
+        fresh: begin also where the checkpoint is of another samples topic: what it learned cannot be continued.
+
     Raises:
-        ConfigError: the samples topic is not the checkpoint's.
+        ReplacedSamplesError: the samples topic is not the checkpoint's.
     """
     now = time.monotonic()
-    counts = None if checkpoint is None else read_counts(config, checkpoint)
     # A consumer of its own: on the channel's, each request would wait behind the fetch of events (0.5 s a partition).
     with RangeReader(config, services) as reader:
-        samples = describe_samples(
-            config,
-            services,
-            reader.bounds,
-            expected_id="" if counts is None else counts.samples_id,
-            read_until=None if counts is None else counts.read_until,
-        )
-    if checkpoint is not None:
-        log.info("resumed", version=checkpoint.version, from_term=checkpoint.term)
-        return Start.resume(term, now, checkpoint, samples.topic_id)
+        if checkpoint is not None:
+            counts = read_counts(config, checkpoint)
+            try:
+                samples = describe_samples(
+                    config, services, reader.bounds, expected_id=counts.samples_id, read_until=counts.read_until
+                )
+            except ReplacedSamplesError as exc:
+                if not fresh:
+                    raise
+                log.warning("checkpoints_left_behind", reason=str(exc).partition(";")[0])
+            else:
+                log.info("resumed", version=checkpoint.version, from_term=checkpoint.term)
+                return Start.resume(term, now, checkpoint, samples.topic_id, counts.run_id or new_run_id())
+        samples = describe_samples(config, services, reader.bounds)
     origins = samples.low if config.data.start == "earliest" else samples.high
     if generation:
         log.warning("generation_started", generation=generation, data_start=config.data.start, origins=list(origins))
-    return Start(term, now, origins, generation=generation, samples_id=samples.topic_id)
+    return Start(
+        term, now, origins, generation=generation, samples_id=samples.topic_id, run_id=new_run_id()
+    )  # fmt: skip

@@ -85,6 +85,9 @@ class PolicyMeasures:
             push = item.push
             if not push.batches:
                 continue
+            if (count := item.batches[0].count) > 1:
+                self._meter.skipped(push.worker, count)
+                continue
             if push.batches[0].version in (_AS_PUSH, push.version):
                 self._meter.read(push.worker, push.version, push.batches[0].batch, len(push.batches))
             else:  # versions rise from batch to batch, and the push has the last one
@@ -95,7 +98,7 @@ class PolicyMeasures:
                 self._read[push.worker] = push.version
                 self._versions_read += 1
         for item in update.sets:
-            if item.push.batches:
+            if item.push.batches and item.batches[0].count == 1:
                 self._meter.applied(item.push.worker, update.version, item.push.batches[-1].batch + 1)
 
     def _add_times(self, item: AppliedSet) -> None:

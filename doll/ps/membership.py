@@ -32,11 +32,14 @@ class Worker:
         left: it has sent Leave: only a new Join brings it back.
         stalled: it let a grant time out: it gets no other until it has answered one.
         waiting: batches that may be granted now; kept by the engine.
+        batch_s: time that one of its batches takes, from its grant to its push; 0: not known. It rises at once, and
+            falls slowly.
         moved: see `doll.ps.policies.base.WorkerCounters`; kept by the engine.
         retained, lag: as in its last Alive.
     """
 
     __slots__ = (
+        "batch_s",
         "fenced",
         "incarnation",
         "joined",
@@ -72,6 +75,7 @@ class Worker:
         self.last_heard_s = 0.0
         self.live_since_s = 0.0
         self.waiting = 0
+        self.batch_s = 0.0
         self.moved = 0.0
         self.retained = 0
         self.lag = 0
@@ -137,6 +141,7 @@ class Membership:
                 actions.append(SendFence(event.worker, worker.process))
             worker.process = event.process
             worker.live_since_s = now
+            worker.batch_s = 0.0
             # A process that already holds a session (its server died before a checkpoint kept it) keeps that session.
             worker.session = event.session if event.session >= max(worker.session, 1) else self._new_session()
             self._counters["joined"] += 1

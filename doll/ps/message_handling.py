@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+import msgspec
 
 from doll.errors import IllegalEventError
 from doll.ps.events import (
@@ -15,6 +18,7 @@ from doll.ps.events import (
     GradientFetched,
     GradientLost,
     GrantsLost,
+    ReleaseWeights,
     RepublishWeights,
     RollBack,
     SendGrant,
@@ -22,10 +26,10 @@ from doll.ps.events import (
     SendWelcome,
 )
 from doll.ps.membership import Worker
-from doll.ps.partitions import ActiveGrant, PushedSet
+from doll.ps.partitions import ActiveGrant, LatePush, PushedSet
 from doll.ps.policies.base import BatchId
 from doll.ps.state import EngineState
-from doll.records import Announce, Join, Nack, Push
+from doll.records import Announce, Join, Nack, Push, Skip
 
 
 class MessageHandling(EngineState):
@@ -41,7 +45,9 @@ class MessageHandling(EngineState):
         if worker.session != session:
             self._lose_rest(worker, actions)
         self._requeue_all(worker, "rejoin", actions)
+        self._skips.pop(worker.number, None)
         partition = worker.partition
+        self._forget_late(worker, actions)
         partition.forget_waiting()
         self._note_change(worker)
         actions.append(
@@ -60,7 +66,9 @@ class MessageHandling(EngineState):
 
     def _remove(self, worker: Worker, cause: str, actions: list[EngineAction]) -> None:
         self._members.remove(worker)
+        self._skips.pop(worker.number, None)
         self._requeue_all(worker, cause, actions)
+        self._forget_late(worker, actions)
         self._lose_rest(worker, actions)
         self._note_change(worker)
 
@@ -85,6 +93,8 @@ class MessageHandling(EngineState):
             self.counters["requeued_sets"] += 1
         for grant in taken:
             del self._grants[grant.number]
+            if grant.pushed is None:
+                self._release(grant, actions)
             self.counters["requeued"] += 1
             self.counters[f"requeued_{cause}"] += 1
             if grant.pushed is not None and grant.number == grant.pushed.number:
@@ -112,6 +122,21 @@ class MessageHandling(EngineState):
         partition.announce(next(self._queue_positions) for _ in new)
         self._note_change(worker)
 
+    def _on_skip(self, event: Skip, now: float, actions: list[EngineAction]) -> None:
+        worker = self._accept(event.worker, event.session, now, actions)
+        if worker is None:
+            return
+        partition = worker.partition
+        if event.until <= partition.applied:
+            self.counters["refused_duplicate"] += 1
+        elif not event.first <= partition.applied == partition.announced:
+            # What is before it must be applied: the worker sends it again.
+            self.counters["refused_order"] += 1
+        elif not partition.is_covered(event, self.settings.records_per_batch):
+            self.counters["refused_content"] += 1
+        else:
+            self._skips[worker.number] = event
+
     def _find(self, worker: Worker, term: int, number: int, batch: int) -> ActiveGrant | None:
         """The grant that a worker answers, if it still stands."""
         grant = self._grants.get(number)
@@ -131,8 +156,7 @@ class MessageHandling(EngineState):
         standing = [self._find(worker, event.term, item.grant_id, item.batch) for item in event.batches]
         grants = [grant for grant in standing if grant is not None]
         if not grants:
-            self.counters["refused_late"] += 1
-            self._drop(event, "late", actions)
+            self._on_late(worker, event, now, actions)
         elif grants[0].pushed is not None and tuple(standing) == grants[0].pushed.grants:
             self.counters["refused_duplicate"] += 1
         elif len(grants) < len(standing) or any(grant.pushed is not None for grant in grants):
@@ -152,7 +176,78 @@ class MessageHandling(EngineState):
             self.counters["refused_content"] += 1
             self._drop(event, "content", actions)
         else:
+            running_s = now - self._running_since_s[worker.partition.number]
+            self._learn(worker, running_s / len(grants))
             self._take(worker, PushedSet(event, tuple(grants), now), now, actions)
+
+    # --- pushes behind their time limit -------------------------------------------------------------------------------
+
+    def _on_late(self, worker: Worker, event: Push, now: float, actions: list[EngineAction]) -> None:
+        """No grant stands that `event` answers. Where only a time limit has passed since, and nobody else has its
+        batches, it answers their next grants: else a batch that takes longer than the limit would never be learned.
+
+        Not where a part of the steps stays at the worker: that may have been asked for since.
+        """
+        partition = worker.partition
+        if partition.late is not None and partition.late.push.batches == event.batches:
+            self.counters["refused_duplicate"] += 1
+            return
+        grants = partition.answered_late(event) if event.term == self.term else ()
+        if grants:
+            self._learn(worker, (now - partition.timed_out_since_s) / len(grants))
+            if not self.policy.holds_back:
+                partition.timed_out, partition.late = (), LatePush(event, grants)
+                return
+        compute_s = [item.compute_s for item in event.batches]
+        if 0 <= (longest_s := max(compute_s)) < math.inf:
+            # What a worker says: it has not computed for longer than it has been here.
+            worker.batch_s = max(worker.batch_s, min(longest_s, now - worker.live_since_s))
+        self.counters["refused_late"] += 1
+        self._drop(event, "late", actions)
+
+    def _answer_late(
+        self, worker: Worker, late: LatePush, grants: Sequence[ActiveGrant], now: float, actions: list[EngineAction]
+    ) -> int:
+        """Take a late push as the answer to the first of `grants`, which are new; how many it answers: all that it
+        names, or none.
+
+        It is taken under their numbers: what is added and in which order is as if it had been asked for now.
+        """
+        worker.partition.late = None
+        size = len(late.grants)
+        new = tuple(grants[:size])
+        push = msgspec.structs.replace(
+            late.push,
+            batches=tuple(
+                msgspec.structs.replace(item, grant_id=grant.number)
+                for item, grant in zip(late.push.batches, new, strict=False)
+            ),
+        )
+        if [grant.batch for grant in new] == [grant.batch for grant in late.grants]:
+            for grant, void in zip(new, late.grants, strict=True):
+                grant.granted_at_s = void.granted_at_s
+                if not self.policy.exact_version:  # what was allowed for the batch is allowed
+                    grant.min_version = min(grant.min_version, void.min_version)
+            if self._is_allowed(push, new):
+                self.counters["accepted_late"] += 1
+                self._take(worker, PushedSet(push, new, now), now, actions)
+                return size
+        self.counters["refused_late"] += 1
+        self._drop(push, "late", actions)
+        return 0
+
+    def _forget_late(self, worker: Worker, actions: list[EngineAction]) -> None:
+        """What this worker has pushed late, or may yet, does not count: its process holds other batches now."""
+        partition = worker.partition
+        partition.timed_out = ()
+        if partition.late is not None:
+            self._drop(partition.late.push, "late", actions)
+            partition.late = None
+
+    def _learn(self, worker: Worker, batch_s: float) -> None:
+        """A batch of this worker has taken so long."""
+        self._compute_mean_s += 0.2 * (batch_s - self._compute_mean_s)
+        worker.batch_s = max(batch_s, worker.batch_s + 0.2 * (batch_s - worker.batch_s))
 
     def _is_allowed(self, event: Push, grants: Sequence[ActiveGrant]) -> bool:
         if event.version > self.version or (len(grants) > 1 and not self._takes_sets):
@@ -175,12 +270,20 @@ class MessageHandling(EngineState):
         worker.market = push.market
         for grant in pushed.grants:
             grant.pushed = pushed
-        batch_s = (now - self._running_since_s.pop(worker.partition.number)) / len(pushed.grants)
-        self._compute_mean_s += 0.2 * (batch_s - self._compute_mean_s)
+            self._release(grant, actions)
+        del self._running_since_s[worker.partition.number]
         if push.key:
             actions.append(FetchGradient(pushed.number, push.key, push.version, self._is_next_in_order(pushed.number)))
         else:
             self._hold(pushed, now)
+
+    def _release(self, grant: ActiveGrant, actions: list[EngineAction]) -> None:
+        """This grant is answered or void: its worker reads no weights for it any more."""
+        self._named[grant.version] -= 1
+        if not self._named[grant.version]:
+            del self._named[grant.version]
+            if grant.version < self.version:
+                actions.append(ReleaseWeights(grant.version))
 
     def _is_next_in_order(self, number: int) -> bool:
         """Whether no gradient is outstanding that is added before that of grant `number`."""
@@ -238,6 +341,10 @@ class MessageHandling(EngineState):
         if event.term != self.term or self._settling.is_known(worker, event.settles):
             self.counters["refused_duplicate"] += 1
             return
+        if not event.key and self._settling.holds_back(worker):
+            # It has pushed steps of which it holds a part back: that part is in another push, and must not be missed.
+            self.counters["refused_empty_rest"] += 1
+            return
         if not partition.applied <= event.settles <= partition.received:
             # The worker has given it away, and it is of other batches than those that are here.
             self._roll_back(
@@ -283,6 +390,7 @@ class MessageHandling(EngineState):
         else:
             # The worker does not hold a batch that it announced: it is out of step. Nothing is granted until it has
             # joined.
+            self._forget_late(worker, actions)
             worker.partition.forget_waiting()
             self._note_change(worker)
             actions.append(SendHello(event.worker))
@@ -291,11 +399,11 @@ class MessageHandling(EngineState):
         return IllegalEventError(f"{problem}; recent events: {list(self._recent_events)}")
 
     def _send_grants(self, worker: Worker, grants: Sequence[ActiveGrant], actions: list[EngineAction]) -> None:
-        """Consecutive batches of one worker. An older grant that is sent again names the weights that there are now."""
+        """Consecutive batches of one worker. A grant that is sent again is the same message: its weights still live."""
         first = grants[0]
         numbers = tuple(grant.number for grant in grants)
         actions.append(
             SendGrant(
-                worker.number, worker.session, first.batch, numbers, self.version, first.min_version, worker.applied
+                worker.number, worker.session, first.batch, numbers, first.version, first.min_version, first.included
             )
         )

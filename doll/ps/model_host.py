@@ -6,7 +6,7 @@ a slice of the flat vector, is another adapter: it passes every call on to its s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
@@ -68,7 +68,8 @@ class ModelHost(HoldsTensors, Protocol):
         """The blob key of the weights, which workers can read when this returns. May be repeated; costs nothing then.
 
         Args:
-            version: that of the weights now. The older ones cannot be published any more.
+            version: that of the weights now; or an older one, which is not published any more: only its key is
+                returned.
         """
         ...
 
@@ -76,10 +77,20 @@ class ModelHost(HoldsTensors, Protocol):
         """As `publish`, although it has been done: a worker has not found the blob."""
         ...
 
-    def tidy(self) -> None:
+    def release(self, version: int) -> None:
+        """No grant names this version any more: its blob may be deleted by the next `tidy`."""
+        ...
+
+    def tidy(self, named: Container[int] = ()) -> None:
         """Do what no worker waits for: point at the newest published weights, delete blobs that nobody needs now.
 
         Called after each event of the engine, when its grants are sent; costs nothing where nothing is to be done.
+
+        Published weights live while they are among the newest (`blobs.keep_versions`), and then while a grant names
+        them, until `release`. Of those older ones there is at most one for each worker: the oldest go first.
+
+        Args:
+            named: versions that grants name.
         """
         ...
 

@@ -20,7 +20,7 @@ from itertools import islice
 from operator import is_
 from typing import Self
 
-from doll.records import Push
+from doll.records import Push, Skip
 
 
 @dataclass(slots=True, eq=False)
@@ -29,9 +29,10 @@ class ActiveGrant:
 
     Attributes:
         number: unique within one term.
-        version: weights that were current when it was granted.
+        version: weights that were current when it was granted, which it names.
         min_version: the oldest weights that the policy allows for it.
         queue_position: place in the order of announcements, kept when the batch goes back to the queue.
+        included: batches of its partition in `version`.
         pushed: the set that its push came in, once that is accepted; the gradient is then being fetched.
         held: the gradient is at the server.
     """
@@ -43,6 +44,7 @@ class ActiveGrant:
     min_version: int
     queue_position: int
     granted_at_s: float
+    included: int = 0
     pushed: PushedSet | None = None
     held: bool = False
 
@@ -62,6 +64,18 @@ class PushedSet:
         return self.grants[0].number
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LatePush:
+    """A push that came after the time limit of its grants. It answers the next grants of its batches.
+
+    Attributes:
+        grants: the void ones that it names.
+    """
+
+    push: Push
+    grants: tuple[ActiveGrant, ...]
+
+
 class Partition:
     """Counters and queues of one partition."""
 
@@ -71,9 +85,12 @@ class Partition:
         "computing_grants",
         "durable",
         "held_grants",
+        "late",
         "number",
         "origin",
         "settled",
+        "timed_out",
+        "timed_out_since_s",
         "waiting",
         "whole",
     )
@@ -89,6 +106,10 @@ class Partition:
         self.whole = applied  # batches below it are in the model with their whole steps
         self.held_grants: deque[ActiveGrant] = deque()
         self.computing_grants: deque[ActiveGrant] = deque()
+        # Void grants whose time limit has passed: their batches are the first waiting ones, and nobody has them.
+        self.timed_out: tuple[ActiveGrant, ...] = ()
+        self.timed_out_since_s = 0.0  # when the time began that was limited
+        self.late: LatePush | None = None
         self.waiting: deque[int] = deque()  # of each waiting batch: its place in the order of announcements
 
     @property
@@ -117,14 +138,28 @@ class Partition:
         lo = self.origin + batch * records_per_batch
         return lo, lo + records_per_batch
 
+    def is_covered(self, skip: Skip, records_per_batch: int) -> bool:
+        """Whether what `skip` says of its offsets covers each of them once."""
+        at, end = (self.origin + batch * records_per_batch for batch in (skip.first, skip.until))
+        for lo, hi in sorted([*skip.gaps, *skip.lost]):
+            if lo != at or hi <= lo:
+                return False
+            at = hi
+        return at == end
+
     def announce(self, positions: Iterable[int]) -> None:
         """The next batches are complete; one for each place in the order of announcements."""
         before = len(self.waiting)
         self.waiting.extend(positions)
         self.announced += len(self.waiting) - before
 
+    def skip_to(self, batch: int) -> None:
+        """The batches below `batch` that are not applied hold no record; none of them is announced."""
+        self.applied = self.announced = self.settled = self.whole = batch
+
     def forget_waiting(self) -> None:
         """What was announced and not granted has to be announced again."""
+        self.timed_out = ()
         self.waiting.clear()
         self.announced = self.granted
 
@@ -135,8 +170,9 @@ class Partition:
             IndexError: no batch is waiting.
         """
         position = self.waiting.popleft()
+        self.timed_out = ()
         # The batch is `granted` of the time before: it is computing now, and waits no longer.
-        grant = ActiveGrant(number, self.number, self.granted, version, min_version, position, now)
+        grant = ActiveGrant(number, self.number, self.granted, version, min_version, position, now, self.applied)
         self.computing_grants.append(grant)
         return grant
 
@@ -168,6 +204,13 @@ class Partition:
             grants.append(grant)
         return grants
 
+    def answered_late(self, push: Push) -> tuple[ActiveGrant, ...]:
+        """The void grants that `push` answers: the first of those whose time limit has passed, with no other grant of
+        their batches since; none: it answers others."""
+        grants = self.timed_out[: len(push.batches)]
+        named = [(item.grant_id, item.batch) for item in push.batches]
+        return grants if named == [(grant.number, grant.batch) for grant in grants] else ()
+
     def apply(self, batch: int) -> ActiveGrant | None:
         """Count `batch` as applied; None if it is not the first held one."""
         if not self.held_grants or self.held_grants[0].batch != batch or batch != self.applied:
@@ -179,6 +222,10 @@ class Partition:
         """Assert what must hold after every event; for tests."""
         assert self.durable <= self.applied <= self.announced
         assert self.granted + len(self.waiting) == self.announced
+        assert [grant.batch for grant in self.timed_out] == list(
+            range(self.granted, self.granted + len(self.timed_out))
+        ), "the first waiting ones"
+        assert len(self.timed_out) <= len(self.waiting)
         grants = [*self.held_grants, *self.computing_grants]
         batches = [grant.batch for grant in grants]
         assert batches == list(range(self.applied, self.granted)), "batches are in flight in order, without a hole"

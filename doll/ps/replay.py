@@ -14,7 +14,7 @@ from doll.ps.event_log import read_log
 from doll.ps.start import make_engine
 from doll.ps.updater import ContributionBuffer
 from doll.ps.updaters import ModelParts, make_parts
-from doll.storage.blobs import blob_info
+from doll.storage.blobs import blob_info, scope_of
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.contributions import decode_contribution
 from doll.task import load_task
@@ -45,6 +45,7 @@ def replay(
     updater, tables = parts
     engine = make_engine(config, start, parts)
     contributions = ContributionBuffer(updater, tables)
+    scope = scope_of(config.job, engine.run_id)
     if on_update is not None:
         on_update(engine.version, parts)
     for entry in entries:
@@ -52,7 +53,7 @@ def replay(
             version = blob_info(entry.gradient).version
             size = updater.weights.size
             decoded = decode_contribution(
-                entry.gradient, updater.num_parameters, job=config.job, version=version, numel=size,
+                entry.gradient, updater.num_parameters, job=scope, version=version, numel=size,
                 tables={} if tables is None else tables.shapes,
             )  # fmt: skip
             contributions.put(entry.event.grant_id, decoded.values, rows=decoded.rows)

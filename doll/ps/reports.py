@@ -62,10 +62,13 @@ def server_status(
                 lag_records=worker.lag,
                 live_since_s=time_s - (now - worker.live_since_s) if worker.is_live else 0.0,
                 silent_s=max(0.0, now - worker.last_heard_s) if worker.is_live else 0.0,
+                batch_s=worker.batch_s, time_limit_s=engine.time_limit_s(worker), is_stalled=worker.stalled,
             )
             for worker in engine.workers()
         ),
         counters=dict(engine.counters), measures=measures,
+        dead_reasons=engine.refusals.reasons.in_order(),
+        recent_records=engine.refusals.recent_records, recent_refused=engine.refusals.recent_refused,
     )  # fmt: skip
 
 
@@ -77,6 +80,7 @@ def _member(item: AppliedSet, batch: AppliedBatch) -> Member:
         lost=pushed.lost, dead_samples=pushed.dead_samples, compute_s=pushed.compute_s, fetch_s=push.fetch_s / size,
         store_s=push.store_s / size, wait_s=pushed.wait_s, grant_to_push_s=item.received_at_s - batch.granted_at_s,
         market=push.market, held_back=push.holds_back, set_grant_id=item.grant_id,
+        batches=batch.count,
     )  # fmt: skip
 
 

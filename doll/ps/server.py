@@ -162,6 +162,7 @@ class ParameterServer:
                 time_s=time.time(),
                 generation=engine.generation,
                 resumed_batches=engine.batches_total,
+                run_id=engine.run_id,
             )
         )
         for worker in range(engine.settings.num_workers):
@@ -206,7 +207,7 @@ class ParameterServer:
                     self._perform(action)
             self._report_update()
         started_s = self._clock()
-        self._host.tidy()
+        self._host.tidy(self.engine.named_versions)
         self._busy_s += self._clock() - started_s
 
     def send_rows(self, request: GetRows) -> None:
@@ -353,10 +354,12 @@ class ParameterServer:
             case ev.RepublishWeights():
                 log.warning("weights_missing", version=action.version, action="published again")
                 self._timed(self._host.republish, action.version)
+            case ev.ReleaseWeights():
+                self._host.release(action.version)
             case ev.SendWelcome():
                 self._send_welcome(action)
             case ev.SendFence():
-                log.info("worker_fenced", worker=action.worker, process=action.process)
+                log.info("worker_fenced", worker=action.worker, worker_process=action.process)
                 fence = Fence(term=term, worker=action.worker, process=action.process)
                 self._outbox.send_command(action.worker, fence)
             case ev.SendHello():
@@ -377,7 +380,7 @@ class ParameterServer:
             self._busy_s += self._clock() - started_s
 
     def _publish(self, version: int) -> str:
-        assert version == self.engine.version, "only the current weights are ever granted"
+        assert version <= self.engine.version, "an older one where a grant is sent again"
         return self._timed(self._host.publish, version)
 
     def _send_grant(self, action: ev.SendGrant) -> None:
@@ -406,7 +409,7 @@ class ParameterServer:
             self._measures.joined(action.worker)
             self._host.forget_rows(action.worker)
             log.info(
-                "worker_joined", worker=action.worker, process=action.process, session=action.session,
+                "worker_joined", worker=action.worker, worker_process=action.process, session=action.session,
                 next_batch=action.next_batch,
             )  # fmt: skip
         self._outbox.send_command(
@@ -422,6 +425,7 @@ class ParameterServer:
                 incarnation=action.incarnation,
                 samples_id=engine.samples_id,
                 generation=engine.generation,
+                run_id=engine.run_id,
             ),
         )
 
@@ -460,7 +464,13 @@ class ParameterServer:
         self._publish(action.version)  # the evaluator's last measurement is of this version
         self._outbox.send_status(self.status())  # with all that was measured
         self._send_update(
-            Finished(term=self.engine.term, version=action.version, reason=action.reason, time_s=time.time())
+            Finished(
+                term=self.engine.term,
+                version=action.version,
+                reason=action.reason,
+                time_s=time.time(),
+                error=action.error,
+            )
         )
         for worker in range(self.engine.settings.num_workers):
             self._outbox.send_command(worker, Stop(term=self.engine.term, reason=action.reason))

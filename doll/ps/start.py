@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 import msgspec
 
 from doll.config import JobConfig
@@ -24,6 +26,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
         checkpoint: as `encode_checkpoint` writes it, or b"" for a new job.
         generation: of a new job, see `doll.ledger.generations`; a checkpoint has its own.
         samples_id: Kafka's id of the samples topic, for a job whose checkpoint has none; "": not known.
+        run_id: of the run: the checkpoint's, or drawn for one that has none, such as a new job (docs/decisions/0045).
     """
 
     term: int
@@ -32,11 +35,17 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
     checkpoint: bytes = b""
     generation: int = 0
     samples_id: str = ""
+    run_id: str = ""
 
     @classmethod
-    def resume(cls, term: int, now: float, checkpoint: Checkpoint, samples_id: str = "") -> Start:
+    def resume(cls, term: int, now: float, checkpoint: Checkpoint, samples_id: str = "", run_id: str = "") -> Start:
         """Resume from `checkpoint`."""
-        return cls(term, now, (), b"".join(encode_checkpoint(checkpoint)), samples_id=samples_id)
+        return cls(term, now, (), b"".join(encode_checkpoint(checkpoint)), samples_id=samples_id, run_id=run_id)
+
+
+def new_run_id() -> str:
+    """A run's random name: 16 hexadecimal digits."""
+    return secrets.token_hex(8)
 
 
 def make_engine(config: JobConfig, start: Start, model: HoldsTensors) -> Engine:
@@ -49,12 +58,14 @@ def make_engine(config: JobConfig, start: Start, model: HoldsTensors) -> Engine:
     if not start.checkpoint:
         return Engine(
             settings, policy, term=start.term, now=start.now, origins=start.origins,
-            generation=start.generation, samples_id=start.samples_id,
+            generation=start.generation, samples_id=start.samples_id, run_id=start.run_id,
         )  # fmt: skip
     checkpoint = decode_checkpoint(start.checkpoint)
     model.load(checkpoint.tensors)
     snapshot = decode_snapshot(checkpoint)
-    snapshot = msgspec.structs.replace(snapshot, samples_id=snapshot.samples_id or start.samples_id)
+    snapshot = msgspec.structs.replace(
+        snapshot, samples_id=snapshot.samples_id or start.samples_id, run_id=snapshot.run_id or start.run_id
+    )
     try:
         return Engine(settings, policy, term=start.term, now=start.now, snapshot=snapshot)
     except ValueError as exc:
@@ -75,4 +86,5 @@ def engine_settings(config: JobConfig) -> EngineSettings:
         # Workers that send steps have taken the mean or the sum themselves.
         sum_reduction=config.training.reduction == "sum" or config.training.policy.sends_steps,
         stop=config.stop,
+        on_bad_records=config.data.on_bad_records,
     )

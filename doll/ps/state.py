@@ -6,17 +6,20 @@ A snapshot of it is the engine's part of a checkpoint.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from doll.config import StopConfig
+from doll.config.data import BadRecordsConfig
 from doll.ps.durability import Durability
 from doll.ps.events import EngineSnapshot, Event
 from doll.ps.membership import Membership, Worker
 from doll.ps.partitions import ActiveGrant, Assignment, Partition
 from doll.ps.policies.base import BatchId, Policy
 from doll.ps.settling import Settling
+from doll.records import Skip
+from doll.refusals import Refusals
 
 _RECENT_EVENTS = 30
 
@@ -35,6 +38,7 @@ class EngineSettings:
     set_limit_s: float = 0.0  # a worker that has computed a set for so long begins no other batch of it
     sum_reduction: bool = False  # apply the sum of the sample gradients, not their mean (the paper's literal rule)
     stop: StopConfig = field(default_factory=StopConfig)
+    on_bad_records: BadRecordsConfig = field(default_factory=BadRecordsConfig)
 
 
 class EngineState:
@@ -51,10 +55,11 @@ class EngineState:
         snapshot: EngineSnapshot | None = None,
         generation: int = 0,
         samples_id: str = "",
+        run_id: str = "",
     ) -> None:
         """A fresh engine (with `origins`: first offset of the job in each partition) or one restored from `snapshot`.
 
-        `generation` and `samples_id` are a fresh engine's, see `EngineSnapshot`.
+        `generation`, `samples_id` and `run_id` are a fresh engine's, see `EngineSnapshot`.
 
         Raises:
             ValueError: neither or both are given, they are not for `settings.num_workers` workers, or the policy's
@@ -68,7 +73,7 @@ class EngineState:
                 version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * n,
                 assignment=Assignment.identity(n).worker_of, sessions=(0,) * n, processes=("",) * n,
                 incarnations=(0,) * n, restarts=(0,) * n, samples_total=0, elapsed_s=0.0, counters={},
-                policy=policy.name, policy_state=None, generation=generation, samples_id=samples_id,
+                policy=policy.name, policy_state=None, generation=generation, samples_id=samples_id, run_id=run_id,
             )  # fmt: skip
         if {len(snapshot.origins), len(snapshot.applied), len(snapshot.assignment), len(snapshot.sessions)} != {n}:
             raise ValueError(f"expected {n} workers, got origins {snapshot.origins} and applied {snapshot.applied}")
@@ -83,11 +88,15 @@ class EngineState:
         self.origins = snapshot.origins
         self.generation = snapshot.generation
         self.samples_id = snapshot.samples_id
+        self.run_id = snapshot.run_id
         self.samples_total = snapshot.samples_total
         self.batches_total = sum(snapshot.applied)
         self.counters: Counter[str] = Counter(snapshot.counters)
+        self.empty_updates = snapshot.empty_updates
+        self.refusals = Refusals(settings.on_bad_records.last_records, snapshot.refusals)
         self.finished: str | None = None
         self.stopping: str | None = None
+        self.error = ""  # why the job cannot go on, where that stops it
         self.assignment = Assignment(snapshot.assignment)
         self._partitions = [
             Partition(number, origin, applied)
@@ -108,6 +117,7 @@ class EngineState:
         self._members = Membership(self._workers, term=term, lease_s=settings.lease_s, counters=self.counters)
         self._grants: dict[int, ActiveGrant] = {}  # computing or held, by number
         self._held: dict[int, BatchId] = {}  # of these, the held ones
+        self._named: dict[int, int] = {}  # version -> unanswered grants that name it
         self._running_since_s: OrderedDict[int, float] = OrderedDict()  # partitions whose first grant has no push yet
         # Of a policy of exact versions: numbers of grants, increasing, also of those that are not computing any more.
         self._computing_numbers: deque[int] = deque()
@@ -115,11 +125,12 @@ class EngineState:
         self._queue_positions = count()
         self._num_waiting = 0
         self._settling = Settling()
+        self._skips: dict[int, Skip] = {}  # by worker, until they can be applied
         self._last_held_at_s = now  # when the newest gradient came that was held
         self._changed: dict[int, None] = dict.fromkeys(range(n))  # workers whose counters the policy does not know yet
         self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
         self._elapsed_before_s = snapshot.elapsed_s
-        self._first_update_at_s: float | None = None if snapshot.version == 0 else now
+        self._first_update_at_s: float | None = None if snapshot.samples_total == 0 else now
         self._compute_mean_s = 0.0  # of one batch
         self._recent_events: deque[tuple[float, Event]] = deque(maxlen=_RECENT_EVENTS)
         if snapshot.policy_state is not None and snapshot.policy == policy.name:
@@ -157,6 +168,11 @@ class EngineState:
         return self._settling.is_settled
 
     @property
+    def named_versions(self) -> Collection[int]:
+        """Versions that unanswered grants name: their workers may still have to read these weights."""
+        return self._named.keys()
+
+    @property
     def durable_version(self) -> int:
         """Of the newest stored checkpoint."""
         return self._durability.version
@@ -184,7 +200,19 @@ class EngineState:
             policy_state=self.policy.state(),
             generation=self.generation,
             samples_id=self.samples_id,
+            run_id=self.run_id,
+            empty_updates=self.empty_updates,
+            refusals=self.refusals.state(),
         )
+
+    def time_limit_s(self, worker: Worker) -> float:
+        """After so long a push of this worker is not waited for any more; of a set, `set_limit_s` later."""
+        return max(self._least_limit_s, 2.0 * worker.batch_s * self.policy.batches_per_push)
+
+    @property
+    def _least_limit_s(self) -> float:
+        """The time limit of workers that are not slow."""
+        return max(self.settings.grant_timeout_s, 5.0 * self._compute_mean_s) * self.policy.batches_per_push
 
     def check_invariants(self) -> None:
         """Assert what must hold after every event; for tests."""
@@ -201,6 +229,8 @@ class EngineState:
         for worker in self._workers:
             assert worker.waiting == _grantable(worker)
             assert worker.is_live or not worker.computing, "nobody waits for a worker that is gone"
+        named = Counter(grant.version for grant in self._grants.values() if grant.pushed is None)
+        assert self._named == named, "the weights of a grant live until it is answered or void, and no longer"
         running = {
             partition.number
             for partition in self._partitions

@@ -6,17 +6,17 @@ from doll.config import StopConfig
 from doll.records import Evaluated
 
 
-def progress_reached(stop: StopConfig, *, version: int, samples_total: int) -> str | None:
-    """Why the job ends after these updates and samples; None: it goes on."""
-    if stop.updates is not None and version >= stop.updates:
-        return f"updates: {version} reached"
+def progress_reached(stop: StopConfig, *, updates: int, samples_total: int) -> str | None:
+    """Why the job ends after these updates, each of at least one sample, and samples; None: it goes on."""
+    if stop.updates is not None and updates >= stop.updates:
+        return f"updates: {updates} reached"
     if stop.samples is not None and samples_total >= stop.samples:
         return f"samples: {samples_total} reached"
     return None
 
 
 def time_reached(stop: StopConfig, elapsed_s: float) -> str | None:
-    """Why the job ends after these seconds since its first update; None: it goes on."""
+    """Why the job ends after these seconds since its first update with a sample; None: it goes on."""
     if stop.seconds is not None and elapsed_s >= stop.seconds:
         return f"seconds: {elapsed_s:.1f} passed"
     return None

@@ -30,8 +30,8 @@ _CLOSE_S: Final = 0.5
 class StreamListener:
     """Links over Redis. The first connection is made by a thread as well."""
 
-    def __init__(self, links: ControlLinks, services: Services, job: str, term: int, max_links: int) -> None:
-        self._name = server_stream(job, term)
+    def __init__(self, links: ControlLinks, services: Services, scope: str, term: int, max_links: int) -> None:
+        self._name = server_stream(scope, term)
         self.endpoint = f"redis:{self._name}"
         self._links = links
         self._services = services

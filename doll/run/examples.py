@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 from doll.config import JobConfig, load
 from doll.errors import ConfigError
 
+_SPOT: Final = "market"  # runs with `doll spot`, the others with `doll up`
+_RENAMED: Final = {"spot": _SPOT, "topics": "lda"}
 _FILE_OF_TASK: Final = re.compile(r"^\s*class:\s*['\"]?([\w.-]+\.py):", re.MULTILINE)
 
 
@@ -54,8 +56,11 @@ def _example(path: Path) -> Example:
     text = path.read_text(encoding="utf-8")
     description = next((line[1:].strip() for line in text.splitlines() if line.startswith("#")), "")
     beside = (path.with_name(name) for name in _FILE_OF_TASK.findall(text))
-    command = f"doll {'spot' if path.stem == 'spot' else 'up'} {path.stem}"
-    return Example(path.stem, description, (path, *(file for file in beside if file.is_file())), command)
+    return Example(path.stem, description, (path, *(file for file in beside if file.is_file())), _command(path.stem))
+
+
+def _command(name: str) -> str:
+    return f"doll {'spot' if name == _SPOT else 'up'} {name}"
 
 
 def named(name: Path) -> Path | None:
@@ -70,6 +75,8 @@ def named(name: Path) -> Path | None:
 def hint(path: Path) -> str:
     """Advice for a job file that does not exist: the example that may be meant."""
     names = [example.name for example in examples()]
+    if (new_name := _RENAMED.get(path.stem)) is not None:
+        return f"; the example is called {new_name} now: {_command(new_name)}"
     if path.stem in names:
         return f"; the example of this name ships with DOLL: use {path.stem} in place of the path"
     if str(path) != path.name:
@@ -95,7 +102,8 @@ def copy(name: str, to: Path) -> list[Path]:
         ConfigError: there is no such example, a file exists, or the folder cannot be written.
     """
     shipped = {example.name: example for example in examples()}
-    example = shipped.get(name.removesuffix(".yaml"))
+    name = name.removesuffix(".yaml")
+    example = shipped.get(_RENAMED.get(name, name))
     if example is None:
         raise ConfigError(f"expected an example, one of {', '.join(shipped)}; got {name!r}")
     targets = [to / file.name for file in example.files]

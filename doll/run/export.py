@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import doll
 from doll.errors import CheckpointError
-from doll.process.files import replacing, write_json
+from doll.process.files import refuse_unwritable, replacing, write_json
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -30,10 +30,12 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
 
     Raises:
         CheckpointError: there is no checkpoint, or it belongs to another job or model.
-        ConfigError: the task cannot be loaded.
-        OSError: the folder cannot be written.
+        ConfigError: the task cannot be loaded, or the folder cannot be written.
     """
+    with refuse_unwritable(out_folder):  # before the model is loaded, which takes seconds
+        out_folder.mkdir(parents=True, exist_ok=True)
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from doll.evaluation.stored_weights import newest_weights
@@ -67,8 +69,13 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
         "how_to_load": _HOW_TO_LOAD.splitlines(),
         "doll_version": doll.__version__,
     }
-    with replacing(out_folder / "model.safetensors") as temporary:
-        save_file(tensors, temporary, metadata={"job": config.job, "version": str(stored.version)})
+    path = out_folder / "model.safetensors"
+    with refuse_unwritable(path), replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata={"job": config.job, "version": str(stored.version)})
+        except SafetensorError as exc:  # its own error for a disk that is full
+            raise OSError(f"{exc}") from exc
         temporary.chmod(0o644)  # safetensors makes it readable by its owner only
-    write_json(out_folder / "model.json", content)
+    with refuse_unwritable(out_folder / "model.json"):
+        write_json(out_folder / "model.json", content)
     return content

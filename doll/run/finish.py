@@ -1,4 +1,4 @@
-"""The results of a run that has ended: audit, model, plots, report."""
+"""The results of a run that has ended: audit, model, report, plots."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from doll.bounded import short
 from doll.config import JobConfig
 from doll.errors import AuditError, DollError, ServiceUnavailableError
 from doll.ledger.audit import audit
+from doll.ledger.dead_letters import dead_records, save_dead_records
 from doll.ledger.report import LedgerReport
 from doll.local.forks import ForkServer
 from doll.local.processes import describe_exit, tail
@@ -17,7 +19,7 @@ from doll.monitor.display import Display
 from doll.monitor.plots import draw
 from doll.monitor.progress import ProgressModel
 from doll.monitor.run_report import RunOutcome, build_report
-from doll.process.files import write_json
+from doll.process.files import unwritable, write_json
 from doll.run.folder import RunFolder, display_path
 from doll.run.pipeline_plots import draw_pipelines
 from doll.services import Services
@@ -35,9 +37,9 @@ def finish_run(
     forks: ForkServer,
     services: Services,
 ) -> dict[str, Any]:
-    """Audit, export, plot and report. If one of them fails, the others are still done.
+    """Audit, export, report, and last draw. If one of them fails, the others are still done.
 
-    `outcome` gets the files, notes, and the exit code of a failure.
+    `outcome` gets the files, notes, and the exit code of a failure. A picture that fails is a note only.
 
     Returns:
         The content of `report.json`.
@@ -50,24 +52,19 @@ def finish_run(
         outcome.files["ledger"] = display_path(run.path / "audit.json")
     if ledger is not None and not ledger.ok and outcome.exit_code == 0:
         outcome.exit_code = AuditError.exit_code
-    with _collect_errors(problems, "export"):
-        display.say("exporting the model")
-        _export(run, forks)
-        outcome.files["model"] = display_path(run.model / "model.safetensors")
-    with _collect_errors(problems, "plot"):
-        display.say("drawing the plots")
+    if model.dead_letters().letters:
+        with _collect_errors(problems, "list of dead letters"):
+            save_dead_records(run.dead, dead_records(config, services, open_store(config, run.path)))
+            outcome.files["dead letters"] = display_path(run.dead)
+    if model.history.samples_total or not outcome.error:  # else it would be a model that has learned nothing
+        with _collect_errors(problems, "export"):
+            display.say("exporting the model")
+            _export(run, forks)
+            outcome.files["model"] = display_path(run.model / "model.safetensors")
+    with _collect_errors(problems, "tables"):
         CsvFile(run.path / "updates.csv", model.history.updates).sync()
         if not config.evaluation.enabled or not (run.path / "evaluations.csv").exists():
             CsvFile(run.path / "evaluations.csv", model.history.evaluations).sync()
-        rate = model.rate_predicted()
-        policy = model.policy_summary()
-        draw(
-            model.history, run.plot, job=config.job, predicted_rate=rate, target_accuracy=config.stop.accuracy,
-            staleness=None if policy is None else policy.histogram,
-        )  # fmt: skip
-        outcome.files["plots"] = display_path(run.plot)
-        if pictures := draw_pipelines(config, run.path):
-            outcome.files["pipelines"] = ", ".join(map(display_path, pictures))
     outcome.files |= {
         "updates": display_path(run.path / "updates.csv"),
         "evaluations": display_path(run.path / "evaluations.csv"),
@@ -77,9 +74,38 @@ def finish_run(
     outcome.notes += tuple(problems)
     if problems and outcome.exit_code == 0:
         outcome.exit_code, outcome.error = 1, problems[0]
-    report = build_report(model, outcome, ledger)
-    write_json(run.report, report)
+    report = _write_report(run, build_report(model, outcome, ledger))
+    display.say("drawing the plots")
+    try:
+        outcome.files |= _draw(config, run, model)
+    except Exception as error:  # matplotlib's and its backends' errors are of every kind
+        outcome.notes += (f"no plots: {type(error).__name__}: {short(error)}",)
+    return _write_report(run, {**report, "files": outcome.files, "notes": [*outcome.notes]})
+
+
+def _write_report(run: RunFolder, report: dict[str, Any]) -> dict[str, Any]:
+    """Write `report.json`. Where that fails, for a full disk, the report is still returned, and says so."""
+    try:
+        write_json(run.report, report)
+    except OSError as error:
+        problem = f"cannot write the report: {unwritable(error)}"
+        failed = {"exit_code": 1, "error": problem} if not report["exit_code"] else {}
+        notes = [note for note in report["notes"] if note != problem]
+        return {**report, **failed, "notes": [*notes, problem]}
     return report
+
+
+def _draw(config: JobConfig, run: RunFolder, model: ProgressModel) -> dict[str, str]:
+    """The pictures of a run, by name."""
+    policy = model.policy_summary()
+    draw(
+        model.history, run.plot, job=config.job, predicted_rate=model.rate_predicted(),
+        target_accuracy=config.stop.accuracy, staleness=None if policy is None else policy.histogram,
+    )  # fmt: skip
+    files = {"plots": display_path(run.plot)}
+    if pictures := draw_pipelines(config, run.path):
+        files["pipelines"] = ", ".join(map(display_path, pictures))
+    return files
 
 
 def _audit(config: JobConfig, run: RunFolder, services: Services) -> LedgerReport:
@@ -103,5 +129,7 @@ def _export(run: RunFolder, forks: ForkServer) -> None:
 def _collect_errors(problems: list[str], what: str) -> Iterator[None]:
     try:
         yield
-    except (DollError, OSError) as error:
+    except OSError as error:
+        problems.append(f"{what} failed: {unwritable(error)}")
+    except DollError as error:
         problems.append(f"{what} failed: {error}")

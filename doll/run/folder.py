@@ -47,6 +47,10 @@ class RunFolder:
         return self.path / REPORT
 
     @property
+    def dead(self) -> Path:
+        return self.path / "dead.json"
+
+    @property
     def roles(self) -> Path:
         return self.path / "roles.json"
 
@@ -138,7 +142,7 @@ def new_folder(runs: Path, prefix: str, now: datetime) -> Path:
                 continue
             return path
     except OSError as exc:
-        raise ConfigError(f"cannot create a run folder in {runs}: {exc.strerror or exc}; see --runs-folder") from exc
+        raise ConfigError(f"cannot create a run folder in {runs}: {exc.strerror or exc}; see --parent-folder") from exc
     raise ConfigError(f"cannot create a run folder in {runs}: 1000 folders named {name} exist")
 
 

@@ -78,6 +78,12 @@ class RunFollower:
         self.model.add_event(text, time.monotonic())
         self._display.say(text)
 
+    @property
+    def job_error(self) -> str:
+        """Why the job cannot go on, if the parameter server has ended it for that; else empty."""
+        finished = self.model.history.finished
+        return finished.error if self.finished and finished is not None else ""
+
     def role_restarted(self, restart: Restart) -> None:
         """The supervisor restarts a role."""
         self.restarts[restart.name] += 1

@@ -62,6 +62,12 @@ def _processes(
     return Machines(fleet, TracePrices(market, clock), LOCAL, probe)
 
 
+def pass_on(config: JobConfig, run_folder: Path) -> None:
+    """Let workers that are launched from now on read this job file; on machines elsewhere the fleet's owner does so."""
+    if isinstance(config.fleet, ProcessesFleetConfig):
+        RunFolder(run_folder).write_job(config)
+
+
 def settings_of(config: JobConfig) -> tuple[ControllerSettings, list[str]]:
     """What the job file asks of its provisioner, and notes on where its numbers come from.
 

@@ -30,7 +30,7 @@ def run_resume(folder: Path, overrides: list[str]) -> dict[str, Any]:
     """Resume the run in `folder`; returns the report, as `run_up`.
 
     Raises:
-        ConfigError: there is no run, it is still running, or workers, batch size, task or optimizer have changed.
+        ConfigError: there is no run, it is still running, or what a resume must not change has changed.
         ServiceUnavailableError: the records of the run are gone, or its services do not answer.
         CheckpointError: all checkpoints are damaged.
     """
@@ -56,14 +56,14 @@ def _check_same_ledger(run: RunFolder, config: JobConfig) -> None:
         ConfigError: names the differences.
     """
     checkpoint = open_store(config, run.path).load_newest(None)
-    original = fingerprint.job_fields(load(run.job))
+    original, wanted = fingerprint.job_fields(load(run.job)), fingerprint.job_fields(config)
     if checkpoint is not None:
         saved = fingerprint.parse(checkpoint.fingerprint)
-        original = {key: saved.get(key, "nothing") for key in original}
-    if changed := fingerprint.differences(original, fingerprint.job_fields(config)):
+        original = {key: value for key, value in saved.items() if key not in fingerprint.MODEL_KEYS}
+    if refused := fingerprint.refused_changes(original, wanted):
         raise ConfigError(
-            f"{run.path}: this run cannot be resumed with these changes: {changed}; undo them, or start a new run "
-            "with doll up"
+            f"{run.path}: this run cannot be resumed with these changes: {refused}; undo them, or start a new run "
+            "with doll up (docs/operations.md, Resuming a run, lists the changes that are possible)"
         )
 
 

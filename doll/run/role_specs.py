@@ -8,11 +8,11 @@ from collections.abc import Callable
 from doll.config import JobConfig, StdinSource
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.local.forks import ForkServer
-from doll.local.processes import free_port, spawn
+from doll.local.processes import free_port, is_free, spawn
 from doll.local.stack import Stack
 from doll.local.supervisor import Handle, RoleSpec
 from doll.process.files import write_json
-from doll.process.health import PORT_ENV
+from doll.process.health import PORT_ENV, assigned_port
 from doll.provisioner.fleets.port import Instance
 from doll.run.folder import RunFolder
 from doll.run.hooks import RunHook
@@ -58,19 +58,27 @@ class RoleSpecs:
     def _spec(self, name: str, role: str, *more: int) -> RoleSpec:
         services = self._hook.services(name, self._stack)
         args = [str(self._run.job), services.kafka, services.redis, str(self._run.path), *more]
-        env = {} if self._config.health.base_port is not None else {PORT_ENV: str(self._health_port(name))}
-        env |= {BLOBS_ENV: services.blobs, CONTROL_ENV: services.control}
+        env = {PORT_ENV: str(self._health_port(name)), BLOBS_ENV: services.blobs, CONTROL_ENV: services.control}
         if self._after_term:
             env |= {AFTER_TERM_ENV: str(self._after_term)}
         env |= self._hook.environment(name)
         return RoleSpec(name, f"doll.run.roles:{role}", self._run.logs / f"{name}.log", args, env)
 
     def _health_port(self, name: str) -> int:
-        """A port for the probes of this role, the same after a restart."""
+        """A port for the probes of this role, the same after a restart: by `health.base_port`, else a free one."""
         if name not in self._health_ports:
-            self._health_ports[name] = free_port()
+            process = name.partition(".")[0]  # two machines of a slot have one name there
+            self._health_ports[name] = assigned_port(self._config, process) or free_port()
             write_json(self._run.health, self._health_ports)
         return self._health_ports[name]
+
+
+def taken_health_ports(config: JobConfig) -> str | None:
+    """What to say where other programs hold ports of `health.base_port`; None: nothing."""
+    names = ["ps", "evaluator", "producer", *(f"worker-{slot}" for slot in range(config.data.workers))]
+    ports = {name: port for name in names if (port := assigned_port(config, name)) is not None}
+    taken = ", ".join(f"{port} ({name})" for name, port in ports.items() if not is_free(port))
+    return f"health.base_port: taken by another program: {taken}: no probes there" if taken else None
 
 
 def launcher(config: JobConfig, run: RunFolder, forks: ForkServer) -> Callable[[RoleSpec], Handle]:

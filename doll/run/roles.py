@@ -39,53 +39,68 @@ def _role(entry: Callable[P, int]) -> Callable[P, int]:
 @_role
 def ps_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
     """The parameter server. It replaces one that is running."""
-    _log_as("ps")
+    config = _load(job_path)
+    telemetry.configure(config.log.format, process="ps")
     from doll.ps.main import run_ps
 
-    return run_ps(_load(job_path), _services(kafka, redis), Path(run_folder), after_term=_after_term())
+    return run_ps(config, _services(kafka, redis), Path(run_folder), after_term=_after_term())
 
 
 @_role
 def ps_standby_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
     """A standby parameter server."""
-    _log_as("ps-standby")
+    config = _load(job_path)
+    telemetry.configure(config.log.format, process="ps-standby")
     from doll.ps.main import run_ps
 
-    return run_ps(_load(job_path), _services(kafka, redis), Path(run_folder), standby=True, after_term=_after_term())
+    return run_ps(config, _services(kafka, redis), Path(run_folder), standby=True, after_term=_after_term())
 
 
 @_role
 def worker_role(job_path: str, kafka: str, redis: str, run_folder: str, worker: int) -> int:
     """Worker number `worker`."""
-    _log_as(f"worker-{worker}")
+    config = _load(job_path)
+    telemetry.configure(config.log.format, process=f"worker-{worker}")
     from doll.consumers.main import run_worker
 
-    return run_worker(_load(job_path), _services(kafka, redis), worker, Path(run_folder))
+    return run_worker(config, _services(kafka, redis), worker, Path(run_folder))
 
 
 @_role
 def evaluator_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
     """The evaluator."""
-    _log_as("evaluator")
+    config = _load(job_path)
+    telemetry.configure(config.log.format, process="evaluator")
     from doll.evaluation.main import run_evaluator
 
-    return run_evaluator(_load(job_path), _services(kafka, redis), Path(run_folder), after_term=_after_term())
+    return run_evaluator(config, _services(kafka, redis), Path(run_folder), after_term=_after_term())
 
 
 @_role
 def producer_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
     """The producer of the job's source."""
-    _log_as("producer")
-    return run_producer(_load(job_path), _services(kafka, redis), Path(run_folder))
+    config = _load(job_path)
+    telemetry.configure(config.log.format, process="producer")
+    return run_producer(config, _services(kafka, redis), Path(run_folder))
 
 
 @_role
 def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
     """Writes the newest checkpoint as a model, in a process that has already loaded torch."""
-    _log_as("export")
+    config = _load(job_path)
+    telemetry.configure(config.log.format, process="export")
     from doll.run.export import export_model
 
-    export_model(_load(job_path), Path(run_folder), Path(out_folder))
+    export_model(config, Path(run_folder), Path(out_folder))
+    return 0
+
+
+@_role
+def model_role(job_path: str) -> int:
+    """Builds the model for a trial."""
+    from doll.run.preflight import count_parameters
+
+    count_parameters(_load(job_path))
     return 0
 
 
@@ -100,7 +115,3 @@ def _services(kafka: str, redis: str) -> Services:
 
 def _load(job_path: str) -> JobConfig:
     return load(Path(job_path))
-
-
-def _log_as(process: str) -> None:
-    telemetry.configure(process=process)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from doll.amounts import duration, usd
 from doll.config import JobConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
 from doll.monitor.pilot_run import with_pilot
@@ -88,9 +89,9 @@ class SpotRun:
         if self.predictions:
             prediction = self.predicted
             lines.append(
-                f"Backtest of this market (seed {self.seed}): {prediction.cost_usd:.4f} USD, "
+                f"Backtest of this market (seed {self.seed}): {usd(prediction.cost_usd)} USD, "
                 f"{prediction.cost_usd / self.assessment.all_on_demand_usd:.1%} of on-demand, done at "
-                f"{prediction.finish_s:.1f} s, {prediction.moves} moves"
+                f"{duration(prediction.finish_s)}, {prediction.moves} moves"
             )
         return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from doll import amounts
 from doll.config import JobConfig
 from doll.errors import DollError
 from doll.local.forks import ForkServer
@@ -133,7 +134,7 @@ class SpotWorkerPool(NoHook):
         costs = (
             f"{elapsed_s:.0f} of {self._spot_run.planner.deadline_s:g} s, {num_spot} spot + "
             f"{len(decision.alive) - num_spot} on-demand{f' x {count} machines' if count > 1 else ''}, "
-            f"{decision.bill.usd:.3f} USD, {machines.preemptions} "
+            f"{amounts.usd(decision.bill.usd)} USD, {machines.preemptions} "
             f"preemptions, {len(machines.timeline.moves)} moves"
         )
         return dataclasses.replace(snapshot, workers=workers, costs=costs)

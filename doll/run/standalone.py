@@ -15,12 +15,11 @@ from doll.consumers.any_slot import run_any_worker
 from doll.consumers.spot_notices import Imds, set_identity_from_tags
 from doll.errors import ConfigError
 from doll.kafka import topics
-from doll.ledger.admission import ANY_TERM
 from doll.monitor.prometheus import serve_metrics
 from doll.producers.main import run_producer
 from doll.ps.standby import LeaderCheck
 from doll.run.target import Target
-from doll.service_checks import require_services
+from doll.service_checks import require_kafka, require_services
 from doll.services import Services
 
 WORKER_ENV = "DOLL_WORKER"
@@ -28,7 +27,7 @@ WORKER_ENV = "DOLL_WORKER"
 
 def run_produce(target: Target, config: JobConfig, *, until_finished: bool) -> int:
     """Send the source of `config` to the samples topic; the exit code."""
-    services = _start(target, "producer")
+    services = _start_on_kafka(target, "producer")
     return run_producer(config, services, target.run.path, until_finished=until_finished)
 
 
@@ -50,20 +49,22 @@ def run_worker(target: Target, slot: int | None, *, any_slot: bool) -> int:
     return run_worker_in_slot(target.config, services, slot, target.run.path)
 
 
-def run_parameter_server(target: Target, *, standby: bool, takeover: bool, fresh: bool) -> int:
+def run_parameter_server(target: Target, *, standby: bool, takeover: bool, fresh: bool, check_only: bool) -> int:
     """Run the parameter server; the exit code.
 
     Args:
         standby: wait until the leader is silent, then take over.
         takeover: replace a leader.
         fresh: begin a new generation on topics that hold an earlier run.
+        check_only: return 0 before anything is claimed, if the job may be served.
 
     Raises:
         FencedError: another parameter server leads, and neither `standby` nor `takeover` is set.
     """
     services = _start(target, "ps")
     topics.ensure(target.config, services)
-    check = contextlib.nullcontext() if standby or takeover else LeaderCheck(target.config, services)
+    no_check = standby or takeover or check_only
+    check = contextlib.nullcontext() if no_check else LeaderCheck(target.config, services)
     with check as leader_check:
         from doll.ps.main import run_ps
 
@@ -73,13 +74,14 @@ def run_parameter_server(target: Target, *, standby: bool, takeover: bool, fresh
             target.run.path,
             standby=standby,
             leader_check=leader_check,
-            after_term=ANY_TERM if fresh else 0,
+            fresh=fresh,
+            check_only=check_only,
         )
 
 
 def run_evaluate(target: Target) -> int:
     """Run the evaluator; the exit code."""
-    services = _start(target, "evaluator")
+    services = _start_on_kafka(target, "evaluator", needs_redis=True)  # without Redis it reads the last checkpoint
     topics.check(target.config, services)
     from doll.evaluation.main import run_evaluator
 
@@ -88,7 +90,7 @@ def run_evaluate(target: Target) -> int:
 
 def run_prometheus(target: Target) -> int:
     """Serve the job's metrics to Prometheus; the exit code."""
-    services = _start(target, "prometheus")
+    services = _start_on_kafka(target, "prometheus")
     topics.check(target.config, services)
     return serve_metrics(target.config, services)
 
@@ -111,7 +113,19 @@ def slot_of_this_machine(slot: int | None) -> int:
 
 def _start(target: Target, process: str) -> Services:
     """Configure logging, and require that the services answer."""
-    telemetry.configure(process=process)
+    telemetry.configure(target.config.log.format, process=process)
     services = target.services()
     require_services(target.config, services)
+    return services
+
+
+def _start_on_kafka(target: Target, process: str, *, needs_redis: bool = False) -> Services:
+    """As `_start`, for a process that Redis does not keep from its work.
+
+    Args:
+        needs_redis: its address must be known.
+    """
+    telemetry.configure(process=process)
+    services = target.services(needs_redis=needs_redis)
+    require_kafka(target.config, services)
     return services

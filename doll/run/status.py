@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from doll.config import JobConfig
-from doll.errors import ConfigError, ServiceUnavailableError
+from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.tail import Tail
+from doll.ledger.admission import read_lineage
 from doll.ledger.audit import audit
 from doll.ledger.generations import GenerationFilter
 from doll.ledger.report import LedgerReport, named
@@ -24,7 +25,7 @@ from doll.process.files import read_json
 from doll.process.metric_names import TERM
 from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
 from doll.run.target import Target
-from doll.service_checks import require_services
+from doll.service_checks import require_kafka
 from doll.services import Services
 from doll.storage.stores import open_store
 
@@ -59,8 +60,11 @@ class JobStatus:
         snapshot = self.snapshot
         state = f"finished: {snapshot.finished}" if snapshot.finished else "running, or waiting to be resumed"
         lines = [f"{self.config.job} ({state})", one_line(snapshot, self.config.stop), worker_table(snapshot)]
+        lines += (f"slow: worker {line.worker}: {line.slow}" for line in snapshot.workers if line.slow)
         if snapshot.policy is not None:
             lines.append(snapshot.policy.text())
+        if dead := snapshot.dead.text():
+            lines.append(f"{dead}; see doll dead list")
         if snapshot.lost:
             lost = named(snapshot.lost)
             lines.append(f"lost: {lost}: deleted from the log before they were learned (see data.on_data_loss)")
@@ -100,7 +104,7 @@ def status_of(target: Target) -> JobStatus | EndedRun:
                 f"{target.run.report}: expected a report of this release ({type(error).__name__}: {error})"
             ) from error
         return ended
-    services = _reachable_services(target)
+    services = reachable_kafka(target)
     config = target.config
     model, heartbeats = ProgressModel(config, time.monotonic()), RoleHeartbeats()
     with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
@@ -123,8 +127,22 @@ def audit_target(target: Target) -> LedgerReport:
         ServiceUnavailableError: the broker does not answer; for a run that has ended, the message names its report.
         CheckpointError: the checkpoint cannot be read.
     """
-    services = _reachable_services(target)
+    services = reachable_kafka(target)
     return audit(target.config, services, open_store(target.config, target.run.path))
+
+
+def require_finished(target: Target) -> None:
+    """Return if the job has ended by its stop rule, or as it was asked to.
+
+    Raises:
+        DollError: it has not ended, or something has ended it.
+        ServiceUnavailableError: the broker does not answer.
+    """
+    lineage = read_lineage(target.config, reachable_kafka(target), tail_only=True)
+    if lineage.error:
+        raise DollError(f"job {target.config.job} could not go on: {lineage.error}")
+    if not lineage.finished:
+        raise DollError(f"job {target.config.job} has not ended: {lineage}")
 
 
 @dataclass(frozen=True)
@@ -160,7 +178,7 @@ def topics_of(target: Target, *, create: bool) -> JobTopics:
         ConfigError: a topic has another number of partitions than the job.
         ServiceUnavailableError: the broker does not answer.
     """
-    services = _reachable_services(target)
+    services = reachable_kafka(target)
     warnings = topics.ensure(target.config, services) if create else []
     return JobTopics(target.config.job, services.kafka, topics.describe(target.config, services), warnings)
 
@@ -184,10 +202,10 @@ def _of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
     return [*updates, *metrics]
 
 
-def _reachable_services(target: Target) -> Services:
-    services = target.services()
+def reachable_kafka(target: Target) -> Services:
+    services = target.services(needs_redis=False)
     try:
-        require_services(target.config, services, timeout_s=5.0)
+        require_kafka(target.config, services, timeout_s=5.0)
     except ServiceUnavailableError as error:
         if target.is_run_folder and target.run.report.exists():
             raise ServiceUnavailableError(

@@ -25,14 +25,17 @@ class Target:
     is_run_folder: bool
     path: Path
 
-    def services(self) -> Services:
+    def services(self, *, needs_redis: bool = True) -> Services:
         """The addresses of Kafka and Redis: those of the run, else of the job file or the environment.
+
+        Args:
+            needs_redis: see `resolve`.
 
         Raises:
             ConfigError: there are none.
         """
         recorded = self.run.services() if self.is_run_folder else None
-        return recorded if recorded is not None else resolve(self.config)
+        return recorded if recorded is not None else resolve(self.config, needs_redis=needs_redis)
 
 
 def open_target(path: Path, overrides: list[str], run_folder: Path | None = None) -> Target:

@@ -183,8 +183,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     Raises:
         OSError: `path` cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from doll.process.figures import Figure, FigureCanvasAgg
 
     ratios = sorted({row.deadline_ratio for row in rows})
     sets = list(dict.fromkeys(row.trace_set for row in rows))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from doll.amounts import usd
 from doll.monitor.formats import known, number
 from doll.monitor.plots import staleness_panel
 from doll.monitor.policy_summary import PolicySummary
@@ -95,7 +96,7 @@ class Summary:
             f"takes {self.mean_group_s:.4g} s",
             f"Proposition 1: margin {self.margin_sufficient:.3g} in the sufficient form, "
             f"{self.margin_necessary:.3g} in the necessary one (above 1 is stable)",
-            f"cost: {self.usd:.2f} USD, {100 * self.cost_ratio:.2f} % of all on-demand; {self.moves} moves",
+            f"cost: {usd(self.usd)} USD, {100 * self.cost_ratio:.1f} % of all on-demand; {self.moves} moves",
         ]
         if known(self.staleness_mean):
             lines.append(
@@ -223,8 +224,7 @@ def draw(trajectory: Trajectory, summary: Summary, path: Path, *, staleness: Map
     Raises:
         OSError: `path` cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from doll.process.figures import Figure, FigureCanvasAgg
 
     step = max(1, len(trajectory.time_s) // _PLOT_POINTS)
     hours = [time_s / 3600.0 for time_s in islice(trajectory.time_s, None, None, step)]

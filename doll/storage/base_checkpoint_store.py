@@ -10,7 +10,7 @@ from typing import Final
 
 from doll import telemetry
 from doll.errors import CheckpointError, FencedError
-from doll.fingerprint import difference
+from doll.fingerprint import differences, parse, refused_changes
 from doll.storage.checkpoints import Checkpoint, DamagedError, decode_checkpoint
 
 log = telemetry.get_logger(__name__)
@@ -18,13 +18,17 @@ log = telemetry.get_logger(__name__)
 _READ_ATTEMPTS: Final = 5  # a running server may delete what a tool has just listed
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{8,})-(\d{10,})\.doll")
 _CLAIM: Final = re.compile(r"term-(\d+)\.claim")
+_OF_TERM: Final = re.compile(r"term-(\d+)\.")
+KEPT_CLAIMS: Final = 8
 
 
 class BaseCheckpointStore(ABC):
     """Common part of `CheckpointStore`s.
 
-    Args:
+    Attributes:
         location: of the store, for messages.
+
+    Args:
         keep: newest checkpoints that are kept, at least 2, so that a damaged one has a predecessor.
     """
 
@@ -32,7 +36,7 @@ class BaseCheckpointStore(ABC):
         if keep < 2:
             raise ValueError(f"expected keep >= 2, got {keep}")
         self._job = job
-        self._location = location
+        self.location = location
         self._keep = keep
 
     @abstractmethod
@@ -58,7 +62,7 @@ class BaseCheckpointStore(ABC):
             with suppress(FileNotFoundError):
                 return self._newest_whole(fingerprint)
         raise CheckpointError(
-            f"checkpoints vanish from {self._location} while they are read: is something else deleting them?"
+            f"checkpoints vanish from {self.location} while they are read: is something else deleting them?"
         )
 
     def _newest_whole(self, fingerprint: str | None) -> Checkpoint | None:
@@ -72,11 +76,11 @@ class BaseCheckpointStore(ABC):
             except DamagedError as exc:
                 log.warning("checkpoint_damaged", file=name, error=str(exc), hint="using the one before it")
                 continue
-            check_owner(checkpoint, job=self._job, fingerprint=fingerprint, location=f"{self._location}/{name}")
+            check_owner(checkpoint, job=self._job, fingerprint=fingerprint, location=f"{self.location}/{name}")
             return checkpoint
         if versions:
             raise CheckpointError(
-                f"none of the {len(versions)} checkpoints in {self._location} is whole: restore one from a backup, or "
+                f"none of the {len(versions)} checkpoints in {self.location} is whole: restore one from a backup, or "
                 "move them away to start the job over"
             )
         return None
@@ -87,7 +91,7 @@ class BaseCheckpointStore(ABC):
         Raises:
             CheckpointError: it is.
         """
-        check_owner(checkpoint, job=self._job, fingerprint=None, location=self._location)
+        check_owner(checkpoint, job=self._job, fingerprint=None, location=self.location)
 
     def _refuse_if_superseded(
         self, checkpoint: Checkpoint, newest_term: int, versions: Iterable[tuple[int, int]]
@@ -100,7 +104,7 @@ class BaseCheckpointStore(ABC):
         """
         if newest_term > checkpoint.term:
             raise FencedError(
-                f"parameter server term {checkpoint.term} is over: term {newest_term} has claimed {self._location}; "
+                f"parameter server term {checkpoint.term} is over: term {newest_term} has claimed {self.location}; "
                 "this process must stop"
             )
         last = max((version for term, version in versions if term == checkpoint.term), default=0)
@@ -121,11 +125,15 @@ def check_owner(checkpoint: Checkpoint, *, job: str, fingerprint: str | None, lo
             f"{location}: expected a checkpoint of job {job!r}, got one of job {checkpoint.job!r}: give each job its "
             "own checkpoint.folder"
         )
-    if fingerprint not in (None, checkpoint.fingerprint):
+    if fingerprint is None or fingerprint == checkpoint.fingerprint:
+        return
+    saved, wanted = parse(checkpoint.fingerprint), parse(fingerprint)
+    if refused := refused_changes(saved, wanted):
         raise CheckpointError(
-            f"{location}: {_mismatch(fingerprint, checkpoint.fingerprint)}: the task, model or batch size has changed "
-            "since this job began; restore them, or rename the job to begin a new one"
+            f"{location}: {refused}: a run cannot be resumed with these changes (docs/operations.md, Resuming a run, "
+            "lists those that it can); undo them, or rename the job to begin a new one"
         )
+    log.info("resumed_with_changes", changes=differences(saved, wanted))
 
 
 def checkpoint_name(term: int, version: int) -> str:
@@ -139,16 +147,24 @@ def checkpoints_among(names: Iterable[str]) -> list[tuple[int, int]]:
 
 
 def claim_name(term: int) -> str:
-    """Name of the file that says that `term` is taken. Claims are never deleted: no term is given twice."""
+    """Name of the file that says that `term` is taken. Those of the newest terms are kept: see `is_forgotten`."""
     return f"term-{term:08d}.claim"
+
+
+def is_forgotten(term: int, newest_term: int) -> bool:
+    """Whether the claim of `term` may be deleted, and is therefore no proof that nobody else has had it.
+
+    A server that was suspended between its look and its claim may take a term whose claim was deleted meanwhile. It
+    looks again when it has claimed: `newest_term` then tells, since it never falls.
+    """
+    return term <= newest_term - KEPT_CLAIMS
+
+
+def old_claims(names: Iterable[str], newest_term: int) -> list[str]:
+    """Names of claims, and of what they began from, that say nothing any more."""
+    return [name for name in names if (match := _OF_TERM.match(name)) and is_forgotten(int(match[1]), newest_term)]
 
 
 def claims_among(names: Iterable[str]) -> list[int]:
     """The term of each name that is a claim's."""
     return [int(match[1]) for name in names if (match := _CLAIM.fullmatch(name))]
-
-
-def _mismatch(expected: str, got: str) -> str:
-    if "=" not in expected:
-        return f"expected fingerprint {expected!r}, got {got!r}"
-    return difference(expected, got)

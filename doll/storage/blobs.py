@@ -1,9 +1,11 @@
 """Parameter blobs: a flat float32 vector behind a fixed header, so that a torn or foreign blob is refused, never used.
 
-Layout, little-endian, 96 bytes before the body: magic `DLBB`, u8 schema version = 1, u8 kind (`w` weights, `g`
-gradient), u8 dtype (1 = float32), u8 reserved = 0, job name in 64 bytes (padded with zeros), i64 model version, u64
-numel, u32 crc32 of the body, u32 crc32 of the header before it; then numel float32. The header is a multiple of 32
-bytes long, which keeps the body aligned.
+Layout, little-endian, 128 bytes before the body: magic `DLBB`, u8 schema version = 2, u8 kind (`w` weights, `g`
+gradient), u8 dtype (1 = float32), u8 reserved = 0, job and run in 96 bytes (see `scope_of`, padded with zeros), i64
+model version, u64 numel, u32 crc32 of the body, u32 crc32 of the header before it; then numel float32. The header is a
+multiple of 32 bytes long, which keeps the body aligned.
+
+Where a function takes `job`, that is the job's scope: two runs of one job name may share a Redis.
 
 A blob of dtype 0 holds numel bytes of another form, which its kind names: see `doll.storage.sections`.
 """
@@ -26,13 +28,13 @@ Kind: TypeAlias = Literal["w", "g"]
 BytesKind: TypeAlias = Literal["p", "q", "r"]
 
 MAGIC: Final = b"DLBB"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 FLOAT32: Final = 1
 BYTES: Final = 0
 MAX_BLOB_BYTES: Final = 500_000_000  # Redis refuses a string above 512 MB
-_HEADER: Final = struct.Struct("<4sBcBB64sqQII")
+_HEADER: Final = struct.Struct("<4sBcBB96sqQII")
 HEADER_BYTES: Final = _HEADER.size
-_JOB_BYTES: Final = 64
+_JOB_BYTES: Final = 96
 _KINDS: Final = {"w": "weights", "g": "gradient", "p": "push", "q": "row request", "r": "rows"}
 
 
@@ -65,6 +67,15 @@ class Blobs(Protocol):
 
     def delete(self, *keys: str) -> None:
         """Delete `keys`; a key that is not there is no error."""
+
+
+def scope_of(job: str, run_id: str) -> str:
+    """What keys, headers and control streams name, so that no other run takes them for its own: job and run.
+
+    Args:
+        run_id: see `doll.ps.start.Start`; "": not known, as in records of earlier releases.
+    """
+    return f"{job}:{run_id}" if run_id else job
 
 
 def weights_key(job: str, term: int, version: int) -> str:
@@ -234,6 +245,6 @@ def _open(
 def _header(job: str, kind: Kind | BytesKind, dtype: int, version: int, numel: int, body_crc: int) -> bytes:
     name = job.encode()
     if len(name) > _JOB_BYTES:
-        raise ValueError(f"expected a job name of at most {_JOB_BYTES} bytes, got {job!r}")
+        raise ValueError(f"expected a job and run of at most {_JOB_BYTES} bytes, got {job!r}")
     head = _HEADER.pack(MAGIC, SCHEMA_VERSION, kind.encode(), dtype, 0, name, version, numel, body_crc, 0)[:-4]
     return head + struct.pack("<I", crc32(head))

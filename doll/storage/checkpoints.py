@@ -44,7 +44,7 @@ class Checkpoint:
     """One durable model.
 
     Attributes:
-        fingerprint: of task, model and batch size; a job of another fingerprint cannot go on from here.
+        fingerprint: see `doll.fingerprint`, which also says which changes a job may make and go on from here.
         term: of the parameter server that wrote it.
         version: model version, J.
         state: the engine's snapshot (MessagePack), opaque to stores.
@@ -60,7 +60,13 @@ class Checkpoint:
 
 
 class CheckpointStore(Protocol):
-    """Where one job's checkpoints are. All calls raise `CheckpointError` where the store cannot be read or written."""
+    """Where one job's checkpoints are. All calls raise `CheckpointError` where the store cannot be read or written.
+
+    Attributes:
+        location: a folder or URL, for messages.
+    """
+
+    location: str
 
     def claim_term(self, above: int = 0) -> int:
         """A term above all that the store has seen, durably the caller's own: two callers never get the same.
@@ -88,7 +94,8 @@ class CheckpointStore(Protocol):
         A damaged one is passed over with a warning.
 
         Args:
-            fingerprint: what the checkpoint must have; None accepts any, for tools that only look.
+            fingerprint: what the checkpoint must have, but for what a resume may change; None accepts any, for tools
+                that only look.
 
         Raises:
             CheckpointError: it belongs to another job or fingerprint, or there are checkpoints but none is whole.

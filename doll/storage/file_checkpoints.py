@@ -1,8 +1,8 @@
 """Checkpoints as files in one folder of a local or shared file system.
 
-`checkpoint-<term>-<version>.doll` is a checkpoint, `term-<n>.claim` says that term n is taken (claims are never
-deleted: no term is given twice), `.lock` orders claims and saves: once a claim returns, no checkpoint of a lower term
-can appear.
+`checkpoint-<term>-<version>.doll` is a checkpoint, `term-<n>.claim` says that term n is taken (the newest ones are
+kept, and a claim below them does not count: no term is given twice), `.lock` orders claims and saves: once a claim
+returns, no checkpoint of a lower term can appear.
 
 Order of effects of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. look for a higher term; 4. rename;
 5. fsync the folder; 6. drop the lock; 7. delete old checkpoints. A crash before 4 leaves a temporary file that a later
@@ -29,6 +29,8 @@ from doll.storage.base_checkpoint_store import (
     checkpoints_among,
     claim_name,
     claims_among,
+    is_forgotten,
+    old_claims,
 )
 from doll.storage.checkpoints import Checkpoint, CheckpointStore, encode_checkpoint
 
@@ -66,7 +68,8 @@ class FileCheckpointStore(BaseCheckpointStore):
                     os.fsync(file)
                     os.close(file)
                     _fsync_folder(self.folder)
-                    return term
+                    if not is_forgotten(term, self.newest_term()):
+                        return term
 
     def newest_term(self) -> int:
         """The highest term claimed or saved, 0 where there is none."""
@@ -126,11 +129,11 @@ class FileCheckpointStore(BaseCheckpointStore):
     def _delete_old(self, term: int) -> None:
         """Delete all but the newest `keep`, the last of which was just written, and what crashed servers left."""
         obsolete = [self._path(*key) for key in self.versions()[: -self._keep]]
+        names = self._names()
         obsolete += [
-            self.folder / name
-            for name in self._names()
-            if (match := _TEMPORARY.fullmatch(name)) and int(match[1]) < term
+            self.folder / name for name in names if (match := _TEMPORARY.fullmatch(name)) and int(match[1]) < term
         ]
+        obsolete += [self.folder / name for name in old_claims(names, self.newest_term())]
         for path in obsolete:
             try:
                 path.unlink(missing_ok=True)

@@ -52,10 +52,7 @@ def redis_problem(services: Services, timeout_s: float = 4.0) -> str | None:
     except (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError) as exc:
         return f"Redis at {services.redis} refuses us ({exc}): set {REDIS_PASSWORD_ENV} (and {REDIS_USER_ENV})"
     except redis.exceptions.RedisError as exc:
-        return (
-            f"Redis at {services.redis} does not answer ({exc}): start it, correct redis.address or {REDIS_ENV}, "
-            "or use `doll up`, which starts one where no address is given"
-        )
+        return f"Redis at {services.redis} does not answer ({exc}): start it, or correct redis.address or {REDIS_ENV}"
     finally:
         client.close()
     return None

@@ -1,8 +1,9 @@
 """Checkpoints as objects under one prefix of an S3 bucket, for parameter servers that share no file system.
 
-`checkpoint-<term>-<version>.doll` is a checkpoint; `term-<n>.claim` says that term n is taken (claims are never
-deleted: no term is given twice); `term-<n>.base-<term>-<version>` says which checkpoint term n began from. S3 has no
-lock, so the newest base decides: of the terms below n only the checkpoint that it names, and older ones, count.
+`checkpoint-<term>-<version>.doll` is a checkpoint; `term-<n>.claim` says that term n is taken (the newest ones are
+kept, and a claim below them does not count: no term is given twice); `term-<n>.base-<term>-<version>` says which
+checkpoint term n began from. S3 has no lock, so the newest base decides: of the terms below n only the checkpoint
+that it names, and older ones, count.
 
 Order of effects of `claim_term`: 1. put the claim, on condition that it is not there; 2. list; 3. put what it begins
 from. Of `save`: 1. list, and look for a higher claim; 2. put the checkpoint, on the same condition; 3. list again; 4.
@@ -28,6 +29,8 @@ from doll.storage.base_checkpoint_store import (
     checkpoints_among,
     claim_name,
     claims_among,
+    is_forgotten,
+    old_claims,
 )
 from doll.storage.checkpoints import Checkpoint, CheckpointStore, encode_checkpoint
 
@@ -53,6 +56,7 @@ class _Listing(NamedTuple):
     newest_term: int
     base_term: int
     base: tuple[int, int]
+    old_claims: list[str]
 
     def counts(self, key: tuple[int, int]) -> bool:
         """Whether a checkpoint was there when the newest term began, or is that term's own."""
@@ -90,20 +94,29 @@ class S3CheckpointStore(BaseCheckpointStore):
     def claim_term(self, above: int = 0) -> int:
         """A term that is the caller's own; every lower one is fenced from here on."""
         with self._translate_errors("claim a term in"):
-            first = max(self._list().newest_term, above) + 1
-            for term in range(first, first + _CLAIMS):
-                if self._put_new(claim_name(term), b""):
+            listing = self._list()
+            while True:
+                term = self._put_claim(max(listing.newest_term, above) + 1)
+                listing = self._list()
+                if not is_forgotten(term, listing.newest_term):
                     break
-            else:
-                raise CheckpointError(f"{_CLAIMS} terms of {self.url} were taken while this one was claimed")
-            if self._put_new(claim_name(term), b""):
-                raise CheckpointError(
-                    f"{self.url}: this store ignores `If-None-Match: *`, so two parameter servers could write to it at "
-                    "once: expected S3, or a store that knows conditional writes"
-                )
-            newest = max(self._list().versions(), default=(0, 0))
+            newest = max(listing.versions(), default=(0, 0))
             self._put(f"term-{term:08d}.base-{newest[0]:08d}-{newest[1]:010d}", b"")
             return term
+
+    def _put_claim(self, first: int) -> int:
+        """Claim the first term from `first` on that nobody has."""
+        for term in range(first, first + _CLAIMS):
+            if self._put_new(claim_name(term), b""):
+                break
+        else:
+            raise CheckpointError(f"{_CLAIMS} terms of {self.url} were taken while this one was claimed")
+        if self._put_new(claim_name(term), b""):
+            raise CheckpointError(
+                f"{self.url}: this store ignores `If-None-Match: *`, so two parameter servers could write to it at "
+                "once: expected S3, or a store that knows conditional writes"
+            )
+        return term
 
     def newest_term(self) -> int:
         """The highest term claimed or saved, 0 where there is none."""
@@ -128,7 +141,8 @@ class S3CheckpointStore(BaseCheckpointStore):
             # What is stored now is not taken back where a higher claim is found: that claim may begin from it.
             self._check_term(checkpoint, listing)
             kept = listing.versions()[-self._keep :]
-            self._delete([key for key in listing.checkpoints if key not in kept])
+            old = [checkpoint_name(*key) for key in listing.checkpoints if key not in kept]
+            self._delete(old + listing.old_claims)
 
     def _read(self, term: int, version: int) -> bytes:
         name = checkpoint_name(term, version)
@@ -155,7 +169,9 @@ class S3CheckpointStore(BaseCheckpointStore):
         bases = [(int(m[1]), (int(m[2]), int(m[3]))) for name in names if (m := _BASE.fullmatch(name))]
         base_term, base = max(bases, default=(0, (0, 0)))
         newest_term = max([0, *claims_among(names), *(term for term, _ in checkpoints)])
-        return _Listing(checkpoints, newest_term, base_term, base)
+        # The newest base decides which checkpoints count, however old it is.
+        old = [name for name in old_claims(names, newest_term) if not name.startswith(f"term-{base_term:08d}.base-")]
+        return _Listing(checkpoints, newest_term, base_term, base, old)
 
     def _put_new(self, name: str, data: bytes) -> bool:
         """Whether the object was not there and now is. After a reply that was lost, the retry says that it was."""
@@ -185,14 +201,14 @@ class S3CheckpointStore(BaseCheckpointStore):
                 return None
             raise
 
-    def _delete(self, keys: list[tuple[int, int]]) -> None:
+    def _delete(self, names: list[str]) -> None:
         from botocore.exceptions import BotoCoreError, ClientError
 
-        for key in keys:
+        for name in names:
             try:
-                self._client.delete_object(Bucket=self._bucket, Key=self._prefix + checkpoint_name(*key))
+                self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)
             except (BotoCoreError, ClientError) as exc:  # the new checkpoint is safe; old ones only cost money
-                log.warning("checkpoint_not_deleted", file=checkpoint_name(*key), error=str(exc))
+                log.warning("checkpoint_not_deleted", file=name, error=str(exc))
 
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:

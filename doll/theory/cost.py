@@ -31,7 +31,7 @@ class Prices:
         checks.non_negative(spot_usd_per_h=self.spot_usd_per_h)
         checks.positive(on_demand_usd_per_h=self.on_demand_usd_per_h)
 
-    def times(self, machines: int) -> Prices:
+    def times(self, machines: float) -> Prices:
         """Of so many together, each at these prices."""
         return Prices(self.spot_usd_per_h * machines, self.on_demand_usd_per_h * machines)
 

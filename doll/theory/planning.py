@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from doll.amounts import usd
 from doll.errors import InfeasiblePlanError
 from doll.theory import checks
 from doll.theory.checks import Floats
@@ -221,8 +222,8 @@ def check_budget(cost_usd: float, budget_usd: float | None, *, updates: float, d
     affordable = math.floor(updates * budget_usd / cost_usd)
     raise InfeasiblePlanError(
         f"the budget binds: the cheapest mix that does {updates:g} updates in {deadline_s:g} s costs "
-        f"{cost_usd:.4f} USD in expectation, the budget is {budget_usd:.4f} USD. "
-        f"Feasible: a budget of {cost_usd:.4f} USD, or {affordable} updates",
+        f"{usd(cost_usd, up=True)} USD in expectation, the budget is {usd(budget_usd)} USD. "
+        f"Feasible: a budget of {usd(cost_usd, up=True)} USD, or {affordable} updates",
         constraint="budget",
         nearest={"budget_usd": cost_usd, "updates": affordable},
     )

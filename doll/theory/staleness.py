@@ -160,6 +160,10 @@ class StalenessMeter:
         self._since[worker] = self._version
         self._set(worker, self._version, clock)
 
+    def skipped(self, worker: int, batches: int) -> None:
+        """So many batches of this worker, the next ones, do not count."""
+        self._offsets[worker] -= batches
+
     def read(self, worker: int, version: int, batch: int, count: int = 1) -> None:
         """`worker` computes its batches `batch` to `batch + count - 1` on version `version`.
 

@@ -41,6 +41,7 @@ from doll.records import (
     encode,
 )
 from doll.services import Services
+from doll.storage.blobs import scope_of
 from doll.storage.redis_client import connect_redis
 from waiting import WAIT_TIMEOUT_S
 
@@ -78,18 +79,18 @@ class Clock:
 class Server:
     """`ControlLinks` of one kind."""
 
-    def __init__(self, kind: str, services: Services, path: Path, term: int = TERM) -> None:
-        self.term, self.clock = term, Clock()
-        self.links = ControlLinks(term, self.clock)
+    def __init__(self, kind: str, services: Services, path: Path, term: int = TERM, run_id: str = "") -> None:
+        self.term, self.clock, self.run_id = term, Clock(), run_id
+        self.links = ControlLinks(term, self.clock, run_id=run_id)
         if kind == "local":
             self.links.add(LocalListener(self.links, LocalSocket(str(path), ""), max_links=8))
         else:
-            self.links.add(StreamListener(self.links, services, "contract", term, max_links=8))
+            self.links.add(StreamListener(self.links, services, scope_of("contract", run_id), term, max_links=8))
         self.records: list[AnyRecord] = []
         self.changed: list[int] = []
 
     def welcome(self, worker: int = 0, session: int = SESSION) -> Welcome:
-        made = welcome(worker, session, self.term, endpoints=self.links.endpoints)
+        made = welcome(worker, session, self.term, endpoints=self.links.endpoints, run_id=self.run_id)
         self.links.welcome(made)
         return made
 
@@ -505,6 +506,85 @@ def test_a_folder_that_others_may_enter_is_refused(private: Path) -> None:
         LocalSocket(str(private / "s"), "")
 
 
+def test_a_worker_attaches_to_no_socket_in_a_folder_that_others_may_enter(private: Path) -> None:
+    """Whoever may write to the folder can put a socket of his own there."""
+    rig = Rig("local", Services("", ""), private / "s")
+    server = rig.start_server()
+    private.chmod(0o770)
+    refused: list[int] = []
+    worker = Worker(ControlLink(Services("", ""), "local", on_refused=refused.append))
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(server.welcome())
+        await until(lambda: len(refused) == 2)
+        assert (worker.link.kind_in_use, worker.changes, server.links.kinds()) == ("kafka", [], {})
+        private.chmod(0o700)
+        await until(lambda: worker.changes)
+        assert worker.changes == ["local"]
+
+    with closing(rig):
+        run(scenario, worker, server)
+    assert refused[:2] == [1, 2]
+
+
+def test_a_connection_to_a_folder_a_file_or_a_link_that_is_not_this_users_is_refused(private: Path) -> None:
+    (real := private / "real").mkdir(0o700)
+    listening = LocalSocket(str(real / "s"), "")
+    (private / "folder").symlink_to(real)
+    (real / "linked").symlink_to(real / "s")
+    (real / "file").touch()
+    try:
+        for path, reason in (
+            (private / "folder" / "s", r"folder: expected a folder of user \d+ that nobody else may enter, got mode l"),
+            (real / "linked", r"linked: expected a socket of user \d+, got mode l"),
+            (real / "file", r"file: expected a socket of user \d+, got mode -"),
+        ):
+            with pytest.raises(LinkError, match=reason) as error:
+                connect(str(path))
+            assert error.value.is_refusal
+        with pytest.raises(LinkError, match="cannot connect") as error:  # on another machine
+            connect(str(private / "nowhere" / "s"))
+        assert not error.value.is_refusal
+        connect(str(real / "s")).close()
+    finally:
+        listening.close()
+
+
+def test_a_process_of_another_user_that_listens_is_refused(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folder and socket are this user's when they are looked at; who listens is another user's process."""
+    listening = LocalSocket(str(private / "s"), "")
+    real, path = os.lstat, str(private / "s")
+    other = os.geteuid() + 1
+
+    def lstat(name: Any) -> Any:
+        status = real(name)
+        return os.stat_result([*status[:4], other, *status[5:10]])
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    try:
+        with pytest.raises(LinkError, match=rf"to listen, got process {os.getpid()} of user {other - 1}") as error:
+            connect(path)
+        assert error.value.is_refusal
+    finally:
+        listening.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to listen as another user")
+def test_a_socket_of_another_user_is_refused(private: Path) -> None:
+    """Another user has made the folder and listens in it."""
+    (folder := private / "theirs").mkdir(0o700)
+    listening = socket.socket(socket.AF_UNIX)
+    with closing(listening):
+        listening.bind(str(folder / "s"))
+        listening.listen()
+        for owned, reason in ((folder / "s", "expected a socket of user 0"), (folder, "expected a folder of user 0")):
+            os.chown(owned, 65534, 65534)
+            with pytest.raises(LinkError, match=reason) as error:
+                connect(str(folder / "s"))
+            assert error.value.is_refusal
+
+
 def test_a_path_that_no_socket_can_have_is_refused(private: Path) -> None:
     with pytest.raises(ServiceUnavailableError, match="at most 100 bytes"):
         LocalSocket(str(private / ("s" * 100)), "")
@@ -519,6 +599,60 @@ def test_a_chosen_path_is_the_jobs_own_in_a_private_folder(private: Path, monkey
     finally:
         one.close()
         other.close()
+
+
+# --- two runs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_of_another_run_is_refused_by_the_server(rig: Rig) -> None:
+    """Term and session of two runs of one job name are alike: both servers are the first of their run."""
+    rig.servers.append(server := Server(rig.kind, rig.services, rig.path, run_id="aa"))
+    made = msgspec.structs.replace(server.welcome(), run_id="bb")
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(made)
+        await until(lambda: server.links.counters["refused_attach"])
+        assert (worker.changes, server.links.kinds(), server.records) == ([], {}, [])
+
+    run(scenario, rig.worker(), server)
+
+
+def test_a_server_of_another_run_that_answers_is_refused_by_the_worker(rig: Rig) -> None:
+    """It does not compare runs itself."""
+    rig.servers.append(server := Server(rig.kind, rig.services, rig.path, run_id="aa"))
+    refused: list[int] = []
+    worker = Worker(ControlLink(rig.services, rig.kind, on_refused=refused.append))
+
+    def answer_anybody(peer: Any, record: Attach) -> None:
+        peer.link.send(Attached(term=TERM, worker=0, session=SESSION, run_id="aa"), server.clock())
+
+    server.links._attach = answer_anybody  # type: ignore[method-assign]
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(msgspec.structs.replace(server.welcome(), run_id="bb"))
+        await until(lambda: refused)
+        assert (worker.changes, worker.link.kind_in_use) == ([], "kafka")
+
+    run(scenario, worker, server)
+
+
+@ON_REDIS
+def test_two_runs_of_one_job_name_on_one_redis_keep_to_themselves(rig: Rig) -> None:
+    rig.servers += (
+        (mine := Server("redis", rig.services, rig.path, run_id="aa")),
+        (other := Server("redis", rig.services, rig.path, run_id="bb")),
+    )
+    assert mine.links.endpoints != other.links.endpoints
+    other.welcome()  # worker 0 of the other run has the same session
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        await worker.attach(mine, until)
+        assert worker.link.send(push(1))
+        await until(lambda: mine.records)
+        assert (mine.records, mine.links.kinds()) == ([push(1)], {0: "redis"})
+        assert (other.records, other.links.kinds(), dict(other.links.counters)) == ([], {}, {})
+
+    run(scenario, rig.worker(), mine, other)
 
 
 # --- Redis -----------------------------------------------------------------------------------------------------------

@@ -202,6 +202,35 @@ def test_old_versions_are_deleted(rig: Rig) -> None:
     assert [rig.blobs.get(key) is not None for key in keys] == [False, False, True, True]  # blobs.keep_versions
 
 
+def test_an_older_version_lives_until_no_grant_names_it(rig: Rig) -> None:
+    def left() -> list[int]:
+        rig.host.tidy(named)
+        return [version for version, key in enumerate(keys) if rig.blobs.get(key) is not None]
+
+    named = {0, 1, 5}
+    keys = [rig.host.publish(version) for version in range(6)]
+    assert left() == [0, 1, 4, 5]
+    assert rig.host.publish(1) == keys[1], "a grant is sent again"
+    rig.published(keys[1], 1)
+    named.remove(1)
+    rig.host.release(1)
+    assert left() == [0, 4, 5]
+    named.remove(5)
+    rig.host.release(5)  # it is one of the newest
+    assert left() == [0, 4, 5]
+    keys += [rig.host.publish(version) for version in (6, 7)]
+    assert left() == [0, 6, 7]
+
+
+def test_of_older_versions_there_is_at_most_one_for_each_worker(rig: Rig) -> None:
+    """Two workers with grants of eight versions."""
+    keys = [rig.host.publish(version) for version in range(10)]
+    rig.host.tidy(range(10))
+    assert [version for version, key in enumerate(keys) if rig.blobs.get(key) is not None] == [6, 7, 8, 9]
+    assert rig.host.publish(3) == keys[3]
+    assert rig.blobs.get(keys[3]) is None, "the weights now are not stored as those of an older version"
+
+
 def test_keys_of_another_term_are_other_keys(rig: Rig) -> None:
     """A server that was fenced must not overwrite its successor's weights."""
     assert rig.make(parse(JOB), 4, rig.blobs).publish(0) != rig.host.publish(0)

@@ -24,6 +24,7 @@ from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
+from statuses import server_status
 
 from .conftest import FILES, IMAGE, PROGRAMS, SECRETS, SETTINGS, Host, push_job
 
@@ -211,8 +212,10 @@ def test_what_the_provisioner_measures_is_told_to_the_dashboard(make_host: Calla
         ControllerSettings(planner=plan, rates_per_s=np.full(4, 10.0)), FakeFleet(clock), StatedPrices(0.158, 0.286),
         LOCAL, FileStateStore(host.root / "var/lib/doll/run", "t"),
     )  # fmt: skip
+    controller.feed(server_status(), clock())
     controller.turn(clock())
     clock.advance(100.0)
+    controller.feed(server_status(), clock())
     decision = controller.turn(clock())
 
     assert host.run("heartbeat", FAKE_PYTHON=sys.executable)[0] == 0
@@ -226,11 +229,14 @@ def test_what_the_provisioner_measures_is_told_to_the_dashboard(make_host: Calla
     published = {datum["MetricName"]: datum["Value"] for datum in data}
     assert published == {name: served[name] for name in published}
     assert published["doll_provisioner_instances_spot"] > 0
+    assert published["doll_provisioner_alarms"] == len(decision.alarms)
     assert published["doll_provisioner_spent_usd"] > 0
     assert {datum["Timestamp"] for datum in data} == {decision.now_s}
 
     terraform = (FILES.parents[1] / "observability" / "main.tf").read_text()
-    assert set(re.findall(r'\["DOLL", "(\w+)", "Cluster", var\.name', terraform)) == {*published, "WorkersRunning"}
+    shown = set(re.findall(r'\["DOLL", "(\w+)", "Cluster", var\.name', terraform))
+    alarmed = set(re.findall(r'metric_name +=\s+"(doll_\w+)"', terraform))
+    assert (shown, alarmed) == ({*published, "WorkersRunning"} - alarmed, {"doll_provisioner_alarms"})
     assert all(datum["Dimensions"] == [{"Name": "Cluster", "Value": "t"}] for datum in data)
 
 

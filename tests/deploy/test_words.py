@@ -72,7 +72,7 @@ def test_doll_takes_what_hosts_ask_of_it(make_host: Callable[..., Host], script:
     (run,) = host.calls_of("docker run")
     asked = run.split(f" {IMAGE} ")[1].split()
     assert "--job" in asked
-    assert asked.count("--set") == 1 + len(SETTINGS)
+    assert asked.count("--set") == 2 + len(SETTINGS)
     doll_takes(asked)
 
 

@@ -71,9 +71,9 @@ def test_two_policies_learn_from_the_same_stream(tmp_path: Path) -> None:
         assert (audit["ok"], audit["missing"], audit["duplicate"]) == (True, 0, 0)
     assert set(bsp["staleness"]["histogram"]) == {"-1"}
     assert (bsp["updates"], doll["updates"]) == (50, 100)
-    # A gradient is 4 x 2 + 2 float32 behind 96 bytes; bsp sends one for each batch.
-    assert bsp["bytes"]["gradients"] == bsp["bytes"]["gradients_dense"] == 100 * (96 + 40)
-    assert bsp["bytes"]["weights"] == 100 * (96 + 40)
+    # A gradient is 4 x 2 + 2 float32 behind 128 bytes; bsp sends one for each batch.
+    assert bsp["bytes"]["gradients"] == bsp["bytes"]["gradients_dense"] == 100 * (128 + 40)
+    assert bsp["bytes"]["weights"] == 100 * (128 + 40)
     jobs = [load(Path(row["folder"]) / "job.yaml") for row in (bsp, doll)]
     assert len({config.job for config in jobs}) == 2, "topics of its own for each"
     first, second = ((config.seed, config.source, config.arrivals, config.data, config.stop) for config in jobs)

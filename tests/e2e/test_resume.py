@@ -41,7 +41,7 @@ def doll(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]
 def killed_run(folder: Path, job: str, *options: str, **env: str) -> Path:
     """The folder of a run of `doll up` that was killed, with all its processes, after 20 updates."""
     (folder / "job.yaml").write_text(JOB.format(job=job))
-    command = [sys.executable, "-m", "doll", "up", str(folder / "job.yaml"), "--runs-folder", str(folder / "runs")]
+    command = [sys.executable, "-m", "doll", "up", str(folder / "job.yaml"), "--parent-folder", str(folder / "runs")]
     err = folder / "err.txt"
     with err.open("w") as file:
         process = subprocess.Popen(
@@ -155,7 +155,7 @@ def test_a_job_keeps_its_checkpoints_in_s3(
     env = {"DOLL_KAFKA": services.kafka, "DOLL_REDIS": services.redis}
     (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
     place = ["--set", f"checkpoint.folder=s3://models/{job_name}", "--set", "stop.updates=20"]
-    done = doll("up", tmp_path / "job.yaml", "--runs-folder", tmp_path / "runs", "--json", *place, **env)
+    done = doll("up", tmp_path / "job.yaml", "--parent-folder", tmp_path / "runs", "--json", *place, **env)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["updates"], report["audit"]["applied"], report["audit"]["ok"]) == (20, 320, True)
@@ -173,7 +173,7 @@ def test_a_job_keeps_its_checkpoints_in_s3(
 
 def second_run_on_the_same_topics(tmp_path: Path, first: Path, job: str, env: dict[str, str]) -> None:
     """It is refused with the three ways to go; as a new generation it reports nothing of the first run."""
-    command = ("up", tmp_path / "job.yaml", "--runs-folder", tmp_path / "runs", "--set", "stop.updates=10", "--json")
+    command = ("up", tmp_path / "job.yaml", "--parent-folder", tmp_path / "runs", "--set", "stop.updates=10", "--json")
     refused = doll(*command, **env)
     assert refused.returncode == 2, refused.stderr
     for words in ("hold an earlier run", f"doll resume {first}", "--fresh", "--set job="):

@@ -40,7 +40,7 @@ class Up:
         hidden = ("DOLL_KAFKA", "DOLL_REDIS")
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "doll", "up", *arguments, "--runs-folder", str(self.runs), "--json"],
+                [sys.executable, "-m", "doll", "up", *arguments, "--parent-folder", str(self.runs), "--json"],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -75,6 +75,12 @@ class Up:
         assert self.process.wait(timeout_s) == 0, self.said
         printed: dict[str, Any] = json.loads((self.folder / "out").read_text())
         assert printed == json.loads((self.run / "report.json").read_text())
+        return printed
+
+    def failed(self, exit_code: int, timeout_s: float = 600.0) -> dict[str, Any]:
+        """The report of an end with this exit code."""
+        assert self.process.wait(timeout_s) == exit_code, self.said
+        printed: dict[str, Any] = json.loads((self.folder / "out").read_text())
         return printed
 
     def started(self) -> list[psutil.Process]:
@@ -129,7 +135,7 @@ def assert_audit_ok(report: dict[str, Any]) -> None:
 
 def test_the_digits_example_shortened(up: Any) -> None:
     """Exit code, report, and no more updates than Eq. (1) of the paper predicts: 4 x 125 / (4 x 32) a second."""
-    job = up(str(EXAMPLES / "digits.yaml"), "--set", "stop={updates: 90}")
+    job = up(str(EXAMPLES / "digits.yaml"), "--set", "stop={updates: 90}", "--set", "log.format=json")
     job.until_learning()
     processes, ports = job.started(), job.ports()
     report = job.report()
@@ -147,6 +153,11 @@ def test_the_digits_example_shortened(up: Any) -> None:
     for name in ("report.json", "audit.json", "updates.csv", "evaluations.csv", "progress.png", "job.yaml"):
         assert (job.run / name).stat().st_size > 0, name
     assert (job.run / "model" / "model.safetensors").stat().st_size > 4 * 64 * 128
+    logs = {path.stem: path.read_text().splitlines() for path in (job.run / "logs").glob("*.log")}
+    roles = {name for name in logs if name.startswith(("ps", "worker", "evaluator", "producer"))}
+    assert len(roles) == 7
+    for name in roles:  # Faust's warnings too; it also writes control sequences of its own
+        assert {json.loads(line)["process"] for line in logs[name]} == {name}
     assert_nothing_left(processes, ports)
 
 
@@ -194,3 +205,53 @@ def test_after_sigkill_no_process_and_no_port_is_left(up: Any) -> None:
     assert len(processes) >= 8  # itself, fork server, Kafka, Redis, PS, two workers, evaluator, producer
     job.process.kill()
     assert_nothing_left(processes, ports)
+
+
+def test_a_stream_of_garbage_is_no_success_and_a_notebooks_backend_costs_nothing(
+    up: Callable[..., Up], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    events = '{"aged": 40, "visits": 3, "spend": 10.5, "left": true}\n' * 100
+    files = {"churn.py": (EXAMPLES / "churn.py").read_text(), "mine.yaml": OWN_JOB, "events.jsonl": events}
+    job = up("mine.yaml", "--set", "stop.updates=50", "--set", "arrivals.process=asap", files=files)
+    report = job.failed(2)
+    assert (report["updates"], report["samples"]) == (0, 0)
+    assert "ValidationError: Object missing required field `age`" in report["error"]
+    assert f"doll dead list {job.run.relative_to(job.folder)}" in report["error"]
+    assert "dead letters" in job.said, "on the terminal while it ran"
+    assert not job.run.joinpath("model").exists(), "nothing was learned"
+    assert (job.run / "progress.png").stat().st_size > 0
+    assert (job.run / "report.json").exists()
+    listed = subprocess.run(
+        [sys.executable, "-m", "doll", "dead", "list", str(job.run)], capture_output=True, text=True, check=False
+    )
+    assert listed.returncode == 0, "its broker is gone: the folder has the list"
+    assert listed.stdout.count("ValidationError") == min(report["dead_letters"], 1000)
+
+
+def test_ctrl_c_twice_kills_everything_and_says_what_is_lost(up: Callable[..., Up]) -> None:
+    events = '{"age": 40, "visits": 3, "spend": 10.5, "left": true}\n' * 100
+    files = {"job.yaml": OWN_JOB, "events.jsonl": events, "churn.py": (EXAMPLES / "churn.py").read_text()}
+    job = up("job.yaml", files=files)
+    job.until_learning()
+    processes, ports = job.started(), job.ports()
+    job.process.send_signal(signal.SIGINT)
+    until(lambda: "again to stop at once" in job.said, lambda: job.said)
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(600.0) == 1
+    assert_nothing_left(processes, ports)
+    assert f"doll resume {job.run.relative_to(job.folder)} goes on from it" in job.said
+    assert "auditing" not in job.said
+    assert "Traceback" not in job.said
+    assert not (job.run / "report.json").exists()
+
+
+def test_a_mistake_in_the_model_is_one_line_before_any_service_is_started(up: Callable[..., Up]) -> None:
+    task = (EXAMPLES / "churn.py").read_text().replace("torch.nn.ReLU()", "torch.nn.RuLE()")
+    job = up("job.yaml", files={"job.yaml": OWN_JOB, "events.jsonl": "{}\n", "churn.py": task})
+    assert job.process.wait(600.0) == 2
+    assert "Churn.build_model() failed: AttributeError: module 'torch.nn' has no attribute 'RuLE'" in job.said
+    assert "(churn.py, line " in job.said
+    assert "Traceback" not in job.said
+    assert "Kafka: " not in job.said
+    assert not (job.run / "services").exists()

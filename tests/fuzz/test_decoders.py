@@ -49,6 +49,7 @@ from doll.records import (
     ProvisionDecision,
     Push,
     PushedBatch,
+    Skip,
     Stop,
     TermStarted,
     Update,
@@ -150,7 +151,7 @@ def test_the_engine_takes_any_record_that_decodes(policy: str) -> None:
                 session = subject.worker(worker).session
                 subject.handle(Announce(worker=worker, session=session, first=0, until=3), 0.0)
         record = call_or_none(RecordError, data, decode, data)
-        if isinstance(record, Join | Announce | Push | Nack | Alive | Leave | Evaluated):
+        if isinstance(record, Join | Announce | Skip | Push | Nack | Alive | Leave | Evaluated):
             fed += 1
             call_or_none(RecordError, data, subject.handle, record, 0.0)
             subject.check_invariants()

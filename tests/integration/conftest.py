@@ -23,6 +23,7 @@ from doll.local.supervisor import Restart, RoleSpec, Supervisor
 from doll.ps.checkpointing import decode_snapshot
 from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update, decode, encode
 from doll.services import BLOBS_ENV, Services
+from doll.storage.blobs import scope_of
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.file_checkpoints import FileCheckpointStore
 from waiting import WAIT_TIMEOUT_S
@@ -216,6 +217,11 @@ class Pipeline:
     @property
     def store(self) -> FileCheckpointStore:
         return FileCheckpointStore(self.run / "checkpoints", self.config.job, keep=self.config.checkpoint.keep)
+
+    @property
+    def scope(self) -> str:
+        """What this run's blobs and control streams are named by, once its server has started."""
+        return scope_of(self.config.job, decode_snapshot(self.checkpoint()).run_id)
 
     def checkpoint(self) -> Checkpoint:
         newest = self.store.load_newest(None)

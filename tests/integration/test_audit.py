@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from doll.ledger.balance import LedgerReport, Range
 from doll.records import AnyRecord, DeadLetter, Finished, Member, TermStarted, Update, encode
 from doll.services import Services
 from doll.storage.checkpoints import Checkpoint
+from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.testing import MemoryCheckpointStore
 
 pytestmark = pytest.mark.integration
@@ -149,11 +151,24 @@ def test_a_batch_applied_again_and_one_left_out_are_named(job: Job) -> None:
 def test_before_the_first_checkpoint_everything_is_to_come(job: Job) -> None:
     job.send("samples", [b"x"] * 10, partition=0)
     assert job.audit().summary().startswith("audit: 10 offsets produced, 0 applied exactly once, 10 not yet applied")
+    job.save(1, 0, 0, 0)
     job.begin(1)
     job.update(1, 1, (0, 0))
     report = job.audit()
     assert report.ok
     assert (report.pending, report.unsaved) == (10, 1)
+
+
+def test_updates_without_a_checkpoint_are_a_problem_that_names_where_it_was_looked_for(
+    job: Job, tmp_path: Path
+) -> None:
+    """The checkpoints are lost, or the audit looks into the wrong folder."""
+    job.send("samples", [b"x"] * 10, partition=0)
+    job.begin(1)
+    job.update(1, 1, (0, 0))
+    report = audit(job.config, job.services, FileCheckpointStore(tmp_path / "checkpoints", job.config.job))
+    assert not report.ok
+    assert f"no checkpoint was found in {tmp_path / 'checkpoints'}" in " ".join(report.violations())
 
 
 def test_a_gap_that_is_none_is_found_on_the_broker(job: Job) -> None:

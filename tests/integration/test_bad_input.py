@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 from doll.consumers.kafka_channel import WorkerChannel
+from doll.drill.damage import send_bomb
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
+from doll.kafka.reader import Partition
 from doll.packing import pack
 from doll.process.fault_points import ENV, MARKER_ENV
 from doll.ps.kafka_channel import KafkaChannel
@@ -149,16 +151,43 @@ def test_a_packed_record_in_which_one_sample_is_bad_gives_its_others(points: Any
     assert sum(update.n_samples for update in job.updates) == 4 * 32 - 4 * 4 - 2
 
 
+GARBAGE = {
+    "misnamed field": (b'{"X": [1, 2, 3], "y": 0}', "KeyError: 'x'"),
+    "NaN in x": (b'{"x": [1, NaN, 3], "y": 0}', "x holds NaN or infinity"),
+    "label out of range": (b'{"x": [1, 2, 3], "y": 7}', "expected a class 0 to 1, got 7"),
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_a_job_whose_records_are_all_refused_ends_with_exit_code_2_and_the_reason(points: Any, kind: str) -> None:
+    record, reason = GARBAGE[kind]
+    job = points("stop.updates=5", "data.on_bad_records.first_records=160")
+    server = job.launch("ps", "ps_role")
+    job.start_worker(0)
+    job.start_worker(1)
+    job.send([record] * 400)
+    job.until_finished()
+    assert reason in job.finished.error
+    assert "doll dead list" in job.log("ps")
+    assert server.wait(60.0) == 2
+    assert sum(update.n_samples for update in job.updates) == 0
+    assert job.status.dead_reasons[0][1] == job.status.recent_refused or job.status.recent_refused == 0
+    report = job.audit()
+    assert report.ok
+    assert report.dead >= 160
+
+
 def test_a_stream_of_nothing_but_garbage_stops_nobody(points: Any) -> None:
     """Batches without a usable sample are versions that change nothing; the other stream is learned."""
-    job = points("stop.updates=10")
+    job = points("stop.samples=80")
     job.start()
     job.send([b"garbage"] * 80, partition=0)
+    job.until(lambda: len(job.read("dead")) > 0 and job.version > 0, "an update of garbage alone")
     job.send([point(i) for i in range(80)], partition=1)
     job.until_finished()
     report = job.assert_audit_ok()
-    assert (report.applied, report.dead) == (80, 80)
-    assert len(job.read("dead")) == 80
+    assert (report.applied, report.dead + report.pending) == (80, 80), "the job ends with the last usable sample"
+    assert len(job.read("dead")) >= report.dead > 0
 
 
 def test_what_came_before_the_streams_stopped_becomes_durable_though_workers_hold_parts_of_it_back(points: Any) -> None:
@@ -357,3 +386,25 @@ def test_an_update_of_nothing_but_bad_records_fits_into_its_topic(make_pipeline:
     finally:
         server.close()
         worker.close()
+
+
+def test_a_batch_that_unpacks_to_too_much_is_dead_and_the_job_goes_on(make_pipeline: Any) -> None:
+    job = make_pipeline()
+    job.send(job.samples(20), 0)
+    send_bomb(
+        job.config,
+        job.services,
+        Partition(job.config.topic("samples"), 0),
+        codec="zstd",
+        size_bytes=1_000_000,
+        records=140,
+    )
+    job.send(job.samples(20), 0)
+    job.send(job.samples(160), 1)
+    job.start()
+    job.until(lambda: len(job.store.versions()) > 0 and job.audit().dead == 140, "the dead letters of the batch")
+    job.until(lambda: job.audit().pending < 32, "what is behind it")
+    job.assert_audit_ok()
+    letters = [record for record in job.read("dead") if isinstance(record, DeadLetter)]
+    assert sorted({letter.offset for letter in letters}) == [*range(20, 160)]
+    assert {letter.code for letter in letters} == {"unreadable"}

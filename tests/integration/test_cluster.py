@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,9 +14,11 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from doll.kafka import topics
 from doll.local import kafka_jars
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
+from job_files import job
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
@@ -62,6 +65,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
 def services(cluster: Held, redis_server: LocalRedis) -> Services:
     """Addresses of the cluster and the session's Redis."""
     return Services(cluster.address, redis_server.address)
+
+
+def test_topics_that_were_just_created_are_there_on_every_broker(services: Services) -> None:
+    for number in range(5):
+        config = job("kafka.replication_factor=3", name=f"everywhere-{number}", workers=8)
+        topics.ensure(config, services)
+        for address in services.kafka.split(","):
+            topics.check(config, dataclasses.replace(services, kafka=address))
 
 
 def test_a_job_goes_on_without_one_broker_and_loses_nothing(

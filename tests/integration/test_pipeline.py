@@ -53,13 +53,13 @@ def test_a_job_learns_every_sample_once(make_pipeline: Any) -> None:
 
     # What was published last, and what anybody may read from Redis, is the durable model.
     blobs = RedisBlobs(connect_redis(job.services))
-    pointer = blobs.get(latest_key(job.config.job))
+    pointer = blobs.get(latest_key(job.scope))
     assert pointer is not None
     latest = decode_latest(pointer)
     weights = job.checkpoint().tensors["weights"]
     blob = blobs.get(latest.key)
     assert blob is not None
-    published = decode_blob(blob, job=job.config.job, kind="w", version=40, numel=weights.size)
+    published = decode_blob(blob, job=job.scope, kind="w", version=40, numel=weights.size)
     blobs.close()
     assert latest.version == 40
     assert published.tobytes() == weights.tobytes()

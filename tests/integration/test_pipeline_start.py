@@ -98,8 +98,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_difference(make_pipel
     code, log = started(job, "ps-other", "ps_role", job_path=other(job, "task.args.hidden=[9]", "data.batch_size=16"))
     assert code == 1
     said = log.splitlines()[-1]
-    assert "parameters: expected 65, got 58" in said
-    assert "batch_size: expected 16, got 8" in said
+    assert "parameters: expected 58, got 65" in said
+    assert "data.batch_size: expected 8, got 16" in said
     assert "workers" not in said
     assert "rename the job" in said
     # The claim of a term is for servers that can go on: the one that runs must not be fenced by a wrong job file.
@@ -116,9 +116,13 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_difference(make_pipel
 def test_a_worker_of_another_job_file_is_refused_with_the_difference(make_pipeline: Any) -> None:
     job = make_pipeline("stop.updates=4")
     job.start_ps()
-    code, log = started(job, "worker-other", "worker_role", 0, job_path=other(job, "data.batch_size=16"))
-    assert code == 2
-    assert log.splitlines()[-1] == ("doll: the parameter server runs another job file: batch_size: expected 8, got 16")
+    for change, said in (
+        ("data.batch_size=16", "data.batch_size: expected 8, got 16"),
+        ("training.optimizer.lr=7", "training.optimizer.lr: expected 0.05, got 7.0"),
+    ):
+        code, log = started(job, "worker-other", "worker_role", 0, job_path=other(job, change))
+        assert code == 2
+        assert log.splitlines()[-1] == f"doll: the parameter server runs another job file: {said}"
     # It was welcomed before it knew. The right one takes its place.
     job.start_worker(0)
     job.start_worker(1)
@@ -151,7 +155,7 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
     make_pipeline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its predecessor died on the last message: without this it would wait for a server that never comes."""
-    job = make_pipeline("ps.lease_s=0.1")
+    job = make_pipeline("ps.lease_s=2")
     monkeypatch.setattr(kafka_channel, "_ENDED_AFTER_S", 0.0)
     job.control("commands", Stop(term=1, reason="updates: 20 reached"), partition=1)
     late = kafka_channel.WorkerChannel(job.config, job.services, 1)
@@ -165,7 +169,7 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
 
 
 def test_a_job_that_ended_and_was_resumed_has_not_ended(make_pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_pipeline("ps.lease_s=0.1")
+    job = make_pipeline("ps.lease_s=2")
     monkeypatch.setattr(kafka_channel, "_ENDED_AFTER_S", 0.0)
     job.control("commands", Stop(term=1, reason="updates: 20 reached"), partition=1)
     job.control("commands", Hello(term=2), partition=1)

@@ -20,8 +20,9 @@ from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState
 from doll.provisioner.launch_state import LaunchLimits
-from doll.provisioner.prices.ec2 import Ec2Prices, OnDemandPrice, OnDemandPrices
+from doll.provisioner.prices.ec2 import Ec2Prices, OnDemandPrices
 from doll.provisioner.prices.port import PriceFeed
+from doll.provisioner.prices.shipped import OnDemandPrice
 from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.state_store import MemoryStateStore
 from job_world import ON_DEMAND, SPOT, JobWorld, run, settings

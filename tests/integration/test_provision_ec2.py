@@ -21,6 +21,7 @@ from doll.services import KAFKA_ENV, REDIS_ENV
 from fleet_rigs import Ec2Rig
 from moto.server import ThreadedMotoServer
 from moto_overlay import REGION, moto_market
+from statuses import server_status
 
 pytestmark = pytest.mark.integration
 
@@ -43,7 +44,7 @@ class Cloud:
         self.make = functools.partial(
             make, *(f"fleet.{name}={json.dumps(value)}" for name, value in fleet.items()), "plan.deadline_s=3600",
             "plan.on_demand_usd_per_h=0.17", "plan.alpha=0.9", "provision.every_s=1", "arrivals.process=poisson",
-            "arrivals.rate_per_s=20", "stop.updates=40",
+            "arrivals.rate_per_s=20", "stop.updates=40", "provision.heartbeat_timeout_s=600",
         )  # fmt: skip
         self.job = job = self.make()
         self.rig, self.market = rig, rig.market
@@ -55,6 +56,7 @@ class Cloud:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: str, *more: str) -> subprocess.Popen[bytes]:
+        self.job.control("metrics", server_status(time_s=time.time()))  # without a server nothing is launched
         log = self.job.run / "logs" / f"provision-{len(self._processes)}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         argv = [sys.executable, "-m", "doll", "provision", command, "--job", str(self.job.job_path)]

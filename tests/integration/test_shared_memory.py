@@ -44,12 +44,12 @@ def test_a_job_learns_every_sample_once_also_when_it_is_wiped(
     assert (report.version, report.applied) == (200, 3200)
 
     blobs = open_blobs(job.config, job.services, give_up=lambda: True)
-    pointer = blobs.get(latest_key(job.config.job))
+    pointer = blobs.get(latest_key(job.scope))
     assert pointer is not None
     weights = job.checkpoint().tensors["weights"]
     blob = blobs.get(decode_latest(pointer).key)
     assert blob is not None
-    published = decode_blob(blob, job=job.config.job, kind="w", version=200, numel=weights.size)
+    published = decode_blob(blob, job=job.scope, kind="w", version=200, numel=weights.size)
     assert published.tobytes() == weights.tobytes()
     blobs.close()
 

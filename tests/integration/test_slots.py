@@ -76,7 +76,7 @@ def test_a_spare_takes_over_when_a_holder_goes_without_a_word(client: redis.Redi
 
 def test_a_holder_that_has_lost_its_slot_is_told_to_leave(client: redis.Redis, job_name: str) -> None:
     lost = threading.Event()
-    with lease_slot(config_of(job_name, 1, 0.4), client, threading.Event(), lost.set) as held:
+    with lease_slot(config_of(job_name, 1, 2), client, threading.Event(), lost.set) as held:
         assert held is not None
         held.start_renewing()
         client.set(f"doll:{job_name}:slot:0", b"another")

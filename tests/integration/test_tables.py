@@ -95,7 +95,7 @@ def test_requests_that_are_forged_torn_or_late_are_refused_and_counted(make_pipe
     term, session = job.status.term, job.status.workers[0].session
     blobs = open_blobs(job.config, job.services, give_up=lambda: True)
     wanted = {NAME: RowRequest(np.array([3, 5]), np.empty(0, np.int64))}
-    request = b"".join(encode_row_request(wanted, shapes(job.config), job=job.config.job, version=0).parts)
+    request = b"".join(encode_row_request(wanted, shapes(job.config), job=job.scope, version=0).parts)
     other = {NAME: TableShape(10 * COLUMNS, 1)}
     beyond = {NAME: RowRequest(np.array([9 * COLUMNS]), np.empty(0, np.int64))}
     forged = {
@@ -108,12 +108,12 @@ def test_requests_that_are_forged_torn_or_late_are_refused_and_counted(make_pipe
         "a bit changed": (request[:-1] + bytes([request[-1] ^ 1]), {}),
         "of another job": (b"".join(encode_row_request(wanted, shapes(job.config), job="x", version=0).parts), {}),
         "of the future": (b"".join(
-            encode_row_request(wanted, shapes(job.config), job=job.config.job, version=10**6).parts
+            encode_row_request(wanted, shapes(job.config), job=job.scope, version=10**6).parts
         ), {}),
-        "beyond the table": (b"".join(encode_row_request(beyond, other, job=job.config.job, version=0).parts), {}),
+        "beyond the table": (b"".join(encode_row_request(beyond, other, job=job.scope, version=0).parts), {}),
     }  # fmt: skip
     for number, (blob, changes) in enumerate(forged.values(), 10**9):
-        key = row_request_key(job.config.job, term, 0, session, number)
+        key = row_request_key(job.scope, term, 0, session, number)
         if blob:
             blobs.put(key, [blob], 60.0)
         record = {"worker": 0, "session": session, "term": term, "number": number, "key": key, **changes}

@@ -79,3 +79,18 @@ def test_only_what_is_committed_is_learned(make_pipeline: Any) -> None:
     report = job.assert_audit_ok()
     assert (report.applied, report.gaps, report.pending) == (60 + 6 + 8, 6, 0)
     assert job.restarts == []
+
+
+def test_a_long_hole_is_passed_in_a_few_updates(make_pipeline: Any) -> None:
+    job = make_pipeline()  # batches of 8, two in an update
+    plain, dropped = Writer(job), Writer(job, "dropped")
+    plain.write(*job.samples(20))
+    dropped.write(*[b"x"] * 24_000)
+    dropped.abort()
+    plain.write(*job.samples(60))
+    job.send(job.samples(80), 1)
+    job.start()
+    job.until(lambda: len(job.store.versions()) > 0 and job.audit().pending < 16, "all but what is no group")
+    report = job.assert_audit_ok()
+    assert (report.gaps, report.applied) >= (24_001, 144)
+    assert job.checkpoint().version < 20, "each update has samples, but for the one that skips"

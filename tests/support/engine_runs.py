@@ -93,7 +93,7 @@ def play(world: World, steps: list[tuple[int, int]]) -> None:
             case "start_ps":
                 world.start_ps()
             case "lose_blobs":
-                world.blobs.clear()
+                world.lose_blobs()
             case "pause" if process:
                 process.paused = True
             case "resume" if process:

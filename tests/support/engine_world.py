@@ -119,6 +119,7 @@ class Process:
     to_store: deque[StoreRest] = field(default_factory=deque)
     in_set: int = 0  # batches of the first of `computing` that are done and not pushed
     kept: list[tuple[int, int, int]] = field(default_factory=list)  # as in `World.contents`, of the next push
+    holds: list[tuple[int, int]] = field(default_factory=list)  # the same by (batch, grant)
     kept_term: int = 0
     held_back: set[int] = field(default_factory=set)  # batches of which a part of the step is only here
     held_before: set[int] = field(default_factory=set)  # as it was before batch `held_batch`
@@ -148,6 +149,8 @@ class World:
         self.high = list(self.origins)  # next offset to be produced, per stream
         self.commands: list[list[AnyRecord]] = [[] for _ in range(workers)]
         self.blobs: set[str] = set()
+        self.lost: set[str] = set()  # weights that the blob store has lost
+        self.published: list[int] = []  # versions, of this server
         self.contents: dict[str, tuple[tuple[int, int, int], ...]] = {}  # of each gradient: (worker, batch, version)
         self.completes: dict[str, frozenset[int]] = {}  # of each gradient: batches whose whole step is in with it
         self.whole: list[set[int]] = [set() for _ in range(workers)]  # of each worker: batches whose step is in, wholly
@@ -185,6 +188,7 @@ class World:
         self.terms.append((self.term, self.engine.version))
         self.highest_incarnations = list(self.engine.snapshot(self.now).incarnations)
         self.saving.clear()
+        self.published.clear()
         for process in self.processes:
             process.outbox.clear()  # the new server reads `events` from its end
         for channel in self.commands:
@@ -212,6 +216,24 @@ class World:
                 self.start_ps()
                 return
             queue.extend(self._perform(engine, action))
+        self._tidy(engine)
+
+    def _publish(self, version: int) -> str:
+        key = f"w:{self.term}:{version}"
+        if not self.published or version > self.published[-1]:
+            self.published.append(version)
+            self.blobs.add(key)
+        return key
+
+    def _tidy(self, engine: Engine) -> None:
+        """Keep the newest weights, and older ones while the engine says that a grant names them."""
+        unused = [version for version in self.published[:-1] if version not in engine.named_versions]
+        self.published = [version for version in self.published if version not in unused]
+        self.blobs.difference_update(f"w:{self.term}:{version}" for version in unused)
+
+    def lose_blobs(self) -> None:
+        self.lost |= self.blobs
+        self.blobs.clear()
 
     def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
         match action:
@@ -237,8 +259,7 @@ class World:
             case ev.SendHello(worker):
                 self.commands[worker].append(Hello(term=self.term))
             case ev.SendGrant(worker, session, first, grant_ids, version, min_version, included):
-                key = f"w:{self.term}:{version}"
-                self.blobs.add(key)
+                key = self._publish(version)
                 self.commands[worker].append(
                     Grant(
                         term=self.term,
@@ -253,8 +274,7 @@ class World:
                     )
                 )
             case ev.PublishWeights(version, workers, included):
-                key = f"w:{self.term}:{version}"
-                self.blobs.add(key)
+                key = self._publish(version)
                 for worker, batches in zip(workers, included, strict=True):
                     offer = NewVersion(term=self.term, worker=worker, version=version, key=key, included=batches)
                     self.commands[worker].append(offer)
@@ -262,6 +282,7 @@ class World:
                 self.commands[worker].append(Settle(term=self.term, worker=worker, session=session, until=until))
             case ev.RepublishWeights(version):
                 self.blobs.add(f"w:{self.term}:{version}")
+                self.lost.discard(f"w:{self.term}:{version}")
             case ev.FetchGradient(grant_id, key, _, in_order):
                 there = key in self.blobs
                 if there and key.startswith("rest"):
@@ -414,9 +435,10 @@ class World:
                 process.computing.popleft()
                 return
             if process.kept_term != grant.term:
-                process.kept, process.kept_term = [], grant.term
+                process.kept, process.holds, process.kept_term = [], [], grant.term
                 process.held_back, process.held_before, process.held_batch = set(), set(), -1
             process.kept = [item for item in process.kept if item[1] < grant.first]  # the others are computed again
+            process.holds = [item for item in process.holds if item[0] < grant.first]
             if grant.first <= process.held_batch:
                 process.held_back, process.held_batch = set(process.held_before), -1
             if not self._load_weights(process, grant):
@@ -437,14 +459,16 @@ class World:
             process.computing.appendleft(Compute(rest, batches[count:]))
         version = process.cached[1]
         process.kept += ((process.worker, batch.number, version) for batch in batches[:count])
+        process.holds += ((batch.number, grant.grant_ids[at]) for at, batch in enumerate(batches[:count]))
         computed = tuple(ComputedBatch(batch.num_samples, 1.0, version=version) for batch in batches[:count])
         if batches[count - 1].number % size == size - 1:
             last = batches[count - 1].number
             process.held_before, process.held_batch = set(process.held_back), last
             process.held_back |= {number for _, number, _ in process.kept}
             holds_back = self.policy.filter_threshold > 0 and last % 4 != 3
+            holds = tuple(process.holds)
             key = self._store(process, f"g:{grant.term}:{grant.grant_ids[0]}", lost=blob_lost, whole=not holds_back)
-            done = GradientDone(key, version, computed, holds_back=holds_back)
+            done = GradientDone(key, version, computed, holds_back=holds_back, holds=holds)
         else:
             done = GradientDone("", version, computed, is_kept=True)
         self._do(process, core.gradient_done(grant, batches, done, self.now))
@@ -454,7 +478,7 @@ class World:
         if not lost:
             self.blobs.add(key)
         self.contents[key] = tuple(process.kept)
-        process.kept = []
+        process.kept, process.holds = [], []
         self.completes[key] = frozenset(process.held_back) if whole else frozenset()
         if whole:
             process.held_back = set()
@@ -471,7 +495,8 @@ class World:
         elif order.until <= process.held_batch:
             process.held_back = set(process.held_before)
         self.rests += 1
-        done = GradientDone(self._store(process, f"rest:{self.rests}"), version, ())
+        holds = tuple(process.holds)
+        done = GradientDone(self._store(process, f"rest:{self.rests}"), version, (), holds=holds)
         process.held_batch = -1
         self._do(process, core.rest_stored(order, done))
 
@@ -486,6 +511,8 @@ class World:
             if f"w:{grant.term}:{source}" in self.blobs and not (is_allowed and source <= version):
                 process.cached = (grant.term, source)
                 return True
+        is_granted = self.engine is not None and grant.term == self.term and grant.grant_ids[0] in self.engine._grants
+        assert is_allowed or not is_granted or grant.key in self.lost, "the weights of a grant live until its answer"
         return is_allowed
 
     def break_link(self, worker: int, lost: int = -1) -> None:

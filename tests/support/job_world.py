@@ -169,6 +169,7 @@ class JobWorld:
             self.log.append((Finished(term=1, version=version, reason="updates", time_s=now_s), now_s))
 
     def _server_status(self, version: int, batches: int) -> ServerStatus:
+        """A heartbeat of the parameter server."""
         return ServerStatus(
             term=1, time_s=self._now(), leader_since_s=0.0, pid=1, version=version, durable_version=version,
             samples_total=int(self.samples), batches_total=batches, waiting_batches=0, computing_batches=0,

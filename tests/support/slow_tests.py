@@ -5,16 +5,18 @@ A test is slow that
 - uses a fixture that starts a server or loads torch in another process,
 - lies in a module that starts such a server itself, or that loads torch or Faust: with its own imports, with what these
   import in turn, or in one of its functions,
+- took long when all tests were measured (`durations.py`),
 - is marked `integration`, `e2e` or `fuzz`, or `slow`: long random runs and simulations, which no import gives away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import durations
 import pytest
 from import_graph import ImportGraph, When, read_module
 from paths import ROOT, SUPPORT
@@ -64,10 +66,16 @@ def sources() -> ImportGraph:
     return ImportGraph({"doll": ROOT / "doll", "benchmarks": ROOT / "benchmarks", "": SUPPORT})
 
 
-def mark(items: Iterable[pytest.Item]) -> None:
-    """Add the marker `slow` to each slow test; its reason is the marker's argument."""
+def mark(items: Iterable[pytest.Item], measured_s: Mapping[str, float]) -> None:
+    """Add the marker `slow` to each slow test; its reason is the marker's argument.
+
+    Args:
+        measured_s: test functions that took long, and the seconds that they took.
+    """
     for item in items:
         fixtures = item.fixturenames if isinstance(item, pytest.Function) else ()
         reason = slow_reason(item.path, fixtures, [marker.name for marker in item.iter_markers()])
+        if reason is None and (seconds := measured_s.get(durations.function_of(item.nodeid))) is not None:
+            reason = f"took {seconds} s"
         if reason is not None:
             item.add_marker(pytest.mark.slow(reason))

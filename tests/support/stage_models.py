@@ -93,3 +93,30 @@ def samples(task: Task, seed: int, n: int) -> tuple[npt.NDArray[np.float32], npt
     x = rng.normal(size=(n, *task.input_shape)).astype(np.float32)
     y = (x.reshape(n, -1)[:, 0] > 0).astype(np.int64)
     return x, y
+
+
+class DrawsNumbers(nn.Module):
+    """The gradient of its weights is what it draws, for a loss that is the sum of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(FEATURES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight * torch.rand(FEATURES)
+
+
+class Random(Task):
+    """Each layer draws numbers."""
+
+    input_shape = (FEATURES,)
+    num_classes = 2
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(DrawsNumbers(), DrawsNumbers(), DrawsNumbers())
+
+    def decode(self, record: bytes) -> Sample:
+        raise NotImplementedError
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.sum(dim=1).mean()

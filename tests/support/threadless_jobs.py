@@ -22,11 +22,13 @@ from doll.consumers.table_rows import TableRows
 from doll.consumers.worker import Batch, Compute, Offer, Send, WorkerCore
 from doll.errors import BlobError
 from doll.model import build
+from doll.optim.row_optimizer import row_optimizer
 from doll.ps import events as ev
 from doll.ps.local_host import LocalModelHost
 from doll.ps.start import Start, make_engine
 from doll.ps.updaters import make_parts
 from doll.records import Announce, GetRows, Grant, Join, NewVersion, Push, RowsStored, Welcome
+from doll.storage.blobs import scope_of
 from doll.task import load_task
 from doll.testing import MemoryBlobs
 from worker_fakes import FakeChannel
@@ -55,28 +57,29 @@ class Worker:
         computer = GradientComputer(self.task, model)
         self.rows: TableRows | None = None
         if model.tables is not None:
-            self.client = RowClient(config, job.blobs, model.tables.shapes)
+            self.client = RowClient(config, job.blobs, model.tables.shapes, job.scope)
             self.client.connect(lambda request: job.send_rows(self.client, request))
             self.rows = TableRows(
-                config.job, job.blobs, self.client, model.tables.shapes, config.worker.row_cache_bytes
-            )
+                job.scope, job.blobs, self.client, model.tables.shapes, config.worker.row_cache_bytes,
+                optimizer=row_optimizer(config.training.optimizer) if config.training.policy.sends_steps else None,
+            )  # fmt: skip
             model.tables.connect(self.rows.look_up)
         self.channel = FakeChannel()
         self.letters = DeadLetters(config, self.task, self.channel, number, term=lambda: 1)
         local: Any
         contribution: Any
-        compressor: Any = DenseCompressor(config.job)
+        compressor: Any = DenseCompressor(job.scope)
         if config.training.policy.sends_steps:
-            local = contribution = StepModel(config.job, job.blobs, config.training, model, computer, rows=self.rows)
+            local = contribution = StepModel(job.scope, job.blobs, config.training, model, computer, rows=self.rows)
         else:
-            local, contribution = CachedVersion(config.job, job.blobs, computer), computer.new_sum()
+            local, contribution = CachedVersion(job.scope, job.blobs, computer), computer.new_sum()
         if config.training.policy.sends_steps or model.tables is not None:
             tables = {} if model.tables is None else model.tables.shapes
-            compressor = SparseCompressor(config.job, model.num_parameters, tables)
+            compressor = SparseCompressor(job.scope, model.num_parameters, tables)
         self.local = local
         self.handler = GrantHandler(
             config, local_model=local, guard=Guard(config, self.task, computer), compressor=compressor, blobs=job.blobs,
-            dead_letters=self.letters, contribution=contribution, rows=self.rows,
+            dead_letters=self.letters, contribution=contribution, rows=self.rows, scope=job.scope,
         )  # fmt: skip
         self.number = number
         self.core: WorkerCore | None = None
@@ -94,15 +97,21 @@ class Job:
     """A server and its workers in one thread; which worker computes next is drawn from a seed."""
 
     def __init__(
-        self, policy: str, seed: int, *, task: str = GAUSSIAN, training: str = SGD, workers: int = WORKERS
-    ) -> None:
-        self.config = parse(JOB % (task, workers, policy, training))
-        self.blobs = MemoryBlobs()
+        self, policy: str, seed: int, *, task: str = GAUSSIAN, training: str = SGD, workers: int = WORKERS,
+        keep_versions: int = 100, blobs: MemoryBlobs | None = None, run_id: str = "",
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            blobs: of several jobs, which are then run by `step`; None: its own, and the job is run to its end.
+        """
+        self.config = parse(JOB % (task, workers, policy, training), [f"blobs.keep_versions={keep_versions}"])
+        self.blobs = blobs or MemoryBlobs()
+        self.scope = scope_of(self.config.job, run_id)
         self.row_bytes = 0
         self.order: list[tuple[int, int]] = []  # batches in the order of their updates: (worker, number)
         model = build(self.config, load_task(self.config))
         parts = make_parts(self.config.training, model)
-        self.host = LocalModelHost(self.config, 1, parts.updater, self.blobs, parts.tables)
+        self.host = LocalModelHost(self.config, 1, parts.updater, self.blobs, parts.tables, run_id=run_id)
         self.engine = make_engine(self.config, Start(1, 0.0, (0,) * workers), self.host)
         self.workers = [Worker(self, number) for number in range(workers)]
         for worker in self.workers:
@@ -111,9 +120,15 @@ class Job:
             for worker in self.workers:
                 assert worker.core is not None
                 self.do(worker, worker.core.batch_ready(worker.batch(number)))
-        rng = random.Random(seed)
-        while busy := [worker for worker in self.workers if worker.orders]:
-            self.compute(rng.choice(busy))
+        self._rng = random.Random(seed)
+        while blobs is None and self.step():
+            pass
+
+    def step(self) -> bool:
+        """One worker computes; False: none has anything to compute."""
+        if busy := [worker for worker in self.workers if worker.orders]:
+            self.compute(self._rng.choice(busy))
+        return bool(busy)
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
@@ -150,9 +165,11 @@ class Job:
                             )  # fmt: skip
                     case ev.FetchGradient():
                         events.append(self.host.fetch(action).event)
+                    case ev.ReleaseWeights(version):
+                        self.host.release(version)
                     case ev.ApplyUpdate():
                         self.host.apply(action)
-                        self.host.tidy()
+                        self.host.tidy(self.engine.named_versions)
                         self.order += (
                             (item.push.worker, batch.batch) for item in action.sets for batch in item.push.batches
                         )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from doll.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -17,6 +21,8 @@ DOCUMENTS = sorted(
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # Files, and folders of the package.
 _PATH = re.compile(r"`((?:doll|tests|benchmarks|deploy|examples)/(?!results)[\w./-]+\.[a-z]+|doll/[a-z_/]+/)`")
+_SHELL = re.compile(r"^```sh\n(.*?)^```", re.M | re.S)
+_DOLL = re.compile(r"(?:^|[\s/])doll ((?:[^#|&;\\\n]|\\\n)+)")
 _OLD_NAMES = {"0024"}  # ADRs that list earlier paths
 
 
@@ -53,3 +59,84 @@ def test_the_glossary_has_one_line_per_term() -> None:
     assert [row for row in rows if row.count(" | ") != 2] == []
     terms = [term for row in rows for term in re.findall(r"\*\*([^*]+)\*\*", row.split(" | ")[0])]
     assert sorted(term for term in set(terms) if terms.count(term) > 1) == []
+
+
+def options(command: Any) -> dict[str, Any]:
+    return {name: param for param in command.params for name in (*param.opts, *param.secondary_opts)}
+
+
+def wrong(line: str) -> str:
+    """What `doll` would refuse of a command line: its command, an option, an option without its value."""
+    words, command = shlex.split(line), typer.main.get_command(app)
+    while words and hasattr(command, "commands"):
+        if words[0].startswith("-"):
+            break
+        if words[0] not in command.commands:
+            return f"no command {words[0]}"
+        command = command.commands[words.pop(0)]
+    known = options(command)
+    while words:
+        word, _, value = words.pop(0).partition("=")
+        if not word.startswith("-") or word == "-":
+            continue
+        if word not in known:
+            return f"no option {word}"
+        if not value and not getattr(known[word], "is_flag", False):
+            if not words:
+                return f"{word} without a value"
+            words.pop(0)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "document",
+    [document for document in DOCUMENTS if "decisions" not in document.parts],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_the_command_lines_are_ones_that_doll_takes(document: Path) -> None:
+    lines = [line for block in _SHELL.findall(document.read_text()) for line in _DOLL.findall(block)]
+    refused = {line.strip(): why for line in lines if (why := wrong(line.replace("\\\n", " ")))}
+    assert refused == {}
+
+
+def test_a_wrong_command_line_is_noticed() -> None:
+    assert wrong("up digits --set stop.updates=3 --json") == ""
+    assert wrong("dead list my.yaml --reason 'a b'") == ""
+    assert wrong("upp digits") == "no command upp"
+    assert wrong("dead lists my.yaml") == "no command lists"
+    assert wrong("up digits --runs-folder here") == "no option --runs-folder"
+    assert wrong("plan digits --region") == "--region without a value"
+
+
+def test_the_readme_is_short_and_begins_with_what_a_newcomer_needs() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 130
+    screen = "\n".join(lines[:60])
+    wanted = (
+        "docs/spot.png",
+        "## Install",
+        "make setup",
+        "## Three commands",
+        "doll up digits",
+        "applied exactly once",
+    )
+    places = [screen.find(word) for word in wanted]
+    assert -1 not in places, wanted
+    assert re.search(r"audit: \d+ offsets produced, \d+ applied exactly once, .* 0 missing, 0 twice", screen)
+    assert "## Who should not use it" in lines
+
+
+def test_the_index_lists_every_page_and_keeps_the_laboratory_apart() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    pages |= {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs" / "guide").glob("*.md")}
+    assert sorted(page for page in pages if f"({page})" not in index) == []
+    guide, laboratory = index[: index.index("## Reference")], index[index.index("## Laboratory") :]
+    assert all(f"({page})" in laboratory and page not in guide for page in ("results.md", "benchmarks.md", "theory.md"))
+
+
+def test_operations_begins_with_operating() -> None:
+    sections = re.findall(r"^## (.+)$", (ROOT / "docs" / "operations.md").read_text(), re.M)
+    assert sections[0] == "Day to day"
+    assert sections[-1] == "Crashes between two steps"
+    assert max(sections.index(name) for name in ("Resuming a run", "Monitoring", "Alerts")) < 10

@@ -25,7 +25,8 @@ from paths import ROOT
 # A package imports only from itself and from packages in the lines above. Packages of one line do not know each other.
 ORDER = (
     ("errors", "rows"),
-    ("bounded", "id_index", "packing", "records", "telemetry"),
+    ("amounts", "bounded", "id_index", "packing", "records", "telemetry"),
+    ("refusals",),
     ("config",),
     ("embedding_tables", "fingerprint", "model_without_tables", "process", "services", "task", "theory"),
     ("json_task", "model"),
@@ -45,11 +46,13 @@ ORDER = (
 
 # They do no I/O and read no clock: events, time and random numbers are arguments.
 PURE = (
+    "doll.amounts",
     "doll.consumers.batching",
     "doll.consumers.bisection",
     "doll.consumers.op_log",
     "doll.consumers.row_cache",
     "doll.consumers.stall_watch",
+    "doll.consumers.grants",
     "doll.consumers.worker",
     "doll.control.link_state",
     "doll.fingerprint",
@@ -116,6 +119,7 @@ PURE = (
     "doll.ps.tables.row_array",
     "doll.ps.tables.touched_rows",
     "doll.records",
+    "doll.refusals",
     "doll.rows",
     "doll.simulation.settings",
     "doll.simulation.system",

@@ -37,7 +37,7 @@ def test_begins_with_magic_and_schema() -> None:
 
 def test_type_names_are_distinct_and_short() -> None:
     names = [str(cls.__struct_config__.tag) for cls in TYPES]
-    assert len(set(names)) == len(TYPES) == 28
+    assert len(set(names)) == len(TYPES) == 29
     assert all(name.isalpha() and name.islower() for name in names)
 
 

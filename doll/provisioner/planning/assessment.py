@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from doll.amounts import usd
 from doll.errors import InfeasiblePlanError
 from doll.provisioner.planning.forecast import Forecast, forecast
 from doll.provisioner.planning.market_rules import Slack
@@ -238,7 +239,7 @@ def _with_longer_deadline(request: PlanRequest, error: InfeasiblePlanError) -> I
     enough = np.flatnonzero(costs <= request.budget_usd)
     if not enough.size:
         cheapest = float(costs.min())
-        message = f"{error}; no deadline makes it cheaper than {cheapest:.4f} USD"
+        message = f"{error}; no deadline makes it cheaper than {usd(cheapest, up=True)} USD"
         return InfeasiblePlanError(message, constraint="budget", nearest=error.nearest)
     effective = effective_of_sorted(np.sort(request.rates_per_s), request.alpha)
     later = request.samples / float(effective[enough[0]])

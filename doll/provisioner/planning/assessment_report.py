@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from doll.amounts import duration, duration_range, usd, usd_range
 from doll.provisioner.planning.assessment import Assessment
 from doll.provisioner.planning.planner import slot_ranges
+from doll.provisioner.planning.stack_cost import StackKind, stack_lines
 
 _BINDING = {
     "none": "no constraint binds: all workers may run on spot",
@@ -17,8 +19,12 @@ _BINDING = {
 }
 
 
-def report_text(assessment: Assessment, notes: Sequence[str]) -> str:
-    """The assessment with its advice; `notes` are appended."""
+def report_text(assessment: Assessment, notes: Sequence[str], stack: StackKind | None = None) -> str:
+    """The assessment with its advice; `notes` are appended.
+
+    Args:
+        stack: what runs beside the workers and is shown with its cost; None: nothing.
+    """
     request, static = assessment.request, assessment.static
     count = request.num_workers
     lines = []
@@ -30,30 +36,32 @@ def report_text(assessment: Assessment, notes: Sequence[str]) -> str:
         f"  spot {assessment.num_spot} of {count} workers, on-demand {count - assessment.num_spot}",
         *_slots_by_market(assessment),
         *_machines(assessment),
-        f"  cost    {static.expected_cost_usd:.4f} +- {static.cost_sd_usd:.4f} USD, {assessment.savings:+.1%} saved of "
-        f"{assessment.all_on_demand_usd:.4f} USD on-demand",
-        f"  finish  {_time(static.expected_finish_s)} +- {_time(static.finish_sd_s)}"
-        + (f", deadline {_time(request.deadline_s)}" if request.deadline_s else ", no deadline given"),
+        f"  cost    {usd_range(static.expected_cost_usd, static.cost_sd_usd)} USD, {assessment.savings:.1%} saved of "
+        f"{usd(assessment.all_on_demand_usd)} USD on-demand",
+        f"  finish  {duration_range(static.expected_finish_s, static.finish_sd_s)}"
+        + (f", deadline {duration(request.deadline_s)}" if request.deadline_s else ", no deadline given"),
     ]
     if request.deadline_s is not None:
         lines.append(f"  P(late) {_probability(static.miss_prob)} if the mix is kept to the end")
     if assessment.adaptive is not None:
         late = f", P(late) {_probability(assessment.adaptive.miss_prob)}" if request.deadline_s else ""
+        cost = usd_range(assessment.adaptive.expected_cost_usd, assessment.adaptive.cost_sd_usd)
         lines.append(
-            f"Adaptive planner with guard: about {assessment.adaptive.expected_cost_usd:.4f} +- "
-            f"{assessment.adaptive.cost_sd_usd:.4f} USD{late} while on-demand workers boot in {request.boot_s:g} s"
+            f"Adaptive planner with guard: about {cost} USD{late} while on-demand workers boot in {request.boot_s:g} s"
         )
     if assessment.bounds is not None:
         lines.append(
             f"Corollary 2: the best mix costs {assessment.bounds[0]:.2%} to {assessment.bounds[1]:.2%} of on-demand"
         )
-    lines.append(f"All on spot: {assessment.all_spot_usd:.4f} USD, {_time(assessment.all_spot_s)} expected")
+    lines.append(f"All on spot: {usd(assessment.all_spot_usd)} USD, {duration(assessment.all_spot_s)} expected")
     if assessment.stability is not None:
         stability = assessment.stability
         lines.append(
             f"Stability: {stability.verdict}; margin {stability.sufficient:.3g} (sufficient form), "
             f"{stability.necessary:.3g} (necessary form)"
         )
+    if stack is not None and math.isfinite(static.expected_finish_s):
+        lines += stack_lines(stack, static.expected_finish_s, static.expected_cost_usd)
     lines += [f"- {line}" for line in (*assessment.advice, *notes)]
     return "\n".join(lines)
 
@@ -87,9 +95,3 @@ def _slots_by_market(assessment: Assessment) -> list[str]:
 
 def _probability(probability: float) -> str:
     return "below 1e-6" if probability < 1e-6 else f"{probability:.3g}"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 600 or math.isinf(seconds):
-        return f"{seconds:.4g} s"
-    return f"{seconds:.0f} s ({seconds / 3600:.2f} h)"

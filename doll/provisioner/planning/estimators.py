@@ -18,6 +18,9 @@ from doll.provisioner.planning.state import Alpha, Bools
 from doll.theory import checks
 from doll.theory.checks import Floats
 
+_LEAST_OF_PRIOR = 1e-6
+"""A rate is never estimated below this fraction of the stated one."""
+
 
 def alpha_quantile(
     probability: float, ends_of_up: float, ends_of_down: float, up_s: float, down_s: float, prior: float = 0.5
@@ -187,9 +190,10 @@ class RateEstimator:
         self._prior_s = self._prior_s * keep
 
     def per_s(self) -> Floats:
-        """λ̂, samples per second of each stream while its worker is up, shape (N,)."""
+        """λ̂ > 0, samples per second of each stream while its worker is up, shape (N,)."""
         rates: Floats = (self._samples + self._prior * self._prior_s) / (self._up_s + self._prior_s)
-        return rates
+        # After months without a sample the counts underflow; the planner needs a rate above 0.
+        return np.maximum(rates, _LEAST_OF_PRIOR * self._prior)
 
     def to_dict(self) -> dict[str, list[float]]:
         """What was seen, as plain values for JSON; `restore` takes it back."""

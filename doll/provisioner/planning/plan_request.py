@@ -187,4 +187,9 @@ def updates_to_target(config: JobConfig | None, section: PlanConfig, notes: list
             f"soon the error target is met"
         )
         return float(config.stop.updates)
+    if config is not None and section.target_error is None and config.stop.samples is not None:
+        samples = config.group_size * config.data.batch_size
+        updates = math.ceil(config.stop.samples / samples)
+        notes.append(f"J = {updates}, of {samples} samples each, is the job's stop.samples")
+        return float(updates)
     raise ConfigError(HOW_TO_MEASURE)

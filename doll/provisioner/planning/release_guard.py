@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from doll.amounts import usd
 from doll.errors import InfeasiblePlanError
 from doll.provisioner.planning import planner
 from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
@@ -63,11 +64,11 @@ def release_refusal(before: PlannerState, after: PlannerState, settings: Planner
     if forecast.miss_prob > accepted:
         return f"the deadline would be missed with probability {forecast.miss_prob:.3f}, {accepted:g} is accepted"
     if forecast.over_budget:
-        return f"the expected cost of {forecast.expected_cost_usd:.4f} USD would be above the budget"
+        return f"the expected cost of {usd(forecast.expected_cost_usd)} USD would be above the budget"
     if forecast.expected_cost_usd > _DEARER * cost_usd:
         return (
-            f"the expected cost would rise from {cost_usd:.4f} to {forecast.expected_cost_usd:.4f} USD: to be in time, "
-            "the other workers would have to be on-demand for longer"
+            f"the expected cost would rise from {usd(cost_usd)} to {usd(forecast.expected_cost_usd)} USD: to be in "
+            "time, the other workers would have to be on-demand for longer"
         )
     return ""
 

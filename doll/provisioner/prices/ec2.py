@@ -10,12 +10,9 @@ Sources: EC2 API reference, "DescribeSpotPriceHistory"; Price List API reference
 from __future__ import annotations
 
 import bisect
-import csv
-import importlib.resources
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -31,6 +28,7 @@ from doll.provisioner.fleets.ec2.client import aws_client, aws_errors
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet, ec2_settings
 from doll.provisioner.planning.state import Market
 from doll.provisioner.prices.port import PriceFeed
+from doll.provisioner.prices.shipped import OnDemandPrice, shipped_prices
 from doll.provisioner.traces.model import MAX_USD_PER_HOUR, Series, constant
 from doll.theory.cost import Prices
 
@@ -46,16 +44,6 @@ RETRY_S: Final = 60.0
 HISTORY_S: Final = 90 * 86_400.0  # EC2 keeps no more
 KEEP_ON_DEMAND_DAYS: Final = 7
 _MOST_CACHE_BYTES: Final = 16_000_000
-_TABLE: Final = "ec2_on_demand.csv"
-
-
-@dataclass(frozen=True)
-class OnDemandPrice:
-    """USD per hour, where it comes from, and of when it is."""
-
-    usd_per_h: float
-    source: str
-    as_of: str
 
 
 class _Steps:
@@ -330,21 +318,6 @@ class Ec2Prices:
             f"no on-demand price of {instance_type} is known: allow pricing:GetProducts (docs/aws.md), or state "
             "plan.on_demand_usd_per_h"
         )
-
-
-def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
-    """The prices of a region in the table that ships with DOLL, with its source and date; empty for most regions."""
-    with importlib.resources.files("doll.provisioner.prices").joinpath(_TABLE).open(encoding="utf-8") as file:
-        lines = list(file)
-    facts = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
-    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
-    return {
-        row["instance_type"]: OnDemandPrice(
-            float(row["usd_per_hour"]), f"shipped table: {facts['source']}", facts["as_of"]
-        )
-        for row in rows
-        if row["region"] == region
-    }
 
 
 def connect(config: JobConfig, fleet: Ec2Fleet, *, run_folder: Path) -> Ec2Prices:

@@ -138,6 +138,9 @@ class Policy(ABC):
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:  # noqa: B027
         """The counters of these workers have changed since the last call; in the first call, of all workers."""
 
+    def skipped(self, worker: int, batches: int) -> None:  # noqa: B027
+        """So many batches of this worker held no record, and count as applied from the next `changed` on."""
+
     @abstractmethod
     def start(self, view: PolicyView) -> Sequence[int]:
         """Workers whose first waiting batch is granted now. Asked again after these are granted."""

@@ -1,7 +1,8 @@
 """Worker clocks for policies of bounded staleness: how far each live worker is, and the minimum. Pure.
 
 A worker's clock is the number of its batches or waves in the model, plus an offset that it gets when it joins behind
-the others: then it starts at the minimum, so that nobody waits for what it missed (the ESSP paper). The
+the others: then it starts at the minimum, so that nobody waits for what it missed (the ESSP paper). Batches without a
+record that were skipped do not count. The
 minimum is over live workers and never falls.
 """
 
@@ -42,6 +43,10 @@ class WorkerClocks:
     def offset(self, worker: int) -> int:
         """What is added to the count of this worker."""
         return self._offsets.get(worker, 0)
+
+    def shift(self, worker: int, change: int) -> None:
+        """Add `change` to what is added to the count of this worker."""
+        self._offsets[worker] = self.offset(worker) + change
 
     def set(self, worker: int, count: int, *, is_live: bool) -> None:
         """A worker's counters have changed: `count` units of its work are in the model. Followed by `advance`."""

@@ -76,6 +76,9 @@ class GatedByClock(Policy):
             may_start = worker.waiting and worker.computing + worker.held < self.max_under_way()
             self._gate.set(number, self._needed_by(view, number) if may_start else None)
 
+    def skipped(self, worker: int, batches: int) -> None:
+        self._clocks.shift(worker, -(batches // self.batches_per_push))
+
     def start(self, view: PolicyView) -> Sequence[int]:
         return self._gate.open(self._clocks.minimum)
 

@@ -31,8 +31,9 @@ class StoredRows(NamedTuple):
 class RowServer:
     """The rows of one term's tables. Not thread-safe."""
 
-    def __init__(self, config: JobConfig, term: int, tables: TableStore, blobs: Blobs) -> None:
-        self._job = config.job
+    def __init__(self, config: JobConfig, scope: str, term: int, tables: TableStore, blobs: Blobs) -> None:
+        """`scope`: as in `doll.storage.blobs.scope_of`."""
+        self._scope = scope
         self._ttl_s = config.blobs.ttl_s
         self._term = term
         self._tables = tables
@@ -52,23 +53,23 @@ class RowServer:
         blob = self._blobs.get(request.key)
         if blob is None:
             raise BlobError("the request is not in the blob store (any more)")
-        requests, min_version = decode_row_request(blob, self._tables.shapes, job=self._job)
+        requests, min_version = decode_row_request(blob, self._tables.shapes, job=self._scope)
         if min_version > version:
             raise BlobError(f"expected rows of version {version} or earlier to be asked for, got {min_version}")
-        encoded = encode_rows(self._tables.answer(requests), self._tables.shapes, job=self._job, version=version)
+        encoded = encode_rows(self._tables.answer(requests), self._tables.shapes, job=self._scope, version=version)
         self._blobs.delete(request.key)
         if subscribes:
             for name, wanted in requests.items():
                 self._subscriptions.subscribe(request.worker, name, wanted.ids, version)
-        return self._store(rows_key(self._job, self._term, request.worker, request.session, request.number), encoded)
+        return self._store(rows_key(self._scope, self._term, request.worker, request.session, request.number), encoded)
 
     def changes(self, worker: int, version: int) -> StoredRows | None:
         """Store what `worker` is to be sent now that `version` is the newest; None where it has asked for no row."""
         changes = self._subscriptions.due(worker, version)
         if changes is None:
             return None
-        encoded = encode_rows(changes.rows, self._tables.shapes, job=self._job, version=version)
-        stored = self._store(changed_rows_key(self._job, self._term, worker, version), encoded)
+        encoded = encode_rows(changes.rows, self._tables.shapes, job=self._scope, version=version)
+        stored = self._store(changed_rows_key(self._scope, self._term, worker, version), encoded)
         return stored._replace(since=changes.since)
 
     def forget(self, worker: int) -> None:

@@ -34,7 +34,7 @@ class Dropping(Residual):
 class Kept(Residual):
     """Never flushes."""
 
-    def flush(self, until: int) -> Vector | None:
+    def of(self, until: int) -> Vector | None:
         return None
 
 

@@ -38,7 +38,6 @@ def _logging_as_before() -> Iterator[None]:
     handlers = list(logging.getLogger().handlers)
     yield
     structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
     logging.getLogger().handlers[:] = handlers
 
 
@@ -59,6 +58,29 @@ def test_help_names_every_command_and_each_has_an_example() -> None:
         result = doll(*command.split(), "--help")
         assert result.exit_code == 0
         assert f"Example: {'cat events.jsonl | ' if command == 'produce' else ''}doll {command}" in result.output
+
+
+def test_help_shows_commands_in_groups() -> None:
+    lines = doll("--help").stdout.splitlines()
+    groups: dict[str, set[str]] = {}
+    for line in lines[lines.index("Options:") :]:
+        if line and not line.startswith(" "):
+            group = groups.setdefault(line.rstrip(":"), set())
+        elif line.strip():
+            group.add(line.split()[0])
+    del groups["Options"]
+    assert list(groups) == [
+        "Start here", "Look", "Roles: one process of a job each", "Money and machines", "Examine and repair"
+    ]  # fmt: skip
+    assert set().union(*groups.values()) >= set(COMMANDS)
+    assert {"up", "example"} < groups["Start here"]
+    assert {"plan", "spot"} < groups["Money and machines"]
+
+
+def test_the_former_name_of_an_option_leads_to_its_name() -> None:
+    result = doll("up", "digits", "--runs-folder", "here")
+    assert result.exit_code == 2
+    assert "--parent-folder" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["config", "check", "{job}"], ["up", "--help"]])
@@ -189,10 +211,10 @@ def test_debug_shows_the_traceback(job: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_services_that_are_not_there_are_named(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from doll import service_checks
+    from doll.kafka.clients import kafka_problem
 
-    real = service_checks.require_services
     monkeypatch.setattr(
-        service_checks, "require_services", lambda config, services, timeout_s=0.5: real(config, services, 0.5)
+        service_checks, "kafka_problem", lambda config, services, timeout_s: kafka_problem(config, services, 0.5)
     )
     for command in ("ps", "evaluate", "status", "produce", "audit"):
         result = CliRunner().invoke(app, [command, str(job), *NOWHERE])
@@ -243,14 +265,15 @@ def test_an_interrupt_is_no_traceback(job: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_up_checks_the_task_before_it_starts_anything(job: Path, tmp_path: Path) -> None:
-    result = doll("up", job, "--set", "task.class=my_task.py:Nobody", "--runs-folder", tmp_path / "runs")
+    result = doll("up", job, "--set", "task.class=my_task.py:Nobody", "--parent-folder", tmp_path / "runs")
     assert result.exit_code == 2
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow  # the devices are torch's
 def test_up_checks_the_devices_of_stages_before_it_starts_anything(tmp_path: Path) -> None:
     devices = "worker.pipeline.devices=[cpu, 'cuda:99', cpu]"
-    result = doll("up", "pipeline", "--set", devices, "--runs-folder", tmp_path / "runs")
+    result = doll("up", "pipeline", "--set", devices, "--parent-folder", tmp_path / "runs")
     assert result.exit_code == 2
     assert "worker.pipeline.devices: worker 0, stage 2: device cuda:99: expected cpu, or one of" in result.stderr
     assert not (tmp_path / "runs").exists()
@@ -283,3 +306,17 @@ def test_the_configuration_page_names_every_key() -> None:
         if name != "base_folder":
             assert f"| `{field.alias or name}` |" in text
     assert "| `rate_per_s` | number > 0 or list of number > 0 | `125.0` |" in text
+
+
+@pytest.mark.parametrize(("final", "expected"), [(None, 2), ("", 2), ("0", 0)])
+def test_a_supervisor_that_repeats_failures_is_told_that_a_restart_cannot_help(
+    tmp_path: Path, final: str | None, expected: int
+) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "DOLL_FINAL_EXIT_CODE"}
+    if final is not None:
+        environment["DOLL_FINAL_EXIT_CODE"] = final
+    command = [sys.executable, "-m", "doll", "worker", str(tmp_path / "none.yaml")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == expected
+    assert "cannot read job file" in done.stderr
+    assert ("a restart cannot help" in done.stderr) == (expected == 0)

@@ -72,7 +72,7 @@ def test_the_same_seed_gives_the_same_table(job: Path) -> None:
 def test_what_cannot_be_compared_is_refused_before_anything_runs(
     job: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    result = doll("compare", job, "--runs-folder", tmp_path / "runs", *arguments)
+    result = doll("compare", job, "--parent-folder", tmp_path / "runs", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
     assert not (tmp_path / "runs").exists()

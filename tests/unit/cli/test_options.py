@@ -11,6 +11,9 @@ import pytest
 import typer.main
 from doll.cli.app import app
 from doll.cli.durations import METAVAR, seconds
+from doll.cli.options import target
+from doll.telemetry import get_logger
+from paths import EXAMPLES
 from typer import BadParameter
 from typer.testing import CliRunner
 
@@ -103,3 +106,12 @@ def test_a_deadline_in_minutes_is_taken_by_plan_and_spot_alike() -> None:
         json.loads(CliRunner().invoke(app, [*plan, "--deadline", text]).stdout) for text in ("90m", "5400")
     )
     assert as_text == as_number
+
+
+def test_a_command_logs_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its standard output is a result, of which `--json` makes one document."""
+    target(EXAMPLES / "digits.yaml", None, ["log.format=json"])
+    get_logger("doll").info("resumed_with_changes", changes="loss")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert json.loads(err)["event"] == "resumed_with_changes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,38 @@ def test_the_papers_job() -> None:
     assert content["cost_ratio_bounds"][0] == pytest.approx(0.7986, abs=5e-5)  # type: ignore[index]
     assert content["static"]["miss_prob"] == pytest.approx(0.42, abs=0.05)  # type: ignore[index]
     assert content["adaptive"]["miss_prob"] < 1e-6  # type: ignore[index]
+
+
+def test_an_example_is_planned_without_prices_by_hand() -> None:
+    """From the shipped table, and with what runs beside the workers."""
+    code, out, _ = run("plan", "digits")
+    assert code == 0
+    assert "c7g.large in us-east-1, prices of early 2026 from the table that ships with DOLL" in out
+    assert re.search(r"Kafka on three machines +0\.17 USD/h", out)
+    assert re.search(r"together +0\.45 USD/h +[\d.]+ USD; with the workers [\d.]+ USD", out)
+    code, content = run_json("plan", "digits", "--instance", "c7g.large", "--region", "eu-west-1", "--stack", "msk")
+    assert code == 0
+    assert content["worker_prices"] == {"spot_usd_per_h": 0.0407, "on_demand_usd_per_h": 0.0775}
+    assert content["stack"]["kind"] == "msk"  # type: ignore[index]
+    assert "Beside the workers" not in run("plan", "digits", "--stack", "none")[1]
+    assert "Beside the workers" not in run("plan", "market")[1], "nothing of a replayed market runs on AWS"
+
+
+def test_a_machine_without_a_price_and_prices_from_two_places_are_refused() -> None:
+    code, _, err = run("plan", "digits", "--instance", "m9.huge")
+    assert code == 2
+    assert "expected one of c5.xlarge, c7g.2xlarge, c7g.large" in err
+    code, _, err = run("plan", "digits", "--region", "eu-west-1", "--spot-price", "0.1")
+    assert code == 2
+    assert "got some of both" in err
+
+
+def test_people_read_digits_that_mean_something_and_programs_all() -> None:
+    _, out, _ = run(*PAPER, "--deadline", "112m")
+    assert "  cost    26.09 +- 0.04 USD, 19.8% saved of 32.54 USD on-demand" in out
+    assert "  finish  1:51:55 h +- 29 s, deadline 1:52:00 h" in out
+    _, content = run_json(*PAPER, "--deadline", "112m")
+    assert content["static"]["expected_cost_usd"] == pytest.approx(26.0943, abs=5e-5)  # type: ignore[index]
 
 
 def test_text_names_streams_reasons_and_margin() -> None:
@@ -177,7 +210,7 @@ def test_plan_takes_j_from_a_pilot(tmp_path: Path) -> None:
     assert content["stability"]["sufficient"] == pytest.approx(32 / 500 / 0.02, rel=0.05)  # type: ignore[index]
     job = tmp_path / "job.yaml"
     job.write_text(JOB)
-    code, named = run_json("calibrate", str(job), "--runs-folder", str(tmp_path / "runs"), "--target-error", "0.03")
+    code, named = run_json("calibrate", str(job), "--parent-folder", str(tmp_path / "runs"), "--target-error", "0.03")
     assert code == 0
     assert named["run"].endswith("pilot-20260101-000000")  # type: ignore[attr-defined]
 

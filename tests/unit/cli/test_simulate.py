@@ -44,6 +44,23 @@ def test_doll_simulate_prints_measurement_beside_formula_and_writes_files(tmp_pa
     assert (tmp_path / "out" / "simulation.png").stat().st_size > 5000
 
 
+def test_a_job_file_without_prices_is_simulated_at_those_of_the_shipped_table(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(JOB)
+    shown = simulate(tmp_path / "my.yaml", "--instance", "c7g.xlarge", "--region", "eu-west-1")
+    assert "0.155 USD/h on-demand: c7g.xlarge in eu-west-1, prices of early 2026" in shown.stdout
+    costs = [
+        json.loads(simulate(tmp_path / "my.yaml", *prices, "--json").stdout)["usd"]
+        for prices in (
+            [],
+            ["--on-demand-price", 0.0725],
+            ["--set", "plan={spot_usd_per_h: 1, on_demand_usd_per_h: 0.725}"],
+        )
+    ]
+    assert costs[0] == pytest.approx(costs[1])
+    assert costs[2] == pytest.approx(10 * costs[0])
+    assert "c7g" not in simulate(*SMALL).stdout, "the paper's prices"
+
+
 def test_the_same_seed_prints_the_same_json() -> None:
     first, second, other = (simulate(*SMALL, "--seed", seed, "--json").stdout for seed in (1, 1, 2))
     assert first == second != other

@@ -9,7 +9,7 @@ from doll.cli.app import app
 from paths import EXAMPLES
 from typer.testing import CliRunner
 
-EXAMPLE = EXAMPLES / "spot.yaml"
+EXAMPLE = EXAMPLES / "market.yaml"
 
 
 def test_a_dry_run_plans_and_predicts() -> None:

@@ -90,3 +90,18 @@ def test_a_batch_larger_than_the_bound_still_comes_out_and_reading_goes_on() -> 
 def test_how_much_may_wait_follows_the_batch(overrides: tuple[str, ...], records: int, batches: int) -> None:
     config = parse(JOB, overrides)
     assert (stream_buffer_records(config), buffer_capacity(config)) == (records, batches)
+
+
+def test_records_far_apart_are_cut_as_there_is_room() -> None:
+    made = BatchBuffer(Batcher(origin=0, records_per_batch=1, next_batch=0), 64)
+    offsets = range(0, 200 * 500, 200)  # 199 empty batches before each
+    assert made.feed(offsets, [b"x"] * 500)
+    assert len(made) == 64 + 1024
+    made.skip_to(200_000)
+    numbers: list[int] = []
+    while len(made):
+        assert len(made) <= 64 + 1024
+        assert not made.is_half_empty or made.batcher.next_offset == 200_000
+        raw = made.take()
+        numbers += range(raw.number, raw.number + raw.count)
+    assert numbers == [*range(200_000)]

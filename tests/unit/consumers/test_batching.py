@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -213,3 +214,24 @@ def test_a_batch_that_ends_in_a_gap_is_complete_as_soon_as_that_is_known() -> No
     assert list(batcher.skip_to(6)) == []
     (batch,) = feed(batcher, [4, 6, 7])  # below 7 nothing was to come
     assert ([*batch.offsets], batch.gaps, batch.lost) == ([7], [(4, 5)], [(5, 7)])
+
+
+def test_a_long_hole_comes_out_as_one_and_its_ends_as_batches() -> None:
+    batcher: Batcher[str] = Batcher(origin=0, records_per_batch=64, next_batch=0)
+    batcher.mark_lost(100, 20_000_000)
+    hole = 36_000_000
+    out = [*batcher.feed([0], ["a"]), *batcher.feed(range(hole + 1, hole + 64), ["b"] * 63)]
+    assert [(raw.number, raw.count, len(raw.values)) for raw in out] == [(0, 1, 1), (1, 562_499, 0), (562_500, 1, 63)]
+    assert (out[1].gaps, out[1].lost) == ([(64, 100), (20_000_000, hole)], [(100, 20_000_000)])
+    covered = sorted(span for raw in out for span in (*raw.gaps, *raw.lost))
+    assert covered[0][0] == 1
+    assert covered[-1][1] == hole + 1
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(covered))
+
+
+def test_a_hole_is_one_only_between_whole_waves() -> None:
+    batcher: Batcher[str] = Batcher(origin=0, records_per_batch=1, next_batch=0, align=8)
+    out = [*batcher.feed([0, 1003], ["a", "b"])]
+    ranges = [(raw.number, raw.count) for raw in out if raw.count > 1]
+    assert ranges == [(8, 992)]
+    assert [raw.number for raw in out if raw.count == 1] == [*range(8), 1000, 1001, 1002, 1003]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from doll.consumers.decoding import MAX_REASON_CHARS, Decoded, Records, Refused, decode_records, refuse
 from doll.errors import SampleError
+from doll.kafka.unread import UnreadValue
 from doll.packing import pack
 from doll.task import Sample, Task, stack
 from doll.tasks.synthetic import Gaussian
@@ -355,3 +356,14 @@ def test_each_refusal_has_a_code() -> None:
     assert [item.code for item in decoded.refused] == ["empty", "too_long", "undecodable"]
     assert [item.code for item in decode(Points(), b"rubbish", m=2).refused] == ["not_packed"]
     assert [item.code for item in refuse(decoded, {0: "loss is NaN"})] == ["harmful"]
+
+
+def test_what_was_not_read_is_refused_for_the_readers_reason() -> None:
+    unread = UnreadValue.of("unreadable", "the batch of records at offsets 5 to 6 cannot be read")
+    long = UnreadValue.of("too_long", "record of 9 bytes: expected at most 8", 9, b"head")
+    records = Records([4, 5, 6, 7, 8], [b"", unread, unread, long, None])
+    decoded = decode_records(Gaussian(2), records, samples_per_record=1, max_record_bytes=8)
+    assert [(item.offset, item.code, item.whole) for item in decoded.refused] == [
+        (4, "empty", True), (5, "unreadable", True), (6, "unreadable", True), (7, "too_long", True), (8, "empty", True),
+    ]  # fmt: skip
+    assert [item.reason for item in decoded.refused][1:4] == [unread.reason, unread.reason, long.reason]

@@ -17,6 +17,19 @@ from worker_fakes import FakeChannel, welcome
 JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 4}\n'
 
 
+class Exit(ProcessExit):
+    """Keeps the reason."""
+
+    reason = ""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, flush=lambda: None, stop=lambda: None, end_within=lambda seconds, code: None)
+
+    def request(self, code: int, reason: str) -> None:
+        self.reason = reason
+        super().request(code, reason)
+
+
 class Rig:
     """Worker 1, which begins at offset 120 (5 batches of 4 records from offset 100 are durable)."""
 
@@ -25,7 +38,7 @@ class Rig:
         self.channel = FakeChannel()
         self.core = WorkerCore(welcome(), max_pending=4, now=0.0)
         self.batcher: Batcher[Any] = Batcher(origin=100, records_per_batch=4, next_batch=5)
-        self.exit = ProcessExit(1.0, flush=lambda: None, stop=lambda: None, end_within=lambda seconds, code: None)
+        self.exit = Exit()
         self.deleted = DeletedRecords(
             parse(JOB, overrides), self.core, self.batcher, self.channel, self.exit, sleep=self.sleep,
             clock=lambda: self.now,
@@ -49,6 +62,14 @@ async def test_a_log_that_ends_before_the_offset_is_another_one() -> None:
     rig.channel.bounds = (0, 119)
     assert await rig.deleted.resume_offset(120) is None
     assert (rig.exit.is_requested, rig.exit.code) == (True, ConfigError.exit_code)
+
+
+async def test_a_log_that_was_truncated_and_is_as_long_as_before_is_another_one() -> None:
+    rig = Rig()
+    rig.channel.bounds = (0, 400)
+    assert await rig.deleted.resume_offset(120, is_truncated=True) is None
+    assert (rig.exit.is_requested, rig.exit.code) == (True, ConfigError.exit_code)
+    assert all(part in rig.exit.reason for part in ("read up to offset 120", "truncated", "doll up --fresh"))
 
 
 async def test_lost_records_end_the_worker_by_default() -> None:

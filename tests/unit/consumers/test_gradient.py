@@ -10,12 +10,13 @@ import pytest
 import torch
 from doll.config import SgdConfig, parse
 from doll.consumers.gradient import Gradient, GradientComputer, GradientSum
-from doll.errors import ConfigError
+from doll.errors import ConfigError, IllegalEventError
 from doll.fingerprint import difference
 from doll.model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
 from doll.task import Sample, Task
 from doll.tasks.synthetic import Gaussian
+from worker_fakes import grant
 
 
 class Classes(Task):
@@ -265,11 +266,11 @@ def gradient_of(value: float, norm: float = 1.0) -> Gradient:
 def test_the_memory_behind_the_floats_is_that_of_the_last_gradient() -> None:
     total = GradientSum(3, 5)
     counters = np.array([7, 9], np.int32).view(np.float32)
-    for number in counters:
+    for batch, number in enumerate(counters):
         one = gradient_of(1.0)
         one.values[5] = number
         total.keep()
-        assert total.add(one, batch=0, num_samples=1)
+        assert total.add(one, batch=batch, num_samples=1)
     values = total.values()
     assert values is not None
     assert values[:5].tolist() == [2.0] * 5
@@ -279,11 +280,26 @@ def test_the_memory_behind_the_floats_is_that_of_the_last_gradient() -> None:
 def test_a_gradient_that_float32_may_not_hold_the_sum_of_is_not_added() -> None:
     total = GradientSum(3, 5)
     assert total.add(gradient_of(3e38, norm=3e38), batch=0, num_samples=1), "one alone is always taken"
-    assert not total.add(gradient_of(3e38, norm=3e38), batch=0, num_samples=1)
+    assert not total.add(gradient_of(3e38, norm=3e38), batch=1, num_samples=1)
+    assert [batch for batch, _ in total.holds] == [0]
     values = total.values()
     assert values is not None
     assert values[:5].tolist() == [np.float32(3e38)] * 5
-    total.clear()
+    assert total.begin(grant(0))
     assert total.values() is None
     assert total.add(gradient_of(1.0), batch=0, num_samples=1)
-    assert not total.add(gradient_of(2e38, norm=1.0), batch=0, num_samples=1), "a buffer counts too"
+    assert not total.add(gradient_of(2e38, norm=1.0), batch=1, num_samples=1), "a buffer counts too"
+
+
+def test_a_sum_says_what_it_holds_and_takes_no_batch_twice() -> None:
+    total = GradientSum(3, 5)
+    assert total.begin(grant(4, 9, 10))
+    assert total.add(gradient_of(1.0), batch=4, num_samples=1)
+    total.keep()
+    total.skip(5)
+    assert total.holds == ((4, 9), (5, 10))
+    for batch in (4, 5):
+        with pytest.raises(IllegalEventError, match="expected a batch after 5"):
+            total.add(gradient_of(1.0), batch=batch, num_samples=1)
+    assert total.rest(0) is None
+    assert total.holds == ()

@@ -215,7 +215,7 @@ def test_a_set_ends_before_a_batch_that_is_not_wanted(until: int) -> None:
 
 
 def test_a_set_ends_with_the_batch_that_reaches_the_time_limit() -> None:
-    rig = Rig("worker.drain_s=0.000001")
+    rig = Rig("worker.drain_s=0.001")
     rig.publish()
     done = rig.handler.handle(grant(5, 1, 2), [rig.batch(number=number) for number in (5, 6)], goes_on)
     assert done is not None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,118 +14,19 @@ import numpy.typing as npt
 import psutil
 import pytest
 import torch
-from doll.config import parse
-from doll.consumers.compressor import SparseCompressor
-from doll.consumers.dead_letters import UsableSamples
-from doll.consumers.decoding import Decoded
-from doll.consumers.departure import Departure
-from doll.consumers.gradient import GradientComputer
-from doll.consumers.guard import Guard
-from doll.consumers.pipeline_engine import PipelineGradientEngine
-from doll.consumers.stage_processes import StageLostError, StageProcesses, start_stages
-from doll.consumers.step_model import StepModel
-from doll.consumers.task_log import TaskLog, read_tasks
-from doll.consumers.worker import Batch, GradientDone
+from doll.consumers.stage_processes import StageLostError, StageProcesses
+from doll.consumers.task_log import read_tasks
+from doll.consumers.worker import GradientDone
 from doll.errors import ConfigError, ServiceUnavailableError, TaskError
-from doll.model import build
-from doll.pipeline.cut import cut
 from doll.pipeline.link import socket_pair
 from doll.pipeline.messages import Ready, encode
 from doll.records import Grant, NewVersion
-from doll.storage.blobs import encode_blob
-from doll.storage.contributions import decode_contribution
-from doll.task import load_task
-from doll.testing import MemoryBlobs
+from pipeline_rig import BATCH, Rig, answer
 from process_checks import is_gone
 from stage_models import samples
 from waiting import WAIT_TIMEOUT_S, until
 
 Array = npt.NDArray[Any]
-BATCH = 8
-
-
-def job(stages: int, in_flight: int, *overrides: str) -> Any:
-    return parse(
-        "job: unit\ntask: {class: 'stage_models:Net'}\n"
-        f"data: {{workers: 1, batch_size: {BATCH}}}\n"
-        f"training: {{policy: {{name: wsp, wave_batches: {in_flight}, clock_distance: 4}}, "
-        "optimizer: {name: sgd, lr: 0.05}}\n"
-        f"worker: {{pipeline: {{stages: {stages}}}}}\n",
-        overrides,
-    )
-
-
-class Refusals:
-    """`DeadLetters.refuse_samples`."""
-
-    def __init__(self) -> None:
-        self.bad: dict[int, dict[int, str]] = {}
-
-    def refuse_samples(self, batch: Batch, bad: dict[int, str]) -> UsableSamples:
-        self.bad[batch.number] = bad
-        return UsableSamples(batch.num_samples - len(bad), tuple(bad), 0)
-
-
-class Rig:
-    """An engine, and the versions that a server would publish; `view` is what an undivided worker would hold."""
-
-    def __init__(self, folder: Path, stages: int = 3, in_flight: int = 4, *overrides: str) -> None:
-        torch.set_num_threads(1)
-        self.config = job(stages, in_flight, *overrides)
-        self.task = load_task(self.config)
-        self.model = build(self.config, self.task)
-        self.first_weights = self.model.flat.detach().numpy().copy()
-        self.stages = start_stages(
-            self.config, self.task, self.model, cut(self.config, self.task, self.model.module, 0), 0,
-            in_flight=in_flight,
-        )  # fmt: skip
-        self.blobs, self.refusals = MemoryBlobs(), Refusals()
-        self.departure = Departure(end_within=lambda seconds, code: None)
-        computer = GradientComputer(self.task, self.model)
-        self.log = folder / "tasks.jsonl"
-        self.engine = PipelineGradientEngine(
-            self.config, self.stages, guard=Guard(self.config, self.task, computer), computer=computer,
-            compressor=SparseCompressor("unit", self.model.num_parameters, {}), blobs=self.blobs,
-            dead_letters=self.refusals, departure=self.departure, task_log=TaskLog(self.log),
-        )  # fmt: skip
-        self.term = 1
-        self.wanted: Callable[[int, int], bool] = lambda batch, grant_id: True
-
-    def publish(self, version: int, included: int, values: Array | None = None) -> NewVersion:
-        key = f"doll:unit:w:{self.term}:{version}"
-        weights = self.first_weights if values is None else values
-        self.blobs.put(key, encode_blob(weights, job="unit", kind="w", version=version), 600.0)
-        return NewVersion(term=self.term, worker=0, version=version, key=key, included=included)
-
-    def submit(
-        self, number: int, weights: NewVersion, x: Array | None = None, y: Array | None = None, *, grant: int = -1,
-        min_version: int = 0, n: int = BATCH,
-    ) -> Future[GradientDone | None]:  # fmt: skip
-        if x is None or y is None:
-            x, y = samples(self.task, number, n)
-        order = Grant(
-            term=self.term, worker=0, session=1, first=number, grant_ids=(number if grant < 0 else grant,),
-            version=weights.version, min_version=min_version, key=weights.key, included=weights.included,
-        )  # fmt: skip
-        batch = Batch(number, Decoded(x, y, np.arange(len(x))), len(x), 0.0)
-        return self.engine.submit(order, [batch], lambda batch, grant_id: self.wanted(batch, grant_id))
-
-    def pushed(self, done: GradientDone) -> Array:
-        """The sum of steps that was stored."""
-        blob = self.blobs.get(done.key)
-        assert blob is not None
-        contribution = decode_contribution(
-            blob, numel=self.model.flat.numel(), num_parameters=self.model.num_parameters, job="unit",
-            version=done.version, tables={},
-        )  # fmt: skip
-        values: Array = contribution.values
-        return values
-
-    def undivided(self) -> StepModel:
-        """A worker without stages."""
-        model = build(self.config, self.task)
-        computer = GradientComputer(self.task, model)
-        return StepModel("unit", self.blobs, self.config.training, model, computer)
 
 
 @pytest.fixture
@@ -142,12 +43,6 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
         rig.engine.close()
         assert all(is_gone(pid) for pid in rig.stages.pids)
     torch.set_num_threads(threads)
-
-
-def answer(future: Future[GradientDone | None]) -> GradientDone:
-    done = future.result(WAIT_TIMEOUT_S)
-    assert done is not None
-    return done
 
 
 def failure(rig: Rig) -> BaseException:
@@ -210,6 +105,14 @@ def test_one_batch_at_a_time_is_what_an_undivided_worker_computes(make_rig: Call
         weights = rig.publish(2 + wave, 2 * wave + 2, rig.first_weights * (1 + wave / 10))
         rig.engine.offer(weights)
         steps.offer(weights)
+
+
+def test_each_stage_draws_numbers_of_its_own(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(3, 1, "task.class=stage_models:Random", "training.optimizer={name: sgd, lr: 1.0}")
+    drawn = [-wave for wave in waves(rig, [samples(rig.task, number, BATCH) for number in range(2)])]
+    at_stages = np.concatenate([numbers.reshape(3, -1) for numbers in drawn])
+    assert ((at_stages > 0) & (at_stages < 1)).all()
+    assert len(np.unique(at_stages.round(5))) == at_stages.size
 
 
 def test_batches_without_samples_need_no_weights_and_end_waves(make_rig: Callable[..., Rig]) -> None:
@@ -276,6 +179,73 @@ def test_bad_samples_are_refused_and_the_rest_is_learned(
             assert np.isfinite(rig.pushed(done)[: rig.model.num_floats]).all()
     for at, done in enumerate(answers):
         assert 0 < done.batches[0].loss_sum / sizes[at] < 5
+
+
+def waves(rig: Rig, batches: Sequence[tuple[Array, Array]]) -> list[Array]:
+    """The sums of steps that are pushed. Each batch begins when the one before it is complete."""
+    weights = rig.publish(1, 0)
+    answers = [answer(rig.submit(number, weights, x.copy(), y)) for number, (x, y) in enumerate(batches)]
+    return [rig.pushed(done) for done in answers if done.key]
+
+
+@pytest.mark.parametrize("at", [4, 5])
+@pytest.mark.parametrize(("fails", "value"), [("", 1e6), ("", 1e30), ("error", 1e6)], ids=["spike", "nan", "fails"])
+def test_what_is_pushed_is_what_the_other_samples_make(
+    make_rig: Callable[..., Rig], fails: str, value: float, at: int
+) -> None:
+    """A bad sample has no part in the steps, and those of the batches before it are made at all stages, also at those
+    behind one that fails."""
+    rig = make_rig(3, 2, f"task.args={{fails: '{fails}'}}")
+    batches = [samples(rig.task, number, BATCH) for number in range(6)]
+    usable = list(batches)
+    x, y = batches[at][0].copy(), batches[at][1]
+    x[2] = value
+    batches[at] = x, y
+    left = [number for number in range(BATCH) if number != 2]
+    usable[at] = x[left], y[left]
+    actual = waves(rig, batches)
+    rig.engine.close()  # stages are forked where there is one thread
+    other = make_rig(3, 2, f"task.args={{fails: '{fails}'}}")
+    expected = waves(other, usable)
+    assert {number: list(bad) for number, bad in rig.refusals.bad.items()} == {at: [2]}
+    assert not other.refusals.bad
+    assert len(actual) == len(expected) == 3
+    for wave, clean in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(wave, clean, rtol=1e-5, atol=1e-7)
+
+
+def test_nothing_begins_while_a_batch_is_inspected(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(3, 4)
+    weights = rig.publish(1, 0)
+    learn(rig, weights, 4)
+    engine, guard = rig.engine, rig.engine._guard
+    inspect_if_due, compute = engine._inspect_if_due, guard.compute
+    suspected, submitted = threading.Event(), threading.Event()
+    computing: list[int] = []
+
+    def pause() -> None:
+        if engine._suspect is not None and not suspected.is_set():
+            suspected.set()
+            assert submitted.wait(WAIT_TIMEOUT_S)
+        else:  # what was submitted has come first
+            inspect_if_due()
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        computing.append(engine._core.num_computing)
+        return compute(*arguments, **options)
+
+    monkeypatch.setattr(engine, "_inspect_if_due", pause)
+    monkeypatch.setattr(guard, "compute", count)
+    x, y = samples(rig.task, 4, BATCH)
+    x[2] = np.nan
+    futures = [rig.submit(4, weights, x, y)]
+    assert suspected.wait(WAIT_TIMEOUT_S)
+    futures += [rig.submit(number, weights) for number in (5, 6, 7)]
+    submitted.set()
+    assert [answer(future).batches[0].num_samples for future in futures] == [BATCH - 1, BATCH, BATCH, BATCH]
+    assert computing == [1], "another batch than the inspected one is in the stages"
 
 
 def test_a_batch_of_bad_samples_only_is_left_out(make_rig: Callable[..., Rig]) -> None:

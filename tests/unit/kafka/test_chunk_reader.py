@@ -8,16 +8,19 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, Producer, TopicPartition
+from confluent_kafka import Producer, TopicPartition
 from doll.config import JobConfig, parse
-from doll.errors import ServiceUnavailableError
+from doll.drill.damage import send_bomb, truncate_log
 from doll.kafka import chunk_reader, topics
 from doll.kafka.chunk_reader import Chunk, ChunkReader, Delivery, NoRecordBelow, OutOfRange
 from doll.kafka.clients import kafka_settings, make_admin, make_consumer
+from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import Partition
+from doll.kafka.unread import UnreadValue
 from doll.local.kafka_broker import LocalKafka
 from doll.services import Services
 from waiting import until
@@ -225,13 +228,68 @@ def test_a_pause_does_not_hold_up_commits(make_rig: Callable[..., Rig]) -> None:
     until(lambda: rig.committed() == 12, "the commit")
 
 
-def test_what_the_library_cannot_read_ends_reading(make_rig: Callable[..., Rig]) -> None:
-    """It would go on behind it, and the records would pass for offsets that hold none."""
+@pytest.mark.parametrize("records", [1, 5, 700])
+def test_batches_that_unpack_to_too_much_are_handed_over_unread_and_reading_goes_on(
+    make_rig: Callable[..., Rig], records: int
+) -> None:
     rig = make_rig()
-    for code in (KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError._NOT_IMPLEMENTED):
-        with pytest.raises(ServiceUnavailableError, match=r"nothing usable of .*samples/0 at offset 7"):
-            rig.reader._handle(KafkaError(code), 7)
-    assert rig.reader._handle(KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART), 7)
+    rig.write(b"first")
+    for _ in range(3):  # one behind the other, and the last ends the log for now
+        bomb(rig, "zstd", 140_000_000 // records, records)
+    end = 1 + 3 * records
+    values = rig.read(end - 1)
+    rig.write(b"last")
+    values |= rig.read(end)
+    assert sorted(values) == [*range(end + 1)]
+    assert (values.pop(0), values.pop(end)) == (b"first", b"last")
+    for offset, value in values.items():
+        first = offset - (offset - 1) % records
+        assert isinstance(value, UnreadValue)
+        assert (value.code, value.num_bytes, value.head, len(value)) == ("unreadable", 0, b"", 0)
+        assert f"offsets {first} to {first + records - 1} cannot be read" in value.reason
+        assert "Decompression" in value.reason
+
+
+def test_reading_may_begin_inside_a_batch_that_cannot_be_read(make_rig: Callable[..., Rig]) -> None:
+    make_rig().write(b"first")
+    bomb(make_rig(), "zstd", 140_000, 1000)
+    rig = make_rig(600)
+    rig.write(b"last")
+    values = rig.read(1001)
+    assert sorted(values) == [*range(600, 1002)]
+    assert all(isinstance(values[offset], UnreadValue) for offset in range(600, 1001))
+    assert values[1001] == b"last"
+
+
+@pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
+def test_a_value_above_the_limit_is_dropped_where_it_is_read(make_rig: Callable[..., Rig], codec: str) -> None:
+    rig = make_rig()
+    rig.write(b"first")
+    bomb(rig, codec, 9_000_000, 1)
+    rig.write(b"x" * 2_000_000, b"last")
+    values = rig.read(3)
+    assert (values[0], len(values[2] or b""), values[3]) == (b"first", 2_000_000, b"last")
+    long = values[1]
+    assert isinstance(long, UnreadValue)
+    assert (long.code, long.num_bytes, long.head, len(long)) == ("too_long", 9_000_000, bytes(65_536), 0)
+    assert "record of 9000000 bytes: expected at most 2000000 (data.max_record_bytes)" in long.reason
+
+
+def test_what_reads_the_topic_by_ranges_goes_on_behind_what_cannot_be_read(
+    make_rig: Callable[..., Rig], services: Services
+) -> None:
+    rig = make_rig()
+    rig.write(b"first")
+    bomb(rig, "zstd", 145_000, 1000)
+    rig.write(b"last")
+    with RangeReader(rig.config, services) as reader:
+        assert list(reader.read(*rig.partition, 0, 1002)) == [(0, b"first"), (1001, b"last")]
+        assert list(reader.read(*rig.partition, 0, 1)) == [(0, b"first")]
+        assert "offsets 1 to 1000 cannot be read" in reader.problems[0]
+
+
+def bomb(rig: Rig, codec: str, size_bytes: int, records: int) -> None:
+    send_bomb(rig.config, rig.services, rig.partition, codec=codec, size_bytes=size_bytes, records=records)
 
 
 def test_a_failure_of_whoever_takes_is_the_last_delivery(config: JobConfig, services: Services) -> None:
@@ -277,3 +335,21 @@ def test_a_reader_is_closed_soon_also_without_kafka(config: JobConfig, nowhere: 
     began_s = time.monotonic()
     reader.close()
     assert time.monotonic() - began_s < 30  # the library's own wait for a coordinator is 45 s
+
+
+def test_a_log_that_lost_its_end_is_told_as_truncated(tmp_path: Path) -> None:
+    config = parse("job: cut\ntask: {class: 'a:B'}\ndata: {workers: 1}\n")
+    with LocalKafka(tmp_path) as kafka:
+        services = Services(kafka.address, "")
+        topics.ensure(config, services)
+        rig = Rig(config, services, 0)
+        try:
+            for number in range(30):  # a batch of the log each
+                rig.write(b"%d" % number)
+            rig.read(29)
+            kafka.kill()
+            truncate_log(tmp_path, rig.partition, share=2 / 3)
+            kafka.restart()
+            assert rig.take_until(OutOfRange) == OutOfRange(30, is_truncated=True)
+        finally:
+            rig.reader.close()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import Future
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.admin import (
     AdminClient,
     AlterConfigOpType,
@@ -234,3 +235,103 @@ def test_records_below_an_offset_are_deleted(services: Services, job_name: str) 
     assert topics.delete_records(config, services, samples, 0, 2)
     assert (topics.describe(config, services)[0].low[0], topics.describe(config, services)[0].high[0]) == (2, 3)
     assert not topics.delete_records(config, services, samples, 0, 99)
+
+
+class Topic:
+    def __init__(self, partitions: int, leader: int = 1) -> None:
+        self.partitions = {number: Partition(leader) for number in range(partitions)}
+
+
+class Partition:
+    def __init__(self, leader: int) -> None:
+        self.leader = leader
+
+
+class Broker:
+    def __init__(self, number: int) -> None:
+        self.host, self.port = "broker", number
+
+
+class Metadata:
+    controller_id = -1
+
+    def __init__(self, topics_: dict[str, Topic]) -> None:
+        self.topics = topics_
+        self.brokers = {number: Broker(number) for number in (1, 2, 3)}
+
+
+class SlowCluster:
+    """Kafka's admin API over three brokers, of which the third hears of a new topic after it was asked `behind` times.
+
+    A client of the whole cluster is answered by each of its brokers in turn.
+    """
+
+    def __init__(self, behind: int) -> None:
+        self.created: dict[str, Topic] = {}
+        self.behind = behind
+        self._turn = 0
+
+    def answer(self, broker: int) -> Metadata:
+        if broker == 3 and self.created and self.behind > 0:
+            self.behind -= 1
+            return Metadata({})
+        return Metadata(dict(self.created))
+
+    def client(self, config: object, services: Services) -> SlowAdmin:
+        return SlowAdmin(self, services.kafka)
+
+    def next_broker(self) -> int:
+        self._turn += 1
+        return (1, 2, 3)[self._turn % 3]
+
+
+class SlowAdmin:
+    def __init__(self, cluster: SlowCluster, address: str) -> None:
+        self._cluster, self._address = cluster, address
+
+    def list_topics(self, timeout: float) -> Metadata:
+        host, _, port = self._address.partition(":")
+        return self._cluster.answer(int(port) if host == "broker" else self._cluster.next_broker())
+
+    def create_topics(self, wanted: list[NewTopic], **_: object) -> dict[str, Future[None]]:
+        done: dict[str, Future[None]] = {}
+        for topic in wanted:
+            self._cluster.created[topic.topic] = Topic(topic.num_partitions)
+            done[topic.topic] = Future()
+            done[topic.topic].set_result(None)
+        return done
+
+
+def test_ensure_waits_until_every_broker_knows_what_was_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = SlowCluster(behind=20)
+    monkeypatch.setattr(topics, "make_admin", cluster.client)
+    config, services = job(workers=3), Services("bootstrap:9092", "")
+    topics.ensure(config, services)
+    assert cluster.behind == 0
+    for _ in range(3):  # whichever broker answers
+        topics.check(config, services)
+
+
+def test_ensure_names_the_broker_that_never_hears_of_a_topic(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = SlowCluster(behind=1_000_000)
+    monkeypatch.setattr(topics, "make_admin", cluster.client)
+    monkeypatch.setattr(topics, "_TIMEOUT_S", 0.2)
+    with pytest.raises(ServiceUnavailableError, match=r"after 0\.2 s.*broker:3 lacks doll\..*start again"):
+        topics.ensure(job(workers=3), Services("bootstrap:9092", ""))
+
+
+def test_ensure_goes_on_without_a_broker_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = SlowCluster(behind=0)
+
+    def answer(broker: int) -> Metadata:
+        if broker == 2:
+            raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+        return Metadata(dict(cluster.created))
+
+    monkeypatch.setattr(cluster, "answer", answer)
+    monkeypatch.setattr(cluster, "next_broker", lambda: 1)
+    monkeypatch.setattr(topics, "make_admin", cluster.client)
+    monkeypatch.setattr(topics, "_TIMEOUT_S", 0.2)
+    config, services = job(workers=3), Services("bootstrap:9092", "")
+    topics.ensure(config, services)
+    topics.check(config, services)

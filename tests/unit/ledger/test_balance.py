@@ -100,7 +100,7 @@ def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_
         )
 
     term, voided = 1, 0
-    saved_term, saved_version, saved_applied = 0, 0, [0] * num
+    saved_term, saved_version, saved_applied = 1, 0, [0] * num  # a server saves version 0 before it writes anything
     version, applied = 0, [0] * num
     zombies: list[tuple[int, int, list[int]]] = []
     records.append(TermStarted(term=1, resumed_version=0, origins=origins, records_per_batch=rpb, time_s=0.0))
@@ -348,10 +348,37 @@ def test_updates_after_the_checkpoint_are_not_durable_yet() -> None:
     assert (report.updates, report.unsaved, report.applied, report.pending) == (1, 1, 10, 190)
 
 
-def test_a_job_that_has_not_saved_anything() -> None:
-    report = audit(durable(0, 0, 0, 0), term_started(1), update(1, 1, (0, 0)))
+def test_a_job_that_has_only_its_first_checkpoint() -> None:
+    report = audit(durable(1, 0, 0, 0), term_started(1), update(1, 1, (0, 0)))
     assert report.ok
     assert report.pending == 200
+
+
+@pytest.mark.parametrize(
+    ("records", "recorded"),
+    [
+        ([term_started(1)], "records the start of a parameter server: "),
+        ([term_started(1), update(1, 1, (0, 0))], "records the start of a parameter server, 1 updates: "),
+        (
+            [term_started(1), update(1, 1, (0, 0)), Finished(term=1, version=1, reason="", time_s=0)],
+            "the start of a parameter server, 1 updates, the job's end at version 1: ",
+        ),
+    ],
+)
+def test_records_without_any_checkpoint_are_a_problem_that_names_the_folder(
+    records: list[TermStarted | Update | Finished], recorded: str
+) -> None:
+    """A server saves version 0 before its first record: the checkpoints are lost, or in another folder."""
+    report = audit(replace(durable(0, 0, 0, 0), location="/runs/x/checkpoints"), *records)
+    assert not report.ok
+    (problem,) = report.problems
+    assert problem.startswith("no checkpoint was found in /runs/x/checkpoints, but the topic updates ")
+    assert recorded in problem
+    assert "doll audit RUN" in problem
+
+
+def test_nothing_is_wrong_before_the_first_server() -> None:
+    assert audit(durable(0, 0, 0, 0)).ok
 
 
 def test_updates_lost_in_a_crash_are_void_and_done_again_otherwise() -> None:
@@ -403,11 +430,6 @@ def test_a_term_of_a_server_that_lost_the_race_changes_nothing() -> None:
             durable(1, 1, 1, 0),
             [term_started(1), update(1, 1, (0, 0)), Finished(term=1, version=2, reason="", time_s=0)],
             "the job ended at version 2, but the newest checkpoint is of version 1",
-        ),
-        (
-            durable(0, 0, 0, 0),
-            [term_started(1), update(1, 1, (0, 0)), Finished(term=1, version=1, reason="", time_s=0)],
-            "the job ended at version 1, but no checkpoint was found: name the run's folder (doll audit RUN)",
         ),
         (
             durable(1, 1, 11, 0),
@@ -515,7 +537,7 @@ def test_dead_letters_outside_the_job_are_noticed() -> None:
 
 
 def test_a_dead_letter_of_a_batch_that_is_not_applied_yet_is_pending() -> None:
-    report = balance(durable=durable(0, 0, 0, 0), ends=(10, 0), records=[term_started(1)], dead_letters=[letter(0, 3)])
+    report = balance(durable=durable(1, 0, 0, 0), ends=(10, 0), records=[term_started(1)], dead_letters=[letter(0, 3)])
     assert (report.ok, report.pending, report.dead) == (True, 10, 0)
 
 

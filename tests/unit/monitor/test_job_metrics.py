@@ -41,6 +41,18 @@ def test_a_measurement_is_named_for_who_makes_it_and_what_it_is_of(source: str, 
     assert list(samples_of(source, {name: 1.0})) == [expected]
 
 
+def test_what_a_worker_reports_of_its_rows_does_not_replace_what_it_reports_of_its_link() -> None:
+    job = JobMetrics(1)
+    job.feed(Metric(source="worker-0", values={"control_refused_total": 2.0}, time_s=1))
+    for evicted in (0.0, 7.0):
+        values = {"row_state_bytes": 4096.0, "row_states_evicted_total": evicted}
+        job.feed(Metric(source="worker-0", values=values, time_s=2))
+    shown = exposed(job)
+    assert shown[key("doll_worker_control_refused_total", worker="0")] == 2
+    assert shown[key("doll_worker_row_state_bytes", worker="0")] == 4096
+    assert shown[key("doll_worker_row_states_evicted_total", worker="0")] == 7
+
+
 def test_the_newest_measurements_of_each_are_exposed_with_the_times_they_were_made() -> None:
     job = JobMetrics(2)
     job.feed(server_status([live_worker(0), gone_worker(1)], version=4, counters={"joined": 2}, time_s=1))

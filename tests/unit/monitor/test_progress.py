@@ -10,10 +10,13 @@ from doll.monitor import formats
 from doll.monitor.display import LineDisplay
 from doll.monitor.live_display import panel
 from doll.monitor.progress import ProgressModel
+from doll.monitor.rates import Margin
 from doll.monitor.text import one_line, worker_table
 from doll.records import Finished, Measures, Member, Metric, Update
+from doll.run.status import JobStatus
 from paths import EXAMPLES
 from record_builders import term_started
+from rich.cells import cell_len
 from rich.console import Console
 from statuses import gone_worker, live_worker, server_status
 
@@ -219,6 +222,37 @@ def test_a_job_that_cannot_make_an_update_says_so_once() -> None:
     assert len(model.all_events) == 2
 
 
+def test_a_slow_worker_is_named_with_how_slow_it_is() -> None:
+    config = parse("job: j\ntask: {class: 'doll.tasks.digits:Digits'}\ndata: {workers: 3}\n")
+    model = ProgressModel(config, started_s=0.0)
+    model.feed(term_started(1))
+    usual = live_worker(0, batch_s=3.0, time_limit_s=30.0)
+    gone = gone_worker(1, batch_s=40.0, time_limit_s=80.0)
+    model.feed(server_status([usual, gone, live_worker(2, time_limit_s=30.0, is_stalled=True)]))
+    assert [text for _, text in model.all_events] == ["worker 2: no gradient within 30 s"]
+    for _ in range(2):
+        model.feed(server_status([usual, gone, live_worker(2, batch_s=35.02, time_limit_s=70.04)]))
+    assert [line.slow for line in model.worker_lines()] == [
+        "", "", "35 s per batch, limit raised to 70 s (worker.grant_timeout_s: 30)"
+    ]  # fmt: skip
+    assert len(model.all_events) == 1, "it is slow still"
+    shown = JobStatus(config, model.snapshot(1.0), {}).text()
+    assert "slow: worker 2: 35 s per batch, limit raised to 70 s" in shown
+    assert "worker 1:" not in shown
+
+
+def test_the_limit_of_a_wave_is_named_as_such() -> None:
+    config = parse(
+        "job: j\ntask: {class: 'doll.tasks.digits:Digits'}\ntraining: {policy: {name: wsp, wave_batches: 8}}\n"
+    )
+    model = ProgressModel(config, started_s=0.0)
+    model.feed(term_started(1))
+    model.feed(server_status([live_worker(0, batch_s=20.0, time_limit_s=320.0)]))
+    assert model.worker_lines()[0].slow == (
+        "20 s per batch, limit raised to 320 s for a push of 8 batches (worker.grant_timeout_s: 30)"
+    )
+
+
 def test_lost_records_are_noted_once_and_counted(running: ProgressModel) -> None:
     assert running.snapshot(20.0).lost == ()
     for _ in range(2):  # a worker that stops for it is started again, and says so again
@@ -239,14 +273,14 @@ def test_lost_records_are_noted_once_and_counted(running: ProgressModel) -> None
 
 
 def test_machines_and_money_are_shown_in_both_views() -> None:
-    config = load(EXAMPLES / "spot.yaml")
+    config = load(EXAMPLES / "market.yaml")
     snapshot = ProgressModel(config, 0.0).snapshot(10.0)
     workers = tuple(replace(line, machine=f"spot #{line.worker} works", usd=0.25) for line in snapshot.workers)
     shown = replace(snapshot, workers=workers, costs="5 of 190 s, 6 spot + 0 on-demand, 1.500 USD")
     out = io.StringIO()
     Console(file=out, width=140).print(panel(shown, config.stop))
     assert "spot #5 works" in out.getvalue()
-    assert "0.250" in out.getvalue()
+    assert "0.25" in out.getvalue()
     assert "6 spot + 0 on-demand" in out.getvalue()
     assert one_line(shown, config.stop).endswith("1.500 USD")
     out = io.StringIO()
@@ -273,3 +307,60 @@ def test_what_the_policy_cost_is_added_up_over_the_terms() -> None:
     assert policy.text() == "staleness -2.88 (p99 -5), workers blocked 25 % of the time, gradients 50 B, weights 0 B"
     model.feed(term_started(3, generation=3))
     assert model.snapshot(1.0).policy is None, "another run"
+
+
+def test_no_rate_is_shown_before_a_start_is_over() -> None:
+    """What had waited for the first weights is learned in a burst: 45 updates a second, and then 4."""
+    model = ProgressModel(job(), started_s=0.0)
+    times_s = [0.02 * n for n in range(12)] + [0.25 * n for n in range(1, 60)]
+    shown = []
+    for version, time_s in enumerate(times_s, 1):
+        members = (Member(worker=0, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1),)
+        model.feed(
+            Update(
+                term=1, version=version, members=members, n_samples=8, loss=1.0, samples_total=8 * version,
+                time_s=1000.0 + time_s,
+            )
+        )  # fmt: skip
+        shown.append(model.rate_measured())
+    assert math.isnan(shown[20])
+    assert all(math.isnan(rate) or rate < 5.0 for rate in shown)
+    assert shown[-1] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("has_machines", [False, True])
+def test_the_panel_fits_80_columns_and_cuts_nothing_off(running: ProgressModel, has_machines: bool) -> None:
+    worker = live_worker(
+        0,
+        live_since_s=100.0,
+        market="on_demand",
+        control="local",
+        restarts=12,
+        retained_batches=64,
+        lag_records=123_417,
+    )
+    reasons = (("ValidationError: Object missing required field `age`", 1024),)
+    running.feed(server_status([worker], dead_reasons=reasons, recent_records=1024, recent_refused=1024, time_s=5011.0))
+    snapshot = replace(running.snapshot(20.0), rate_stated=False)
+    snapshot = replace(snapshot, samples=123_456, held_out_version=123_456, margin=Margin(0.5, 1.5))
+    if has_machines:
+        named = replace(snapshot.workers[0], machine="spot c7g.large eu-west-1a works", usd=1.234)
+        snapshot = replace(snapshot, workers=(named, *snapshot.workers[1:]))
+    stop = StopConfig(updates=100, samples=400_000, accuracy=0.95, loss=0.1)
+    console = Console(file=io.StringIO(), width=80, record=True)
+    console.print(panel(snapshot, stop))
+    text = console.export_text()
+    assert "…" not in text
+    assert {cell_len(line) for line in text.splitlines()} == {80}
+    words = "".join(text.split()).replace("│", "")
+    for expected in (
+        "123456of400000",
+        "0.88of0.95(v123456)",
+        "parallel",
+        "on-demand",
+        "123417",
+        "`age`",
+    ):
+        assert expected in words, expected
+    assert ("eu-west-1a" in words) == has_machines
+    assert len(text.splitlines()) <= 24, "an 80 x 24 terminal"

@@ -3,11 +3,13 @@
 import json
 
 import pytest
-from doll.config import parse
+from doll.config import StopConfig, parse
 from doll.ledger.report import LedgerReport, Range
 from doll.monitor.progress import ProgressModel
 from doll.monitor.run_report import RunOutcome, build_report, summary
+from doll.monitor.text import one_line
 from doll.records import Member, Metric, TermStarted, Update
+from statuses import server_status
 
 JOB = """
 job: digits
@@ -83,6 +85,17 @@ def test_missing_and_duplicate_count_offsets(model: ProgressModel) -> None:
     assert "8-15" in text
 
 
+def test_the_report_says_what_the_run_would_have_cost_on_ec2(model: ProgressModel) -> None:
+    report = build_report(model, RunOutcome("updates", 0, 3600.0), ledger())
+    estimate = report["ec2_estimate"]
+    workers = report["workers"]
+    assert estimate["on_demand_usd"] == pytest.approx(workers * 0.0725)
+    shown = summary(report)
+    assert f"would have cost {workers * 0.0725:.2f} USD on-demand, {estimate['spot_usd']:.2f} USD on spot" in shown
+    assert f"{workers} x c7g.large for 1:00:00 in us-east-1, prices of early 2026" in shown
+    assert "Kafka, cache and control host 0.45 USD" in shown
+
+
 def test_a_run_that_never_learned_reports_unknown_numbers_as_null() -> None:
     report = build_report(ProgressModel(parse(JOB), 0.0), RunOutcome("failed", 1, 0.5, error="no broker"), None)
     text = json.dumps(report, allow_nan=False)
@@ -113,3 +126,46 @@ def test_a_run_that_has_lost_what_it_had_learned_says_so(model: ProgressModel) -
     assert report["loss_worsened"] is True
     assert (report["prequential"]["best_window_loss"], report["prequential"]["best_window_version"]) == (2.0, 10)
     assert "warning: the loss ended far above its best (prequential loss 2 at version 10" in summary(report)
+
+
+def test_samples_and_seconds_of_a_resumed_run_are_of_the_same_span(model: ProgressModel) -> None:
+    """The first session learned for 7.8 s; the run was resumed an hour later."""
+    model.feed(TermStarted(term=2, resumed_version=30, origins=(0, 0), records_per_batch=8, time_s=3700.0))
+    for version in range(31, 51):
+        members = (Member(worker=0, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1),)
+        time_s = 3700.0 + version
+        model.feed(
+            Update(
+                term=2, version=version, members=members, n_samples=8, loss=1.0, samples_total=480 + 8 * (version - 30),
+                time_s=time_s,
+            )
+        )  # fmt: skip
+    outcome = RunOutcome("updates", 0, 21.0, started_at_s=3699.0)
+    report = build_report(model, outcome, None)
+    assert (report["updates"], report["samples"]) == (50, 640)
+    assert report["seconds"] == pytest.approx(29 * 0.2 + 21.0), "versions 31 to 40 of the first session are void"
+    assert report["session"] == {"seconds": 21.0, "updates": 20, "samples": 160}
+    text = summary(report)
+    assert text.startswith("digits: 50 updates, 640 samples in 27 s (updates)")
+    assert "since it was resumed: 20 updates, 160 samples in 21 s" in text
+    fresh = build_report(model, RunOutcome("updates", 0, 21.0), None)
+    assert "resumed" not in summary(fresh)
+
+
+def test_the_report_counts_dead_letters_and_leaves_out_updates_without_samples(model: ProgressModel) -> None:
+    member = Member(worker=0, batch=41, lo=0, hi=8, n_samples=0, base_version=40, dead=tuple(range(8)))
+    model.feed(Update(term=1, version=41, members=(member,), n_samples=0, loss=0.0, samples_total=640, time_s=109.0))
+    status = server_status(
+        [], version=41, dead_reasons=(("no age", 7), ("empty", 1)), recent_records=648, recent_refused=8
+    )
+    model.feed(status)
+    report = build_report(model, RunOutcome("updates", 0, 1.0), None)
+    assert (report["updates"], report["version"]) == (40, 41)
+    assert (report["dead_letters"], report["dead_reasons"][0]) == (8, {"reason": "no age", "letters": 7})
+    assert "8 dead letters: most of them (7) no age" in summary(report)
+    assert "8 dead letters (8 of the last 648 records): most of them (7) no age" in one_line(
+        model.snapshot(1.0), StopConfig()
+    )
+    assert [text for _, text in model.all_events] == [
+        "8 dead letters (8 of the last 648 records): most of them (7) no age; see doll dead list"
+    ]

@@ -18,7 +18,7 @@ from doll.provisioner.fleets.processes import Machine
 from doll.run.spot import SpotRun
 from paths import EXAMPLES
 
-EXAMPLE = EXAMPLES / "spot.yaml"
+EXAMPLE = EXAMPLES / "market.yaml"
 
 
 def decision(at_s: float, *markets: str | None, phase: str = "run", usd: float = 0.0) -> Any:
@@ -74,7 +74,7 @@ def test_report_and_text_agree() -> None:
     assert (section["moves"], section["moves_predicted"], section["instances"]) == (11, 1, 4)
     assert section["cost_error_points"] == pytest.approx(2.0)
     text = "\n".join(text_lines(json.loads(json.dumps(section))))
-    for words in ("met, at 95.0 s of 100 s", "70.0 % of 1.000 USD", "(+2.0 points)", "all-spot", "too late",
+    for words in ("met, at 95 s of 100 s", "70.0 % of 1.00 USD", "(+2.0 points)", "all-spot", "too late",
                   "2 preemptions (predicted 3), 1 without notice; 1 ended by SIGKILL", "and 3 more"):  # fmt: skip
         assert words in text
     for worse in (replace(result, finish_s=100.1), replace(result, reached=False)):

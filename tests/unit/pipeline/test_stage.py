@@ -71,7 +71,7 @@ class Chain:
     def forward(self, slot: int, x: Array, y: Array) -> Any:
         h = x
         for stage in self.stages:
-            h = stage.forward(slot, h).numpy()
+            h = stage.device.get(stage.forward(slot, h, len(x)))
         return self.stages[-1].loss(slot, y)
 
     def backward(self, slot: int) -> tuple[float, float]:
@@ -79,7 +79,7 @@ class Chain:
         gradient, squares, changes = None, 0.0, 0.0
         for stage in reversed(self.stages):
             result = stage.backward(slot, gradient)
-            gradient = None if result.of_input is None else result.of_input.numpy()
+            gradient = None if result.of_input is None else stage.device.get(result.of_input)
             squares, changes = squares + result.squares, changes + result.buffer_squares
         return squares**0.5, changes**0.5
 
@@ -115,6 +115,7 @@ class Undivided:
         self.blobs.put(key, encode_blob(weights, job="unit", kind="w", version=version), 60.0)
         order: Grant = grant(first, version=version, min_version=version, key=key, included=included)
         self.steps.offer(NewVersion(term=3, worker=1, version=version, key=key, included=included))
+        assert self.steps.begin(order)
         assert self.steps.load(order) == version
 
     def learn(self, batch: int, x: Array, y: Array) -> Gradient:
@@ -345,7 +346,7 @@ def test_an_output_that_was_sent_takes_no_memory_until_the_backward_pass() -> No
     task = WatchedNet()
     stage = Chain(task, [1, 3]).stages[0]
     x = np.ones((5, 12), np.float32)
-    sent = stage.forward(0, x)
+    sent = stage.forward(0, x, len(x))
     assert sent.shape == (5, 6)
     assert [output() for output in OUTPUTS] == [None]  # `sent` is another tensor, with its memory
     assert stage.backward(0, np.ones((5, 6), np.float32)).squares == pytest.approx(12 * 6 * 25 + 6 * 25)

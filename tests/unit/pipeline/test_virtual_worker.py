@@ -277,6 +277,16 @@ def test_the_rest_of_a_wave_holds_what_was_complete_before() -> None:
     assert core.close_wave() == (None, [])
 
 
+def test_nothing_starts_while_a_minibatch_is_inspected() -> None:
+    core = running(3, 1)
+    core.hold()
+    assert started(core.submit(batch(1), weights(0))) == []
+    core.show()
+    assert started(core.submit(batch(2), weights(0))) == []
+    assert started(core.stored(None)) == [], "the weights were shown, and are not inspected yet"
+    assert started(core.go_on()) == [1, 2]
+
+
 def test_only_the_first_minibatch_in_flight_is_computed_again() -> None:
     core = running(2, 2)
     with pytest.raises(ValueError, match="expected the first minibatch in flight, got 1"):

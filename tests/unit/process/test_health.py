@@ -151,7 +151,8 @@ def test_a_port_that_is_taken_does_not_stop_the_work(
         monkeypatch.setenv(PORT_ENV, str(other.getsockname()[1]))
         with heartbeat_of("ps", job()) as heartbeat:
             assert not heartbeat.report()["ready"]
-    assert "health_probe_unavailable" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "health_probe_unavailable" in captured.out + captured.err
 
 
 def test_a_stuck_process_ends_with_an_error() -> None:

@@ -68,7 +68,7 @@ def test_ec2_is_bought_with_the_jobs_tags_at_its_own_prices_and_billed_as_it_bil
 
 def _price_of(known: dict[str, dict[str, Any]]) -> Any:
     """moto has no price list."""
-    from doll.provisioner.prices.ec2 import OnDemandPrice
+    from doll.provisioner.prices.shipped import OnDemandPrice
 
     return lambda self, instance_type: OnDemandPrice(**known[instance_type])
 

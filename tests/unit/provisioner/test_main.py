@@ -19,6 +19,7 @@ from doll.provisioner.main import JobFile, Provisioner, ProvisionerSetup
 from doll.provisioner.prices.stated import StatedPrices
 from doll.services import Services
 from job_world import settings
+from statuses import server_status
 
 JOB = "job: t\ntask: {{class: 'a:B'}}\nplan: {{deadline_s: {deadline}}}\n"
 
@@ -77,6 +78,7 @@ def test_the_bill_follows_the_billing_of_the_fleet_that_was_opened(
         lambda config: (settings(), []), lambda: load(path), path,
     )  # fmt: skip
     with Provisioner(setup) as provisioner:
+        provisioner._controller.feed(server_status(), clock())
         provisioner.run_once()
         clock.advance(60.0)
         bill = provisioner.run_once().bill

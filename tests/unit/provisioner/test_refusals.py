@@ -12,6 +12,7 @@ from doll.provisioner.state_store import MemoryStateStore
 from fleet_rigs import Ec2Rig, ec2
 from job_world import FlatPrices, settings
 from moto_overlay import REGION
+from statuses import server_status
 
 SERVICE_LINKED_ROLE = "AuthFailure.ServiceLinkedRoleCreationNotPermitted"
 BLOCK_DEVICES = "InvalidBlockDeviceMapping"
@@ -34,6 +35,7 @@ class Stack:
                 self.rig.market.error_codes[(type_, REGION + zone), kind] = code
 
     def turn(self) -> Decision:
+        self.controller.feed(server_status(), self.rig.clock())
         self.decisions.append(self.controller.turn(self.rig.clock()))
         self.rig.advance(STEP_S)
         return self.decisions[-1]

@@ -16,6 +16,7 @@ from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
 from doll.provisioner.status import age_text, decision_text, instance_text, last_decision, status_text
+from statuses import server_status
 
 
 def controller(folder: Path, clock: VirtualClock) -> Controller:
@@ -29,8 +30,10 @@ def controller(folder: Path, clock: VirtualClock) -> Controller:
 def test_the_journal_and_the_decision_give_the_same_text(tmp_path: Path) -> None:
     clock = VirtualClock()
     control = controller(tmp_path, clock)
+    control.feed(server_status(), clock())
     control.turn(clock())
     clock.advance(100.0)
+    control.feed(server_status(), clock())
     decision = control.turn(clock())
     text = decision_text(decision)
     assert "phase run; binding constraint: " in text

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import pytest
 from doll.config import StopConfig
+from doll.config.data import BadRecordsConfig
 from doll.errors import IllegalEventError
 from doll.ps import events as ev
 from doll.ps.engine import Engine
@@ -533,3 +534,58 @@ def test_a_worker_that_answers_too_late_gets_another_grant_also_where_it_has_no_
     assert bench.engine.counters["requeued_timeout"] == 1
     nack = Nack(worker=0, session=bench.sessions[0], batch=0, term=1, grant_id=late, reason="weights")
     assert granted(bench.handle(nack)) == [(0, 0)]
+
+
+def garbage(bench: Bench, worker: int, batch: int) -> list[ev.EngineAction]:
+    """The worker has found no usable sample in the four records of this batch."""
+    lo = 100 * worker + 4 * batch
+    return bench.push(
+        worker, batch, key="", n_samples=0, loss_sum=0.0, dead=tuple(range(lo, lo + 4)),
+        dead_reasons=(("no age", 3), ("NaN in x", 1)),
+    )  # fmt: skip
+
+
+def test_updates_without_samples_do_not_count_for_a_stop_rule() -> None:
+    bench = Bench(Doll(1), workers=1, stop=StopConfig(updates=2, seconds=50))
+    bench.join(0)
+    bench.announce(0, 0, 6)
+    for batch in range(3):
+        garbage(bench, 0, batch)
+    bench.now = 100.0
+    bench.handle(ev.Tick())
+    assert (bench.engine.version, bench.engine.stopping) == (3, None), "nothing is learned: no time has passed either"
+    bench.join(0)
+    bench.announce(0, 0, 6)
+    bench.push(0, 3)
+    snapshot = bench.engine.snapshot(bench.now)
+    bench.push(0, 4)
+    assert bench.engine.stopping == "updates: 2 reached"
+    again = Engine(settings(1, stop=StopConfig(updates=2)), Doll(1), term=2, now=0.0, snapshot=snapshot)
+    again.handle(ev.Tick(), 1.0)
+    assert (again.version, again.stopping) == (4, None)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_job_whose_records_are_refused_ends_in_order_with_the_reasons(workers: int) -> None:
+    limit = BadRecordsConfig(first_records=24, last_records=100)
+    bench = Bench(Doll(1), workers=workers, on_bad_records=limit, max_pending_batches=32)
+    bench.join(*range(workers))
+    for batch in range(6):
+        worker = batch % workers
+        bench.announce(worker, batch // workers, batch // workers + 1)
+        actions = garbage(bench, worker, batch // workers)
+    assert bench.engine.stopping == "bad records"
+    (stored,) = only(actions, ev.StoreCheckpoint)
+    (finish,) = only(bench.handle(ev.CheckpointStored(version=stored.version)), ev.Finish)
+    assert (finish.reason, finish.version) == ("bad records", 6)
+    assert finish.error == "24 of the last 24 records were refused, the first for: no age (18); NaN in x (6)"
+    again = Engine(
+        settings(workers, on_bad_records=limit, max_pending_batches=32),
+        Doll(1),
+        term=2,
+        now=0.0,
+        snapshot=stored.snapshot,
+    )
+    again.handle(ev.Tick(), 1.0)
+    assert (again.stopping, again.error) == (None, ""), "whoever resumes it has read why it ended"
+    assert again.refusals.reasons.in_order() == (("no age", 18), ("NaN in x", 6))

@@ -322,7 +322,7 @@ def test_a_worker_that_attaches_again_within_a_set_goes_on_with_it(granted: Pair
 @pytest.mark.parametrize("nack_first", [True, False])
 def test_a_nack_by_the_new_link_and_the_grants_that_were_lost_in_both_orders(granted: Pair, nack_first: bool) -> None:
     world = granted.world
-    world.blobs.clear()  # the weights
+    world.lose_blobs()  # the weights
     world.compute(granted.process)
     nack = granted.outgoing(Nack)
     assert nack.reason == "weights"

@@ -540,6 +540,27 @@ def test_a_successor_goes_on_from_the_checkpoint_and_does_the_rest_again() -> No
     successor.server.close()
 
 
+def test_a_resume_with_another_learning_rate_steps_by_it_from_the_same_state() -> None:
+    """Only what a resume may change differs: the momentum of the checkpoint counts, times the new rate."""
+    rig = Rig()
+    rig.join()
+    rig.update(1.0)
+    rig.turn_until(lambda: rig.server.engine.durable_version == 1)
+    saved = rig.optimizer.weights.copy()
+    rig.server.close()
+    steps = []
+    rate = rig.config.training.optimizer.lr
+    for overrides in ((), (f"training.optimizer.lr={4 * rate}",)):
+        successor = Rig(*overrides, store=rig.store)
+        successor.outbox.acknowledged = 0  # the next one begins from the same checkpoint
+        successor.join()
+        successor.update(1.0)
+        steps.append(successor.optimizer.weights - saved)
+        successor.server.close()
+    assert np.any(steps[0] != 0)
+    np.testing.assert_allclose(steps[1], 4 * steps[0], rtol=1e-4, atol=1e-6)
+
+
 def test_crash_after_the_checkpoint_before_durable_is_said_in_the_next_welcome() -> None:
     rig = Rig()
     rig.join()

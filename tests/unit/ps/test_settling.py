@@ -224,3 +224,19 @@ def test_a_push_that_holds_back_under_another_policy_is_refused() -> None:
     assert world.engine is not None
     assert world.engine.counters["refused_content"] == 1
     assert world.engine.is_settled
+
+
+def test_an_empty_rest_of_a_worker_that_holds_something_back_is_refused() -> None:
+    """It would replace the real one, which is on its way on the other channel."""
+    world = two_rounds()
+    assert world.engine is not None
+    engine, worker = world.engine, world.engine.worker(0)
+    assert engine._settling.holds_back(worker)
+    empty = Push(
+        worker=0, session=worker.session, term=engine.term, version=engine.version, key="", batches=(),
+        settles=worker.applied,
+    )  # fmt: skip
+    assert engine.handle(empty, world.now) == []
+    assert engine.counters["refused_empty_rest"] == 1
+    assert engine._settling.holds_back(worker), "the real one is still awaited"
+    assert not engine._settling._rests

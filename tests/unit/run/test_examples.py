@@ -20,11 +20,11 @@ NAMES = [
     "emnist",
     "factors",
     "intrusion",
+    "lda",
+    "market",
     "pipeline",
     "ratings",
-    "spot",
     "stdin",
-    "topics",
     "words",
 ]
 
@@ -43,7 +43,7 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
     assert [example["name"] for example in listed] == NAMES
     assert [example["command"] for example in listed] == [
         "doll up clicks", "doll up digits", "doll up emnist", "doll up factors", "doll up intrusion",
-        "doll up pipeline", "doll up ratings", "doll spot spot", "doll up stdin", "doll up topics", "doll up words",
+        "doll up lda", "doll spot market", "doll up pipeline", "doll up ratings", "doll up stdin", "doll up words",
     ]  # fmt: skip
     text = doll("example", "list").stdout
     assert all(f"{example['command']} " in text and example["description"] in text for example in listed)
@@ -51,7 +51,7 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["digits"], ["--job", "digits"], ["spot"], pytest.param(["stdin", "--build-model"], marks=pytest.mark.slow)],
+    [["digits"], ["--job", "digits"], ["market"], pytest.param(["stdin", "--build-model"], marks=pytest.mark.slow)],
 )
 def test_a_name_stands_for_its_job_file_in_an_empty_folder(arguments: list[str], empty: Path) -> None:
     result = doll("config", "check", *arguments)
@@ -67,16 +67,19 @@ def test_a_name_in_the_environment_does_too(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_there_under_the_name_counts_more_than_an_example(empty: Path) -> None:
     (empty / "digits").write_text("job: mine\ntask: {class: 'doll.tasks.digits:Digits'}\n")
     assert doll("config", "check", "digits").stdout.startswith("mine: valid.")
-    (empty / "spot").mkdir()
-    assert doll("config", "check", "spot").stdout.startswith("spot: valid."), "a folder that is no run"
-    (empty / "spot" / "job.yaml").write_text("job: ran\ntask: {class: 'doll.tasks.digits:Digits'}\n")
-    assert doll("config", "check", "spot").stdout.startswith("ran: valid.")
+    (empty / "market").mkdir()
+    assert doll("config", "check", "market").stdout.startswith("market: valid."), "a folder that is no run"
+    (empty / "market" / "job.yaml").write_text("job: ran\ntask: {class: 'doll.tasks.digits:Digits'}\n")
+    assert doll("config", "check", "market").stdout.startswith("ran: valid.")
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("digitz", "did you mean the example 'digits'?"),
+        ("spot", "the example is called market now: doll spot market"),
+        ("topics", "the example is called lda now: doll up lda"),
+        ("examples/spot.yaml", "the example is called market now: doll spot market"),
         ("examples/digits.yaml", "ships with DOLL: use digits in place of the path"),
         ("digits.yaml", "ships with DOLL: use digits in place of the path"),
         ("zzz", "doll example list names those that ship with DOLL"),
@@ -89,6 +92,14 @@ def test_a_job_file_that_is_not_there_leads_to_the_example(name: str, expected: 
     assert expected in result.stderr
 
 
+def test_no_example_has_the_name_of_a_command() -> None:
+    """`doll spot spot` and `doll up topics` beside `doll topics` were easy to confuse."""
+    commands = doll("--help").stdout
+    named = set(re.findall(r"^  ([a-z]+)  +[A-Z]", commands, re.MULTILINE))
+    assert named >= {"up", "spot", "topics"}
+    assert not named & {example["name"] for example in json.loads(doll("example", "list", "--json").stdout)}
+
+
 def test_an_example_whose_data_does_not_ship_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a wheel, beside which no data lies."""
     at = tmp_path / "site" / "doll" / "examples"
@@ -96,7 +107,7 @@ def test_an_example_whose_data_does_not_ship_says_what_to_do(tmp_path: Path, mon
     monkeypatch.setattr(examples, "__file__", str(at.parent / "cli" / "examples.py"))
     listed = json.loads(doll("example", "list", "--json").stdout)
     lacking = {example["name"] for example in listed if example["lacks_data"]}
-    assert lacking == {"emnist", "intrusion", "ratings", "topics", "words"}
+    assert lacking == {"emnist", "intrusion", "lda", "ratings", "words"}
     result = doll("up", "intrusion")
     assert result.exit_code == 2
     assert "source.path: expected a file, but " in result.stderr
@@ -144,14 +155,14 @@ def test_help_and_errors_name_no_file_that_only_a_clone_has() -> None:
 
 
 def test_every_example_that_a_page_runs_is_there() -> None:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").iterdir())]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").iterdir())]
     named = set()
     for page in pages:
         if page.is_file():
             for word in _COMMAND.findall(page.read_text()):
                 assert not word.startswith("examples/"), f"{page}: {word}"
                 named |= {word} & set(NAMES)
-    assert named >= {"digits", "spot", "stdin"}
+    assert named >= {"digits", "market", "stdin"}
 
 
 def test_the_wheel_holds_the_examples_and_finds_them_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from doll.run import folder as runfolder
 from doll.run import status
 from doll.run.status import audit_target, status_of
 from doll.run.target import open_target
-from doll.service_checks import require_services
+from doll.service_checks import require_kafka
 from doll.services import Services
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
@@ -35,7 +35,7 @@ def test_runs_of_the_same_second_do_not_meet(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_advice(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(ConfigError, match="--runs-folder"):
+    with pytest.raises(ConfigError, match="--parent-folder"):
         runfolder.create(tmp_path / "runs", "line", NOW)
 
 
@@ -79,7 +79,7 @@ def test_a_torn_note_of_the_services_is_an_error(run: runfolder.RunFolder) -> No
 def ended(run: runfolder.RunFolder, monkeypatch: pytest.MonkeyPatch) -> runfolder.RunFolder:
     """A run whose broker is gone; one that refuses every connection is not asked for five seconds."""
     monkeypatch.setattr(
-        status, "require_services", lambda config, services, timeout_s: require_services(config, services, 0.5)
+        status, "require_kafka", lambda config, services, timeout_s: require_kafka(config, services, 0.5)
     )
     run.write_stack(Services("127.0.0.1:1", "redis://127.0.0.1:1/0"))
     return run

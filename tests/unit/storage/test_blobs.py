@@ -19,7 +19,7 @@ def _blob(numel: int = 10, *, job: str = JOB, kind: blobs.Kind = "w", version: i
 
 @given(
     array=hnp.arrays(np.float32, st.integers(0, 200)),  # nan, inf and -0.0 among them: their bits must survive
-    job=st.from_regex(r"[a-z0-9][a-z0-9_-]{0,62}", fullmatch=True),
+    job=st.from_regex(r"[a-z0-9][a-z0-9_-]{0,62}(:[0-9a-f]{16})?", fullmatch=True),
     kind=st.sampled_from(["w", "g"]),
     version=st.integers(0, 2**62),
 )
@@ -45,15 +45,16 @@ def test_neither_way_copies_the_body() -> None:
     ("data", "says"),
     [
         (_blob(job="other"), "expected job 'digits', got 'other'"),
+        (_blob(job=blobs.scope_of("digits", "ab")), "expected job 'digits', got 'digits:ab'"),
         (_blob(kind="g"), "expected kind 'w', got 'g'"),
         (_blob(version=8), "expected version 7, got 8"),
         (_blob(numel=11), "expected numel 10, got 11"),
-        (b"", "expected a header of 96 bytes, got 0"),
-        (_blob()[:95], "expected a header of 96 bytes, got 95"),
+        (b"", "expected a header of 128 bytes, got 0"),
+        (_blob()[:127], "expected a header of 128 bytes, got 127"),
         (_blob()[:-1], "expected 40 bytes of float32, got 39"),
         (_blob() + b"\0", "expected 40 bytes of float32, got 41"),
         (b"XXXX" + _blob()[4:], "expected magic"),
-        (b"DLBB\x02" + _blob()[5:], "expected magic b'DLBB', schema 1; got b'DLBB', 2"),
+        (b"DLBB\x01" + _blob()[5:], "expected magic b'DLBB', schema 2; got b'DLBB', 1"),
     ],
 )
 def test_refuses_what_is_not_asked_for(data: bytes, says: str) -> None:
@@ -91,6 +92,7 @@ def test_keys_and_pointer() -> None:
     assert blobs.weights_key("j", 2, 30) == "doll:j:w:2:30"
     assert blobs.gradient_key("j", 2, 99) == "doll:j:g:2:99"
     assert blobs.latest_key("j") == "doll:j:w:latest"
+    assert blobs.weights_key(blobs.scope_of("j", "ab12"), 2, 30) == "doll:j:ab12:w:2:30"
     latest = blobs.Latest(term=2, version=30, key="doll:j:w:2:30")
     assert blobs.decode_latest(b"".join(blobs.encode_latest(latest))) == latest
     with pytest.raises(BlobError, match="expected a pointer"):

@@ -214,3 +214,22 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Pat
         FileCheckpointStore(tmp_path / "file", "digits").claim_term()
     with pytest.raises(ValueError, match="expected keep >= 2"):
         FileCheckpointStore(tmp_path, "digits", keep=1)
+
+
+def test_the_claims_of_the_newest_terms_are_kept(tmp_path: Path) -> None:
+    for _ in range(20):
+        store = FileCheckpointStore(tmp_path, "digits")
+        term = store.claim_term()
+        store.save(checkpoint(term, term))
+    assert sorted(path.name for path in tmp_path.glob("*.claim")) == [f"term-{t:08d}.claim" for t in range(13, 21)]
+    assert FileCheckpointStore(tmp_path, "digits").claim_term() == 21
+
+
+def test_where_nothing_locks_a_late_claim_takes_no_term_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FileCheckpointStore(tmp_path, "digits").save(checkpoint(20, 20))
+    late = FileCheckpointStore(tmp_path, "digits")
+    seen = [0]  # what it saw before it was suspended
+    monkeypatch.setattr(
+        late, "newest_term", lambda: seen.pop() if seen else FileCheckpointStore(tmp_path, "digits").newest_term()
+    )
+    assert late.claim_term() == 21

@@ -35,11 +35,11 @@ def test_a_server_is_known_by_its_process_and_silence_by_none(redis_server: Loca
 def test_keys_of_a_glob_are_deleted_and_counted(redis_server: LocalRedis) -> None:
     services = Services("", redis_server.address)
     client = connect_redis(services)
-    kept = ("doll:one:g:1", "doll:onemore:control:1")
-    for key in ("doll:one:control:1", "doll:one:control:1:ab", *kept):
+    kept = ("doll:one:g:1", "doll:one:ab:g:1", "doll:onemore:ab:control:1")
+    for key in ("doll:one:ab:control:1", "doll:one:ab:control:1:cd", "doll:one:ef:control:1", *kept):
         client.set(key, b"")
-    assert delete_keys(services, streams_pattern("one")) == 2
+    assert delete_keys(services, streams_pattern("one")) == 3
     assert delete_keys(services, streams_pattern("one")) == 0
-    assert [client.exists(key) for key in kept] == [1, 1]
+    assert [client.exists(key) for key in kept] == [1, 1, 1]
     client.delete(*kept)
     assert delete_keys(Services("", "redis://127.0.0.1:1/0"), "*") == 0

@@ -263,3 +263,42 @@ def test_a_place_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("AWS_PROFILE", "none-such")
     with pytest.raises(CheckpointError, match=r"cannot reach s3://models/team/digits: .*none-such"):
         store()
+
+
+def test_the_claims_of_the_newest_terms_are_kept(s3: Any) -> None:
+    for _ in range(20):
+        server = store()
+        term = server.claim_term()
+        server.save(checkpoint(term, term))
+    claims = [name for name in names(s3) if name.endswith(".claim")]
+    assert claims == [f"term-{term:08d}.claim" for term in range(13, 21)]
+    assert len(names(s3)) == 3 + 8 + 8  # checkpoints, claims and what these began from
+    assert newest(store()) == (20, 20)
+    assert store().claim_term() == 21
+
+
+def test_a_base_that_decides_is_kept_however_old(s3: Any) -> None:
+    assert store().claim_term() == 1
+    store().save(checkpoint(30, 7))  # the topics told this server of its term: it has put no base
+    assert "term-00000001.base-00000000-0000000000" in names(s3)
+    assert newest(store()) == (30, 7)
+
+
+def test_a_server_that_was_suspended_before_its_claim_takes_no_term_again(
+    s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, others = store(), store()
+
+    def twenty_terms_pass() -> None:
+        for _ in range(20):
+            term = others.claim_term()
+            others.save(checkpoint(term, term))
+        assert "term-00000001.claim" not in names(s3)
+
+    # It has looked, and found nothing; its first write comes when the claim of term 1 is there no longer.
+    monkeypatch.setattr(late, "_put_claim", before(twenty_terms_pass, late._put_claim))
+    assert late.claim_term() == 21
+    late.save(checkpoint(21, 21))
+    assert newest(store()) == (21, 21)
+    with pytest.raises(FencedError):
+        others.save(checkpoint(20, 22))

@@ -146,10 +146,27 @@ resource "aws_cloudwatch_metric_alarm" "notices_unread" {
   alarm_actions       = [aws_sns_topic.alarms.arn]
 }
 
+# Sent with the metrics of the provisioner's newest decision, every minute while parameter server and provisioner run.
+resource "aws_cloudwatch_metric_alarm" "provisioner_alarms" {
+  alarm_name          = "doll-${var.name}-provisioner-alarms"
+  alarm_description   = "The provisioner has alarms: a source that is silent, machines that fail, no update, a quota, prices. docker exec doll-provision doll provision status --job /job/job.yaml --run-folder /var/lib/doll"
+  namespace           = "DOLL"
+  metric_name         = "doll_provisioner_alarms"
+  dimensions          = { Cluster = var.name }
+  statistic           = "Minimum"
+  period              = 60
+  evaluation_periods  = 3
+  threshold           = 1
+  comparison_operator = "GreaterThanOrEqualToThreshold"
+  treat_missing_data  = "notBreaching"
+  alarm_actions       = [aws_sns_topic.alarms.arn]
+  ok_actions          = [aws_sns_topic.alarms.arn]
+}
+
 data "aws_partition" "this" {}
 
-# By tag: activate `doll:stack` as a cost allocation tag in the billing console first. The cost of the workers is under
-# `doll:cluster`, the provisioner's own tag.
+# By tag: activate `doll:stack` and `doll:cluster` as cost allocation tags in the billing console first. The cost of the
+# workers is under `doll:cluster`, the provisioner's own tag.
 resource "aws_budgets_budget" "this" {
   count = var.budget_usd_per_month > 0 ? 1 : 0
 
@@ -159,17 +176,27 @@ resource "aws_budgets_budget" "this" {
   limit_unit   = "USD"
   time_unit    = "MONTHLY"
 
+  # Budgets wants "user:KEY$VALUE". format() writes the dollar sign, because "$${" in a template is the text "${".
   cost_filter {
     name   = "TagKeyValue"
-    values = ["user:doll:stack$${var.name}", "user:doll:cluster$${var.name}"]
+    values = [for key in ["doll:stack", "doll:cluster"] : format("user:%s$%s", key, var.name)]
   }
 
-  notification {
-    comparison_operator       = "GREATER_THAN"
-    notification_type         = "FORECASTED"
-    threshold                 = 100
-    threshold_type            = "PERCENTAGE"
-    subscriber_sns_topic_arns = [aws_sns_topic.alarms.arn]
+  # AWS needs about five weeks of history for a forecast: until then only what has been spent can alarm.
+  dynamic "notification" {
+    for_each = [
+      { type = "ACTUAL", percent = 80 },
+      { type = "ACTUAL", percent = 100 },
+      { type = "FORECASTED", percent = 100 },
+    ]
+
+    content {
+      comparison_operator       = "GREATER_THAN"
+      notification_type         = notification.value.type
+      threshold                 = notification.value.percent
+      threshold_type            = "PERCENTAGE"
+      subscriber_sns_topic_arns = [aws_sns_topic.alarms.arn]
+    }
   }
 }
 

@@ -77,18 +77,11 @@ resource "aws_kms_alias" "this" {
 
 resource "aws_s3_bucket" "this" {
   # checkov:skip=CKV_AWS_18: a job's own bucket, closed to others; CloudTrail data events can log access if needed
+  # checkov:skip=CKV_AWS_21: a checkpoint every 2 s, each an object of its own: a week of versions is 300,000 of them (at 75 MB, 520 USD a month). The store never overwrites one, and keeps the newest
   # checkov:skip=CKV_AWS_144: a checkpoint that is lost with its region means a run to repeat, not lost data: the stream is in Kafka
   # checkov:skip=CKV2_AWS_62: nothing consumes events of these objects
   bucket_prefix = "doll-${var.name}-"
   force_destroy = var.force_destroy
-}
-
-resource "aws_s3_bucket_versioning" "this" {
-  bucket = aws_s3_bucket.this.id
-
-  versioning_configuration {
-    status = "Enabled"
-  }
 }
 
 resource "aws_s3_bucket_server_side_encryption_configuration" "this" {
@@ -123,7 +116,7 @@ resource "aws_s3_bucket_ownership_controls" "this" {
 resource "aws_s3_bucket_lifecycle_configuration" "this" {
   bucket = aws_s3_bucket.this.id
 
-  # The parameter server keeps its newest checkpoints and deletes the others: old versions are kept for a short time.
+  # The bucket has no versions. Those of a stack that was created when it had are deleted.
   rule {
     id     = "old-versions"
     status = "Enabled"
@@ -131,7 +124,7 @@ resource "aws_s3_bucket_lifecycle_configuration" "this" {
     filter {}
 
     noncurrent_version_expiration {
-      noncurrent_days = 7
+      noncurrent_days = 1
     }
 
     expiration {
@@ -142,8 +135,6 @@ resource "aws_s3_bucket_lifecycle_configuration" "this" {
       days_after_initiation = 1
     }
   }
-
-  depends_on = [aws_s3_bucket_versioning.this]
 }
 
 data "aws_iam_policy_document" "bucket" {

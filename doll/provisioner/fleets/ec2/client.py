@@ -93,7 +93,6 @@ def rule_of(error: Exception) -> tuple[str, ErrorRule]:
     misconfigured = (
         aws.NoCredentialsError,
         aws.PartialCredentialsError,
-        aws.CredentialRetrievalError,
         aws.NoRegionError,
         aws.ParamValidationError,
     )

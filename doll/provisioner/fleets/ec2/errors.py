@@ -80,6 +80,12 @@ RULES: Final[dict[str, ErrorRule]] = {
     "Unavailable": _THROTTLED,
     "RequestTimeout": _THROTTLED,
     "RequestResourceCountExceeded": _THROTTLED,
+    "BandwidthLimitExceeded": _THROTTLED,
+    "PriorRequestNotComplete": _THROTTLED,
+    "SlowDown": _THROTTLED,
+    "RequestExpired": _THROTTLED,  # the call waited too long, or the clock is being set
+    "ExpiredToken": _THROTTLED,  # credentials of a role are renewed
+    "ExpiredTokenException": _THROTTLED,
     "IdempotentParameterMismatch": ErrorRule(LaunchFailure.TAKEN),
     "AuthFailure.": _REFUSED,  # of the service-linked role of spot; on-demand does without
     "Blocked": _REFUSED,

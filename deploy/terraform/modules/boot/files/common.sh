@@ -108,6 +108,7 @@ run_doll() {
   # Each job has its own checkpoints: those of another job would be refused.
   job=$(sed -n "s/^job: *[\"']\{0,1\}\([A-Za-z0-9_-]*\).*/\1/p" "$state/job/job.yaml")
   local sets=(--set "checkpoint.folder=s3://$(setting DOLL_BOOT_BUCKET)/checkpoints/${job:?expected job: NAME in job.yaml}")
+  sets+=(--set log.format=json) # CloudWatch Logs Insights finds the fields of JSON by itself
   while IFS= read -r line; do
     if [ -n "$line" ]; then sets+=(--set "$line"); fi
   done < "$run/settings"

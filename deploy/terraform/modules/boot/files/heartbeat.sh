@@ -54,7 +54,8 @@ aws cloudwatch put-metric-data --namespace DOLL --metric-data "$(python3 -c '
 import json, sys
 decision, (cluster, *names) = json.load(sys.stdin), sys.argv[1:]
 dimensions = [{"Name": "Cluster", "Value": cluster}]
+number = lambda value: len(value) if isinstance(value, list) else value  # alarms are texts
 print(json.dumps([
-    {"MetricName": f"doll_provisioner_{name}", "Value": decision[name], "Timestamp": decision["time_s"], "Dimensions": dimensions}
+    {"MetricName": f"doll_provisioner_{name}", "Value": number(decision[name]), "Timestamp": decision["time_s"], "Dimensions": dimensions}
     for name in names if name in decision
-]))' "$DOLL_STACK_NAME" availability instances_spot spent_usd all_on_demand_usd <<< "$status")"
+]))' "$DOLL_STACK_NAME" availability instances_spot spent_usd all_on_demand_usd alarms <<< "$status")"

@@ -15,6 +15,7 @@ from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.state_store import MemoryStateStore
 from fleet_rigs import Ec2Rig
 from job_world import settings
+from statuses import server_status
 
 OURS, THEIRS = "i-0aaa", "i-0bbb"
 WARNING = "EC2 Spot Instance Interruption Warning"
@@ -127,6 +128,7 @@ class Scene:
 
     def turn(self) -> Decision:
         self.rig.advance(10.0)
+        self.controller.feed(server_status(), self.rig.clock())
         return self.controller.turn(self.rig.clock())
 
     def check_replaced(self, decision: Decision, id_: str) -> None:

@@ -1,0 +1,75 @@
+"""Money and time as text for people: no more digits than the figure is worth. JSON keeps all of them. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+_MOST_DECIMALS: Final = 4  # of a dollar
+
+
+def usd(value: float, *, up: bool = False) -> str:
+    """US dollars to the cent, and less than a dollar with two significant digits, to a hundredth of a cent.
+
+    Args:
+        up: round up: a budget that is to suffice.
+
+    >>> usd(26.0943), usd(0.5213), usd(0.005678), usd(26.0943, up=True)
+    ('26.09', '0.52', '0.0057', '26.10')
+    """
+    if not math.isfinite(value):
+        return f"{value}"
+    decimals = max(2, _decimals_of(value, 2))
+    if up:
+        value = math.ceil(round(value * 10**decimals, 6)) / 10**decimals
+    return f"{value:.{decimals}f}"
+
+
+def usd_range(value: float, sd: float) -> str:
+    """A cost and its standard deviation, which has two significant digits, but no part of a cent above a dollar.
+
+    >>> usd_range(26.0943, 0.1633), usd_range(1234.5, 56.7), usd_range(0.5, 0.0)
+    ('26.09 +- 0.16', '1234 +- 57', '0.50')
+    """
+    if not (math.isfinite(value) and math.isfinite(sd)) or sd <= 0:
+        return usd(value)
+    return _range(value, sd, 2 if value >= 1 else _MOST_DECIMALS)
+
+
+def duration(seconds: float) -> str:
+    """`12.3 s` below ten minutes, else hours, minutes and seconds.
+
+    >>> duration(12.345), duration(599), duration(6715)
+    ('12.3 s', '599 s', '1:51:55 h')
+    """
+    if not math.isfinite(seconds):
+        return "never" if seconds > 0 else "?"
+    if seconds < 600:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d} h"
+
+
+def duration_range(seconds: float, sd_s: float) -> str:
+    """A time and its standard deviation.
+
+    >>> duration_range(182.83, 3.94), duration_range(6715, 135.1)
+    ('182.8 +- 3.9 s', '1:51:55 h +- 140 s')
+    """
+    if not (math.isfinite(seconds) and math.isfinite(sd_s)) or sd_s <= 0:
+        return duration(seconds)
+    if seconds < 600:
+        return f"{_range(seconds, sd_s)} s"
+    deviation = round(sd_s, _decimals_of(sd_s, 2))
+    return f"{duration(seconds)} +- {duration(deviation) if deviation >= 600 else f'{deviation:g} s'}"
+
+
+def _range(value: float, sd: float, most_decimals: int = _MOST_DECIMALS) -> str:
+    decimals = min(most_decimals, _decimals_of(sd, 2))
+    shown = max(0, decimals)
+    return f"{round(value, decimals):.{shown}f} +- {round(sd, decimals):.{shown}f}"
+
+
+def _decimals_of(value: float, digits: int) -> int:
+    """The decimal places that show so many significant digits."""
+    return 0 if value == 0 else min(_MOST_DECIMALS, digits - 1 - math.floor(math.log10(abs(value))))

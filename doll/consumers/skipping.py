@@ -1,0 +1,100 @@
+"""Batches of a worker's stream that hold no record: they wait until all before them is durable, and are skipped. Pure.
+
+A grant and an empty push for each of them would cost milliseconds, hours for a hole of many millions of offsets (ADR
+47). `WorkerCore` holds at most one range of them, behind its batches.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from doll.records import Skip
+
+# How long nothing may change before the range gives a batch: another one completes a group and is granted within
+# milliseconds; a round of exact versions may be open that lacks this worker's batch; and a grant may be taken back.
+_NEXT_AFTER_S: Final = 0.2
+_FIRST_AFTER_S: Final = 1.0
+_STUCK_AFTER_S: Final = 10.0
+
+
+class Skipped(NamedTuple):
+    """Batches [first, until) hold no record: `gaps` and `lost` are offset ranges, as of a batch."""
+
+    first: int
+    until: int
+    gaps: tuple[tuple[int, int], ...]
+    lost: tuple[tuple[int, int], ...]
+
+
+class SkippedBatches:
+    """The range that a worker has read and that is not durable yet; none at first."""
+
+    def __init__(self) -> None:
+        self._range: Skipped | None = None
+        self._changed_at_s = float("-inf")
+        self._reported = -1
+
+    def __bool__(self) -> bool:
+        return self._range is not None
+
+    def put(self, skipped: Skipped, next_batch: int) -> None:
+        """
+        Raises:
+            ValueError: it does not begin at `next_batch`.
+        """
+        if skipped.first != next_batch:
+            raise ValueError(f"expected batch {next_batch}, got {skipped.first}")
+        self._range = skipped
+        self._reported = -1
+
+    def take(self, now: float, reported: int, hi: int, *, waiting: int, granted: int) -> Skipped | None:
+        """The first batch of the range, where others wait for more batches, else None.
+
+        The worker gives it like any batch. Otherwise a group that lacks a batch would wait for the range, and the
+        range for the group.
+
+        Args:
+            reported: batches that the server reports durable.
+            hi: offset at which the first batch of the range ends.
+            waiting: batches before the range that are not granted.
+            granted: those that are, and are not durable.
+        """
+        if reported != self._reported:
+            self._reported, self._changed_at_s = reported, now
+        after_s = _NEXT_AFTER_S if waiting else _STUCK_AFTER_S if granted else _FIRST_AFTER_S
+        if self._range is None or now - self._changed_at_s < after_s:
+            return None
+        self._changed_at_s = now
+        first, until, gaps, lost = self._range
+        front = Skipped(first, first + 1, _below(gaps, hi), _below(lost, hi))
+        self._range = Skipped(first + 1, until, _from(gaps, hi), _from(lost, hi)) if first + 1 < until else None
+        return front
+
+    def end(self, next_batch: int) -> int:
+        """The batch behind the range; `next_batch` where there is none."""
+        return next_batch if self._range is None else self._range.until
+
+    def passed(self, durable: int, reported: int) -> int:
+        """The number of durable batches.
+
+        Args:
+            durable: without the range, which begins there.
+            reported: by the server.
+        """
+        if self._range is None or reported < self._range.until:
+            return durable
+        until, self._range = self._range.until, None
+        return until
+
+    def record(self, worker: int, session: int) -> Skip:
+        """What tells the server of the range, which there must be."""
+        assert self._range is not None
+        return Skip(worker=worker, session=session, **self._range._asdict())
+
+
+def _below(spans: tuple[tuple[int, int], ...], offset: int) -> tuple[tuple[int, int], ...]:
+    return tuple((lo, min(hi, offset)) for lo, hi in spans if lo < offset)
+
+
+def _from(spans: tuple[tuple[int, int], ...], offset: int) -> tuple[tuple[int, int], ...]:
+    return tuple((max(lo, offset), hi) for lo, hi in spans if hi > offset)

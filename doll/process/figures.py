@@ -1,0 +1,18 @@
+"""What DOLL draws with: matplotlib's object interface and its Agg canvas, whatever backend the environment names.
+
+Import it where a figure is drawn: matplotlib takes 1.5 s of processor time to load.
+"""
+
+from __future__ import annotations
+
+import os
+
+# A notebook's shell sets a backend that may not be installed here, and matplotlib refuses to load then.
+os.environ["MPLBACKEND"] = "agg"
+
+from matplotlib import colormaps
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+__all__ = ["Figure", "FigureCanvasAgg", "Patch", "colormaps"]

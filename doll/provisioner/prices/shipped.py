@@ -1,0 +1,150 @@
+"""The price tables that ship with DOLL: for plans and estimates without an AWS account, and where it does not answer.
+
+`ec2_on_demand.csv` has on-demand prices of us-east-1; `ec2_regions.csv` both prices of a few types in several regions.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.resources
+from dataclasses import dataclass
+from typing import Any, Final
+
+from doll.config import Ec2FleetConfig, JobConfig, PlanConfig
+from doll.errors import ConfigError
+from doll.provisioner.planning.stack_cost import stack_usd_per_h
+from doll.theory.cost import SECONDS_PER_HOUR
+
+DEFAULT_INSTANCE: Final = "c7g.large"  # 2 vCPUs, of the cheapest in USD per vCPU
+DEFAULT_REGION: Final = "us-east-1"
+_TABLES: Final = ("ec2_on_demand.csv", "ec2_regions.csv")
+
+
+@dataclass(frozen=True)
+class OnDemandPrice:
+    """USD per hour, where it comes from, and of when it is."""
+
+    usd_per_h: float
+    source: str
+    as_of: str
+
+
+@dataclass(frozen=True)
+class ShippedPrice:
+    """Both prices of an instance type in a region, USD per hour; `spot_usd_per_h` is the mean of the region's zones."""
+
+    instance: str
+    region: str
+    spot_usd_per_h: float
+    on_demand_usd_per_h: float
+    source: str
+    as_of: str
+
+    @property
+    def text(self) -> str:
+        """What it is a price of, and of when."""
+        return f"{self.instance} in {self.region}, prices of {self.as_of}"
+
+
+def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
+    """The on-demand prices of a region by instance type; empty for most regions."""
+    prices: dict[str, OnDemandPrice] = {}
+    for table in _TABLES:
+        facts, rows = _table(table)
+        for row in rows:
+            if row["region"] == region:
+                price = OnDemandPrice(float(row["usd_per_hour"]), f"shipped table: {facts['source']}", facts["as_of"])
+                prices.setdefault(row["instance_type"], price)
+    return prices
+
+
+def shipped_price(instance: str, region: str) -> ShippedPrice:
+    """Both prices of an instance type.
+
+    Raises:
+        ConfigError: the table lacks it; the message names what it has.
+    """
+    facts, rows = _table(_TABLES[1])
+    for row in rows:
+        if (row["instance_type"], row["region"]) == (instance, region):
+            spot, on_demand = float(row["spot_usd_per_hour"]), float(row["usd_per_hour"])
+            return ShippedPrice(instance, region, spot, on_demand, facts["source"], facts["as_of"])
+    instances, regions = (sorted({row[key] for row in rows}) for key in ("instance_type", "region"))
+    raise ConfigError(
+        f"the price table that ships with DOLL has no spot price of {instance} in {region}: expected one of "
+        f"{', '.join(instances)} in {', '.join(regions)}; or state --spot-price and --on-demand-price "
+        "(plan.spot_usd_per_h, plan.on_demand_usd_per_h)"
+    )
+
+
+@functools.cache
+def _table(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The facts in a table's comments, and its rows."""
+    text = importlib.resources.files("doll.provisioner.prices").joinpath(name).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    facts = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
+    return facts, list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def machine_of(config: JobConfig | None, instance: str | None, region: str | None) -> tuple[str, str]:
+    """The instance type and the region that are asked for, else those of the job's EC2 fleet, else the defaults.
+
+    Of a fleet's instance types, which are of similar size, the first that the table has.
+    """
+    fleet = None if config is None else config.fleet
+    if isinstance(fleet, Ec2FleetConfig):
+        region = region or fleet.region or DEFAULT_REGION
+        priced = {row["instance_type"] for row in _table(_TABLES[1])[1] if row["region"] == region}
+        return instance or next(
+            (kind for kind in fleet.instance_types if kind in priced), fleet.instance_types[0]
+        ), region
+    return instance or DEFAULT_INSTANCE, region or DEFAULT_REGION
+
+
+def with_prices(
+    config: JobConfig | None, section: PlanConfig, instance: str | None, region: str | None, notes: list[str]
+) -> PlanConfig:
+    """The plan section with prices of the table, where an instance or region is asked for, or no prices are stated.
+
+    Args:
+        notes: gets a line on where the prices come from.
+
+    Raises:
+        ConfigError: the table lacks the machine.
+    """
+    stated = section.spot_usd_per_h is not None and section.on_demand_usd_per_h is not None
+    if stated and instance is None and region is None:
+        return section
+    price = shipped_price(*machine_of(config, instance, region))
+    given = {"spot_usd_per_h": price.spot_usd_per_h, "on_demand_usd_per_h": price.on_demand_usd_per_h}
+    if instance is None and region is None:  # one price is stated
+        given = {name: value for name, value in given.items() if getattr(section, name) is None}
+    shown = {"spot_usd_per_h": "spot", "on_demand_usd_per_h": "on-demand"}
+    prices = ", ".join(f"{value:g} USD/h {shown[name]}" for name, value in given.items())
+    notes.append(
+        f"{prices}: {price.text} from the table that ships with DOLL (spot: mean of the zones; it changes by the "
+        "hour). --instance and --region choose another machine"
+    )
+    return section.model_copy(update=given)
+
+
+def estimate(config: JobConfig, seconds: float) -> dict[str, Any] | None:
+    """What the workers of a run of so many seconds would have cost on EC2; None where the table lacks the machine."""
+    try:
+        price = shipped_price(*machine_of(config, None, None))
+    except ConfigError:
+        return None
+    machines = config.data.workers * config.machines_per_worker
+    hours = machines * seconds / SECONDS_PER_HOUR
+    return {
+        "instance": price.instance,
+        "region": price.region,
+        "as_of": price.as_of,
+        "source": price.source,
+        "machines": machines,
+        "seconds": seconds,
+        "stack_usd_per_h": stack_usd_per_h("self_managed"),
+        "on_demand_usd": hours * price.on_demand_usd_per_h,
+        "spot_usd": hours * price.spot_usd_per_h,
+    }

@@ -1,0 +1,126 @@
+"""A virtual worker with real stage processes and no server: its engine, and versions that a server would publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from doll.config import parse
+from doll.consumers.compressor import SparseCompressor
+from doll.consumers.dead_letters import UsableSamples
+from doll.consumers.decoding import Decoded
+from doll.consumers.departure import Departure
+from doll.consumers.gradient import GradientComputer
+from doll.consumers.guard import Guard
+from doll.consumers.pipeline_engine import PipelineGradientEngine
+from doll.consumers.stage_processes import start_stages
+from doll.consumers.step_model import StepModel
+from doll.consumers.task_log import TaskLog
+from doll.consumers.worker import Batch, GradientDone
+from doll.model import build
+from doll.pipeline.cut import check_with_samples, cut
+from doll.records import Grant, NewVersion
+from doll.storage.blobs import encode_blob
+from doll.storage.contributions import decode_contribution
+from doll.task import load_task
+from doll.testing import MemoryBlobs
+from stage_models import samples
+from waiting import WAIT_TIMEOUT_S
+
+Array = npt.NDArray[Any]
+BATCH = 8
+
+
+def job(stages: int, in_flight: int, *overrides: str) -> Any:
+    return parse(
+        "job: unit\ntask: {class: 'stage_models:Net'}\n"
+        f"data: {{workers: 1, batch_size: {BATCH}}}\n"
+        f"training: {{policy: {{name: wsp, wave_batches: {in_flight}, clock_distance: 4}}, "
+        "optimizer: {name: sgd, lr: 0.05}}\n"
+        f"worker: {{pipeline: {{stages: {stages}}}}}\n",
+        overrides,
+    )
+
+
+class Refusals:
+    """`DeadLetters.refuse_samples`."""
+
+    def __init__(self) -> None:
+        self.bad: dict[int, dict[int, str]] = {}
+
+    def refuse_samples(self, batch: Batch, bad: dict[int, str]) -> UsableSamples:
+        self.bad[batch.number] = bad
+        return UsableSamples(batch.num_samples - len(bad), tuple(bad), 0)
+
+
+class Rig:
+    """An engine, and the versions that a server would publish; `view` is what an undivided worker would hold."""
+
+    def __init__(self, folder: Path, stages: int = 3, in_flight: int = 4, *overrides: str) -> None:
+        torch.set_num_threads(1)
+        self.config = job(stages, in_flight, *overrides)
+        self.task = load_task(self.config)
+        self.model = build(self.config, self.task)
+        self.first_weights = self.model.flat.detach().numpy().copy()
+        parts = cut(self.config, self.task, self.model.module, 0)
+        self.stages = start_stages(self.config, self.task, self.model, parts, 0, in_flight=in_flight)
+        self.blobs, self.refusals = MemoryBlobs(), Refusals()
+        self.departure = Departure(end_within=lambda seconds, code: None)
+        computer = GradientComputer(self.task, self.model)
+        self.log = folder / "tasks.jsonl"
+        self.engine = PipelineGradientEngine(
+            self.config, self.stages, guard=Guard(self.config, self.task, computer), computer=computer,
+            compressor=SparseCompressor("unit", self.model.num_parameters, {}), blobs=self.blobs,
+            dead_letters=self.refusals, departure=self.departure, task_log=TaskLog(self.log),
+            check=partial(check_with_samples, self.task, self.model.module, parts),
+        )  # fmt: skip
+        self.term = 1
+        self.wanted: Callable[[int, int], bool] = lambda batch, grant_id: True
+
+    def publish(self, version: int, included: int, values: Array | None = None) -> NewVersion:
+        key = f"doll:unit:w:{self.term}:{version}"
+        weights = self.first_weights if values is None else values
+        self.blobs.put(key, encode_blob(weights, job="unit", kind="w", version=version), 600.0)
+        return NewVersion(term=self.term, worker=0, version=version, key=key, included=included)
+
+    def submit(
+        self, number: int, weights: NewVersion, x: Array | None = None, y: Array | None = None, *, grant: int = -1,
+        min_version: int = 0, n: int = BATCH,
+    ) -> Future[GradientDone | None]:  # fmt: skip
+        if x is None or y is None:
+            x, y = samples(self.task, number, n)
+        order = Grant(
+            term=self.term, worker=0, session=1, first=number, grant_ids=(number if grant < 0 else grant,),
+            version=weights.version, min_version=min_version, key=weights.key, included=weights.included,
+        )  # fmt: skip
+        batch = Batch(number, Decoded(x, y, np.arange(len(x))), len(x), 0.0)
+        return self.engine.submit(order, [batch], lambda batch, grant_id: self.wanted(batch, grant_id))
+
+    def pushed(self, done: GradientDone) -> Array:
+        """The sum of steps that was stored."""
+        blob = self.blobs.get(done.key)
+        assert blob is not None
+        contribution = decode_contribution(
+            blob, numel=self.model.flat.numel(), num_parameters=self.model.num_parameters, job="unit",
+            version=done.version, tables={},
+        )  # fmt: skip
+        values: Array = contribution.values
+        return values
+
+    def undivided(self) -> StepModel:
+        """A worker without stages."""
+        model = build(self.config, self.task)
+        computer = GradientComputer(self.task, model)
+        return StepModel("unit", self.blobs, self.config.training, model, computer)
+
+
+def answer(future: Future[GradientDone | None]) -> GradientDone:
+    done = future.result(WAIT_TIMEOUT_S)
+    assert done is not None
+    return done

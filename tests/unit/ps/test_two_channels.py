@@ -1,0 +1,187 @@
+"""Random interleavings over two channels, with the model compared at every version, for every policy; tables, sets,
+waves and filters included.
+
+A slice runs by default. `DOLL_FUZZ=1` plays 10,000 interleavings of each policy, `DOLL_FUZZ=<n>` others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import channel_world
+import doll.consumers.worker
+import doll.ps.message_handling
+import pytest
+import torch
+from channel_world import POLICIES, Difference, World, play
+from distributions import install_wheel
+from doll.config.policy import POLICIES as REGISTERED
+from doll.consumers.grants import Grants, Taken
+from doll.consumers.residual import Residual
+from doll.consumers.step_model import StepModel
+from doll.consumers.worker import StoreRest, WorkerAction, WorkerCore
+from doll.ps.engine import Engine
+from doll.ps.events import EngineAction
+from doll.ps.settling import Settling
+from doll.records import Grant, Settle
+from fuzzing import SEED, SHARE
+from paths import SUPPORT
+
+pytestmark = pytest.mark.slow
+
+INTERLEAVINGS = 10_000 if SHARE == 1.0 else 25
+THIRD_PARTY = {"bounded_lead": "{name: bounded_lead, lead: 2, eager: true}", "few_at_once": "{name: few_at_once}"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Vectors of some numbers: a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(policy: str) -> Counter[str]:
+    """What has happened in all interleavings."""
+    counts: Counter[str] = Counter()
+    for number in range(INTERLEAVINGS):
+        seed = SEED * 1_000_000 + number
+        try:
+            counts += play(policy, seed).counts
+        except Exception as exc:
+            raise AssertionError(f"policy {policy!r}, seed {seed}: {type(exc).__name__}: {exc}") from exc
+    assert min(counts["updates"], counts["links"], counts["copies"]) >= INTERLEAVINGS // 2, counts
+    return counts
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_model_is_the_sum_of_its_batches_whatever_overtakes_whatever(policy: str) -> None:
+    check(policy)
+
+
+@pytest.mark.parametrize("policy", THIRD_PARTY)
+def test_under_the_policies_of_others_too(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_wheel(SUPPORT / "third_party_policy", tmp_path)
+    REGISTERED.refresh()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(channel_world.POLICIES, policy, THIRD_PARTY[policy])
+    try:
+        check(policy)
+    finally:
+        monkeypatch.undo()
+        REGISTERED.refresh()
+        for name in [name for name in sys.modules if name.startswith(("bounded_lead", "few_at_once"))]:
+            del sys.modules[name]
+
+
+# --- would it be seen? ------------------------------------------------------------------------------------------------
+
+
+class Forgetful(Grants):
+    """As before ADR 42: forgets the answer to a grant once it is in the model, and computes a late copy."""
+
+    def take(self, grant: Grant) -> Taken:
+        self._answered = {batch: push for batch, push in self._answered.items() if batch >= grant.included}
+        return super().take(grant)
+
+
+class Unguarded(StepModel):
+    """Makes the step of a batch that is in the model."""
+
+    _included = property(lambda self: 0, lambda self, value: None)
+
+
+def found(policy: str, seeds: int, is_it: Callable[[Exception], bool]) -> bool:
+    """Whether an interleaving of the first `seeds` fails in this way."""
+    for seed in range(seeds):
+        try:
+            play(policy, seed)
+        except Exception as exc:
+            if is_it(exc):
+                return True
+    return False
+
+
+def is_difference(of: str) -> Callable[[Exception], bool]:
+    return lambda exc: isinstance(exc, Difference) and of in str(exc)
+
+
+@pytest.mark.parametrize(
+    ("policy", "of"),
+    [("wsp", "version"), ("isp", "version"), ("ssp", "row"), ("wsp", "row"), ("asp, steps", "row")],
+)
+def test_a_worker_that_computes_late_copies_is_caught(policy: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doll.consumers.worker, "Grants", Forgetful)
+    monkeypatch.setattr(channel_world, "StepModel", Unguarded)
+    monkeypatch.setattr(Residual, "_expect_newest", lambda self, batch: None)
+    assert found(policy, 1500, is_difference(of))
+
+
+def test_what_holds_the_steps_refuses_late_copies_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two guards, each of which is enough."""
+    monkeypatch.setattr(doll.consumers.worker, "Grants", Forgetful)
+    for policy in ("wsp", "isp", "ssp"):
+        for seed in range(40):
+            play(policy, seed)
+
+
+def test_a_view_that_lacks_what_is_held_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Residual, "add_to", lambda self, weights: None)
+    assert found("isp", 100, is_difference("view"))
+
+
+@pytest.mark.parametrize(("is_seen_at_once", "of"), [(True, "view of"), (False, "its view lacked")])
+def test_a_server_that_asks_for_rests_while_grants_stand_is_caught(
+    is_seen_at_once: bool, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_if_due = Engine._save_if_due
+
+    def asks_early(engine: Engine, now: float, actions: list[EngineAction]) -> None:
+        save_if_due(engine, now, actions)
+        if engine._settling.is_under_way and engine._grants:
+            actions.extend(engine._settling.ask(now))
+
+    monkeypatch.setattr(Engine, "_save_if_due", asks_early)
+    if not is_seen_at_once:
+        monkeypatch.setattr(World, "stands", lambda self, *grant: False)
+    assert found("isp", 400, is_difference(of))
+
+
+class AsksTwice(WorkerCore):
+    """As before ADR 42: stores a rest for every Settle, and the newest one is the rest."""
+
+    def _on_settle(self, order: Settle) -> list[WorkerAction]:
+        self._settled_until = 0
+        return [StoreRest(order.term, order.until)]
+
+
+def test_a_second_settle_that_takes_the_place_of_the_first_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "core_class", AsksTwice)
+    monkeypatch.setattr(Residual, "_expect_newest", lambda self, batch: None)
+    lost_before_durable = lambda exc: isinstance(exc, AssertionError)  # noqa: E731
+    assert found("isp", 400, lost_before_durable)
+
+
+def test_a_server_that_takes_an_empty_rest_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "core_class", AsksTwice)
+    monkeypatch.setattr(Residual, "_expect_newest", lambda self, batch: None)
+    monkeypatch.setattr(Settling, "holds_back", lambda self, worker: False)
+    assert found("isp", 400, is_difference("version"))
+
+
+def test_the_interleavings_reach_what_they_are_for() -> None:
+    """Otherwise the tests above would prove little."""
+    seen: Counter[str] = Counter()
+    for seed in range(60):
+        for policy in ("wsp", "isp"):
+            seen += play(policy, seed).counts
+    expected = {
+        "copies", "links", "late messages", "rests", "rests of leaving workers", "settles", "rolled back",
+        "checkpoints", "servers", "processes", "sets of several batches", "views", "rows", "weights missing",
+        "refused_late", "refused_duplicate", "grants_sent_again",
+    }  # fmt: skip
+    assert expected <= set(seen), expected - set(seen)

@@ -1,0 +1,102 @@
+"""The end of a run: the report comes first, and nothing that fails on the way to it or behind it costs it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doll.cli.app import app
+from doll.local.forks import ForkServer
+from doll.monitor.display import LineDisplay
+from doll.monitor.progress import ProgressModel
+from doll.monitor.run_report import RunOutcome, summary
+from doll.run import finish
+from doll.run import job as run_job
+from doll.run.folder import RunFolder
+from doll.services import Services
+from job_files import job
+from typer.testing import CliRunner
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run without a broker and without a model: audit and export are not what is tested here."""
+    monkeypatch.setattr(finish, "_audit", lambda *_: None)
+    monkeypatch.setattr(finish, "_export", lambda *_: None)
+    return RunFolder(tmp_path)
+
+
+def finished(run: RunFolder) -> dict[str, Any]:
+    config = job()
+    outcome = RunOutcome("updates: 5 reached", 0, 3.0)
+    display, nothing = LineDisplay(config.stop), Services("", "")
+    forks = ForkServer(run.path / "forkserver.log")  # not started
+    return finish.finish_run(config, run, ProgressModel(config, 0.0), outcome, display, forks, nothing)
+
+
+def test_a_picture_that_fails_is_one_line_of_the_report(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("'module://x' is not a valid value for backend;\n supported values are ...")
+
+    monkeypatch.setattr(finish, "draw", broken)
+    report = finished(run)
+    assert report["exit_code"] == 0
+    assert report["notes"] == [
+        "no plots: ValueError: 'module://x' is not a valid value for backend; supported values are ..."
+    ]
+    assert json.loads(run.report.read_text()) == report
+
+
+def test_the_report_is_there_before_the_first_picture(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(finish, "draw", lambda *_, **__: seen.append(run.report.exists()))
+    finished(run)
+    assert seen == [True]
+
+
+def test_a_report_that_cannot_be_written_is_still_shown(run: RunFolder) -> None:
+    run.report.mkdir()
+    report = finished(run)
+    assert report["exit_code"] == 1
+    assert "report.json: Is a directory" in summary(report)
+
+
+def test_plots_need_no_backend_of_a_notebook(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from doll.monitor.history import History; "
+        "from doll.monitor.plots import draw; "
+        "draw(History(), Path(sys.argv[1]), job='x', predicted_rate=1.0)"
+    )
+    picture = tmp_path / "x.png"
+    subprocess.run(
+        [sys.executable, "-c", code, str(picture)],
+        env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}, check=True,
+    )  # fmt: skip
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_stops_nothing() -> None:
+    with run_job._Log(Path("/dev/full").open("ab", buffering=0)) as log:
+        print("lost", file=log)
+        log.flush()
+
+
+def test_an_error_of_the_disk_is_one_line_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from doll.run import preflight
+
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x/job.yaml")
+
+    monkeypatch.setattr(preflight, "check_files", full)
+    (tmp_path / "job.yaml").write_text("job: x\ntask: {class: 'doll.tasks.synthetic:Gaussian'}\n")
+    result = CliRunner().invoke(app, ["config", "check", str(tmp_path / "job.yaml")])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("doll: runs/x/job.yaml: No space left on device; free some space there")
+    assert result.stderr.count("\n") == 1

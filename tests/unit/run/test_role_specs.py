@@ -1,0 +1,38 @@
+"""Where the roles of a local run answer health probes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from doll.local.stack import Stack
+from doll.process.health import PORT_ENV
+from doll.run.folder import RunFolder
+from doll.run.hooks import NoHook
+from doll.run.role_specs import RoleSpecs, taken_health_ports
+from doll.services import Services
+from job_files import job
+
+
+def test_the_base_port_of_the_job_file_holds_whatever_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PORT_ENV, "29555")
+    stack = Stack(Services("127.0.0.1:1", "redis://127.0.0.1:2/0"), "local", "local")
+    specs = RoleSpecs(job("health.base_port=29100"), RunFolder(tmp_path), stack, NoHook(), 0)
+    (server,), worker = specs.parameter_servers(), specs.worker(1)
+    assert (server.env[PORT_ENV], worker.env[PORT_ENV]) == ("29100", "29111")
+    assert json.loads((tmp_path / "health.json").read_text()) == {"ps": 29100, "worker-1": 29111}
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        said = taken_health_ports(job(f"health.base_port={port}"))
+    assert said is not None
+    assert f"{port} (ps)" in said
+    assert taken_health_ports(job()) is None

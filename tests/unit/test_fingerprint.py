@@ -1,0 +1,207 @@
+"""What server, workers and checkpoint must agree on, and what a resume may change."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+from doll.config import JobConfig, dump, parse
+from doll.consumers.worker import Exit, WorkerCore
+from doll.errors import CheckpointError
+from doll.fingerprint import MAY_CHANGE, difference, differences, job_fields, make_fingerprint, refused_changes
+from doll.fingerprint import parse as fields_of
+from doll.records import Hello, Join, Welcome
+from doll.storage.checkpoints import Checkpoint
+from doll.testing import MemoryCheckpointStore
+from engine_runs import play, random_steps
+from engine_world import POLICIES, World
+from paths import ROOT
+
+JOB = """
+job: j
+task: {class: 'doll.tasks.synthetic:Gaussian', args: {hidden: [4], vocabulary_file: /data/words.txt}}
+data: {workers: 2, batch_size: 8}
+training: {policy: {name: bsp}, optimizer: {name: sgd, lr: 0.05}}
+"""
+EARLIER = (
+    "job=j task=doll.tasks.synthetic:Gaussian parameters=58 buffers=0 shapes=0000002a workers=2 batch_size=8 "
+    "samples_per_record=1 optimizer=sgd"
+)
+
+
+def mark(*overrides: str) -> str:
+    return make_fingerprint(parse(JOB, overrides), parameters=58, buffers=0, shapes=42)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("training.policy.contribution=step", "training.policy.contribution: expected gradient, got step"),
+        ("training.policy={name: asp}", "training.policy.name: expected bsp, got asp"),
+        ("training.optimizer.lr=0.1", "training.optimizer.lr: expected 0.05, got 0.1"),
+        ("training.reduction=sum", "training.reduction: expected mean, got sum"),
+        ("training.clip_norm=2", "training.clip_norm: expected null, got 2.0"),
+        ("training.guard.spike_factor=7", "training.guard.spike_factor: expected 100.0, got 7.0"),
+        ("task.args.hidden=[5]", "task.args.hidden: expected [4], got [5]"),
+        ("task.args.vocabulary_file=other.txt", "task.args.vocabulary_file: expected words.txt, got other.txt"),
+        ("task.args.more=1", "task.args.more: expected nothing, got 1"),
+        ("data.batch_size=16", "data.batch_size: expected 8, got 16"),
+    ],
+)
+def test_what_differs_is_named(change: str, named: str) -> None:
+    text = difference(mark(), mark(change))
+    assert named in text
+    assert text.count("expected") == (2 if "contribution" in change else 1), "nothing else is"
+    assert difference(mark(change), mark(change)) == ""
+
+
+def test_steps_for_gradients_are_named_as_what_workers_push() -> None:
+    text = difference(mark("training.policy.contribution=step"), mark())
+    assert "pushes: expected steps, got gradients (training.policy decides" in text
+
+
+def test_the_job_file_of_a_run_folder_and_a_file_in_another_folder_agree() -> None:
+    config = parse(JOB, ["training.policy={name: vap, value_bound: 1e300}", "task.args.text=a b=c"])
+    assert job_fields(parse(dump(config))) == job_fields(config)
+    assert difference(mark(), mark("task.args.vocabulary_file=/mnt/words.txt")) == ""
+
+
+def test_values_may_hold_what_separates_fields_and_be_long() -> None:
+    texts = ["a b", "a  b", "a=b", "a\u00a0b", "a\nb", "x" * 5000, "x" * 5001]
+    marks = [mark(f"task.args.text={text!r}".replace("'", '"')) for text in texts]
+    assert len(set(marks)) == len(texts)
+    for value in marks:
+        assert set(fields_of(value)) == {*fields_of(mark()), "task.args.text"}
+        assert len(value) < 1000
+
+
+REFUSED = [
+    "task.args.hidden=[5]", "task.class=doll.tasks.digits:Digits", "data.workers=3", "data.batch_size=16",
+    "data.samples_per_record=2", "training.optimizer.momentum=0.9", "training.optimizer={name: adam}",
+    "training.policy.contribution=step", "training.policy={name: ssp}", "training.policy={name: wsp, wave_batches: 2}",
+]  # fmt: skip
+ALLOWED = [
+    "training.policy={name: asp}", "training.policy={name: doll, group_size: 2}", "training.optimizer.lr=0.1",
+    "training.optimizer.weight_decay=0.1", "training.reduction=sum", "training.clip_norm=1",
+    "training.guard.spike_factor=0", "task.args.vocabulary_file=/mnt/words.txt", "stop.updates=9", "seed=3",
+]  # fmt: skip
+
+
+def saved(store: MemoryCheckpointStore, fingerprint: str) -> MemoryCheckpointStore:
+    store.save(Checkpoint(job="j", fingerprint=fingerprint, term=1, version=1, state=b"", tensors={}))
+    return store
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_resume_with_a_forbidden_change_is_refused_by_its_name(change: str) -> None:
+    key = change.partition("=")[0]
+    named = "pushes" if "policy" in key else "training.optimizer" if "optimizer" in key else key
+    with pytest.raises(CheckpointError, match=rf"{named}[^ ]*: expected .*: a run cannot be resumed with") as error:
+        saved(MemoryCheckpointStore("j"), mark()).load_newest(mark(change))
+    assert "docs/operations.md" in str(error.value)
+    assert "rename the job" in str(error.value)
+
+
+@pytest.mark.parametrize("change", ALLOWED)
+def test_a_resume_with_an_allowed_change_finds_the_checkpoint(change: str) -> None:
+    checkpoint = saved(MemoryCheckpointStore("j"), mark()).load_newest(mark(change))
+    assert checkpoint is not None
+
+
+def test_a_checkpoint_of_an_earlier_release_is_compared_in_what_it_has() -> None:
+    for change in (*ALLOWED, "training.policy={name: ssp}", "training.optimizer.momentum=0.9", "task.args.hidden=[5]"):
+        assert saved(MemoryCheckpointStore("j"), EARLIER).load_newest(mark(change)) is not None
+    for change, named in (
+        ("data.batch_size=16", "data.batch_size: expected 8, got 16"),
+        ("training.optimizer={name: adam}", "training.optimizer.name: expected sgd, got adam"),
+        ("task.class=doll.tasks.digits:Digits", "task.class: expected doll.tasks.synthetic:Gaussian"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            saved(MemoryCheckpointStore("j"), EARLIER).load_newest(mark(change))
+
+
+def test_facts_of_the_model_are_never_allowed_to_change() -> None:
+    base = fields_of(mark())
+    for key in ("parameters", "shapes"):
+        assert refused_changes(base, {**base, key: "9"}) == differences(base, {**base, key: "9"}) != ""
+    assert "frozen: expected 1, got nothing" in refused_changes({**base, "frozen": "1"}, base)
+
+
+def test_the_documented_list_is_the_one_that_is_enforced() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    section = text[text.index("## Resuming a run") : text.index("### The topics hold an earlier run")]
+    for key in MAY_CHANGE:
+        assert f"`{key.removesuffix('.')}`" in section, key
+    for key in ("data.workers", "data.batch_size", "data.samples_per_record", "task.class", "task.args"):
+        assert f"`{key}`" in section, key
+
+
+# --- a later server of another job file ------------------------------------------------------------------------------
+
+
+def welcome(term: int, fingerprint: str) -> Welcome:
+    return Welcome(
+        term=term, worker=0, process="me", session=7, origin=0, next_batch=0, fingerprint=fingerprint
+    )  # fmt: skip
+
+
+def test_a_later_server_of_another_job_file_ends_the_worker_by_the_name_of_what_differs() -> None:
+    core = WorkerCore(welcome(1, mark()), max_pending=4, now=0.0)
+    assert [type(action.record) for action in core.on_record(Hello(term=2), 0.0)] == [Join]  # type: ignore[union-attr]
+    actions = core.on_record(welcome(2, mark("training.optimizer.lr=0.1")), 0.0)
+    assert actions == [
+        Exit(
+            1,
+            "the parameter server runs another job file now: training.optimizer.lr: expected 0.1, got 0.05: "
+            "reading it again",
+        )
+    ]
+
+
+def test_a_later_server_of_the_same_job_file_keeps_the_worker() -> None:
+    core = WorkerCore(welcome(1, mark()), max_pending=4, now=0.0)
+    core.on_record(Hello(term=2), 0.0)
+    assert not any(isinstance(action, Exit) for action in core.on_record(welcome(2, mark()), 0.0))
+
+
+# --- an allowed change of policy works on the checkpoint --------------------------------------------------------------
+
+
+def _pushes(name: str) -> str:
+    config: JobConfig = parse("job: j\ntask: {class: 'a:B'}\n")
+    training = config.training.model_copy(update={"policy": POLICIES[name]})
+    return job_fields(config.model_copy(update={"training": training}))["pushes"]
+
+
+PAIRS = [(a, b) for a, b in product(POLICIES, POLICIES) if a != b and _pushes(a) == _pushes(b)]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_checkpoint_of_one_policy_is_continued_under_another(first: str, second: str) -> None:
+    """Server and workers are started again with the other policy: nothing is lost or counted twice."""
+    for seed in range(4):
+        world = World(first)
+        play(world, random_steps(seed, 400))
+        world.settle()
+        before = list(world.lineage())
+        world.kill_ps()
+        for process in world.processes:
+            process.dead = True
+        world.policy = POLICIES[second]
+        world.start_ps()
+        play(world, random_steps(seed + 100, 400))
+        produced = random.Random(seed)
+        for worker in range(world.settings.num_workers):
+            world.high[worker] += 20 + produced.randrange(5)
+        world.settle()
+        lineage = world.lineage()
+        assert lineage[: len(before)] == before
+        assert len(lineage) > len(before), "it goes on"
+        applied = [0] * world.settings.num_workers
+        for update in lineage:
+            for worker, batch, _ in update.members:
+                assert batch == applied[worker]
+                applied[worker] += 1
+        assert world.engine is not None
+        assert tuple(applied) == world.engine.snapshot(world.now).applied
