@@ -273,8 +273,8 @@ class Engine(MessageHandling):
         number, skip = self._skips.popitem()
         worker, size = self._workers[number], self.settings.records_per_batch
         partition, first = worker.partition, worker.partition.applied
-        if not first == partition.announced < skip.until:  # something came meanwhile: the worker sends it again
-            return False
+        if not (first == partition.announced < skip.until and self._settling.is_whole(worker)):
+            return False  # something came meanwhile: the worker sends it again
         lo, hi = partition.offsets(first, size)[0], partition.offsets(skip.until, size)[0]
         grant_id, count = next(self._grant_numbers), skip.until - first
         pushed = PushedBatch(
@@ -291,6 +291,7 @@ class Engine(MessageHandling):
         self._note_change(worker)
         self.batches_total += count
         self.version += 1
+        self.empty_updates += 1
         applied = AppliedSet(push, now, (AppliedBatch(lo, hi, now, pushed, count),))
         actions.append(ApplyUpdate(self.version, (applied,), 1.0, self.samples_total, self.batches_total))
         return True

@@ -129,8 +129,8 @@ class MessageHandling(EngineState):
         partition = worker.partition
         if event.until <= partition.applied:
             self.counters["refused_duplicate"] += 1
-        elif not event.first <= partition.applied == partition.announced:
-            # What is before it must be applied: the worker sends it again.
+        elif not (event.first <= partition.applied == partition.announced and self._settling.is_whole(worker)):
+            # What is before it must be applied, with its whole steps: the worker sends it again.
             self.counters["refused_order"] += 1
         elif not partition.is_covered(event, self.settings.records_per_batch):
             self.counters["refused_content"] += 1

@@ -57,6 +57,11 @@ class Settling:
         """Whether a part of this worker's steps is nowhere but with its process."""
         return worker.number in self._unsettled
 
+    def is_whole(self, worker: Worker) -> bool:
+        """Whether the model has all of what came of this worker, and nothing more of it is to come."""
+        is_coming = any(rest.worker is worker for rest in self._rests.values())
+        return not (is_coming or worker.number in self._unsettled or worker.number in self._incomplete)
+
     def received(self, worker: Worker) -> None:
         """Contributions of this worker have come."""
         if self._is_last:

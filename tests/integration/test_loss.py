@@ -90,7 +90,7 @@ def test_unread_records_that_are_deleted_stop_the_job(make_pipeline: Callable[..
 
 
 def test_where_the_job_file_allows_it_lost_records_are_skipped_and_counted(make_pipeline: Callable[..., Any]) -> None:
-    job = make_pipeline(*HELD_UP, "data.on_data_loss=skip", "stop.updates=8")
+    job = make_pipeline(*HELD_UP, "data.on_data_loss=skip", "stop.samples=102")
     lose_while_held_up(job)
     job.until_finished()
     report = job.assert_audit_ok()

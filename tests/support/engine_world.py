@@ -608,7 +608,7 @@ class World:
             for process in self.live(worker):
                 process.paused = False
         quiet_s = 0
-        for _ in range(600):
+        for _ in range(1500):
             before = len(self.updates)
             for worker in range(self.settings.num_workers):
                 if not self.live(worker):  # as a supervisor would, or the provisioner

@@ -112,14 +112,8 @@ class HoleyWorld(World):
         assert tuple(applied) == self.engine.snapshot(self.now).applied
 
 
-STALLS = pytest.mark.xfail(
-    reason="a random world of isp with long holes does not come to rest since rests are given away once (ADR 42)",
-    raises=AssertionError,
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [pytest.param(name, marks=STALLS if name == "isp" else ()) for name in POLICIES])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_holes_are_passed_exactly_once_whatever_happens(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching, "MIN_RANGE", LEAST)
     skipped = 0
