@@ -80,6 +80,11 @@ class InjectedFault:
     recovery_s: float | None = None
 
     @property
+    def begun_s(self) -> float:
+        """Time from which the recovery counts."""
+        return self.time_s if self.done_s is None else self.done_s
+
+    @property
     def waiting_since_s(self) -> float:
         """Time since which there is no progress towards recovery. A poison record waits while its stream catches up."""
         return max(self.time_s, self.poison.seen_s if self.poison is not None else 0.0)
@@ -89,8 +94,8 @@ class InjectedFault:
         if not self.is_done or (self.poison is not None and not self.poison.is_counted):
             return False
         if update.term > self.term:
-            return update.time_s > self.time_s
-        return update.term > self.after_term and update.time_s > max(self.time_s, self.restored_s)
+            return update.time_s > self.begun_s
+        return update.term > self.after_term and update.time_s > max(self.begun_s, self.restored_s)
 
 
 class RecoveryTracker:
@@ -141,8 +146,7 @@ class RecoveryTracker:
                 injected.poison.on_update(update)  # also after the recovery: a later update may count the batch again
         for injected in self._open:
             if injected.is_ended_by(update):
-                begun_s = injected.time_s if injected.done_s is None else injected.done_s
-                injected.recovery_s = max(0.0, update.time_s - begun_s)
+                injected.recovery_s = update.time_s - injected.begun_s
         self._open = [injected for injected in self._open if injected.recovery_s is None]
 
     @property

@@ -149,6 +149,8 @@ def test_a_fault_that_lasts_is_recovered_from_after_its_end() -> None:
     recoveries.feed(update(11.0))
     assert len(recoveries.open) == 1
     recovery.is_done, recovery.done_s = True, 14.0
+    recoveries.feed(update(13.5))  # made before the end, and read after it
+    assert len(recoveries.open) == 1
     recoveries.feed(update(14.5))
     assert recoveries.open == ()
     assert recoveries.report()["recovery_s"] == {"p50": 0.5, "max": 0.5}
