@@ -60,7 +60,7 @@ class Skip(Record, frozen=True):
     lost: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) that were deleted before this worker read them
 
 
-class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One batch of a Push. Losses are taken before learning."""
 
     batch: int
@@ -76,6 +76,7 @@ class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     wait_s: float = 0.0  # from the batch's completion to the start of its set
     version: int = -1  # of the weights that it was computed on; -1: as its Push says
     dead_reasons: tuple[tuple[str, int], ...] = ()  # of its dead letters, and how many have each
+    leader_epoch: int = -1  # Kafka's, of the log: nothing up to the batch's end had a higher one; -1: not known
 
 
 class Push(Record, frozen=True):
@@ -163,6 +164,8 @@ class Welcome(Record, frozen=True, omit_defaults=True):
     generation: int = 0  # see `TermStarted`
     run_id: str = ""  # of the server's run, see `TermStarted`; a worker of another one ends
     endpoints: tuple[str, ...] = ()  # of control links, the fastest first: "local:PATH", "redis:STREAM"
+    included: int = 0  # batches of this worker's stream that are in the model, durable or not
+    leader_epoch: int = -1  # of the last one of these, as in a PushedBatch
 
 
 class Grant(Record, frozen=True):

@@ -64,12 +64,12 @@ class BatchBuffer:
     def _is_full(self) -> bool:
         return len(self._raw_batches) >= self._capacity or self._waiting_bytes >= self._max_bytes
 
-    def feed(self, offsets: Sequence[int], values: Sequence[Value]) -> bool:
+    def feed(self, offsets: Sequence[int], values: Sequence[Value], leader_epoch: int = -1) -> bool:
         """Take the next records of the log, as `Batcher.feed`; whether the buffer is full.
 
         They are cut as far as there is room: records far apart make many empty batches.
         """
-        return self._cut(self.batcher.feed(offsets, values))
+        return self._cut(self.batcher.feed(offsets, values, leader_epoch))
 
     def skip_to(self, offset: int) -> None:
         """No record below `offset` is to come."""

@@ -26,6 +26,8 @@ class RawBatch(Generic[R]):
     `gaps` are offset ranges [lo, hi) inside the batch in which the log holds no record (transaction markers, records
     of aborted transactions, compaction). `lost` are those whose records were deleted before they were read. `values`
     has one value for each other offset of [lo, hi).
+
+    `leader_epoch`: nothing below `hi` in the log had a higher one when it was read; -1: not known.
     """
 
     number: int
@@ -35,6 +37,7 @@ class RawBatch(Generic[R]):
     gaps: list[tuple[int, int]] = field(default_factory=list)
     lost: list[tuple[int, int]] = field(default_factory=list)
     count: int = 1
+    leader_epoch: int = -1
 
     @property
     def offsets(self) -> Sequence[int]:
@@ -67,6 +70,7 @@ class Batcher(Generic[R]):
         self._batch = self._open(next_batch)
         self.next_offset = self._batch.lo
         self._lost: deque[tuple[int, int]] = deque()  # ahead of `next_offset`, rising
+        self._leader_epoch = -1  # of the newest record, which is behind every batch that it completes
 
     def mark_lost(self, lo: int, hi: int) -> None:
         """Records [lo, hi) were deleted before they were read; the next record that comes is behind them.
@@ -81,7 +85,7 @@ class Batcher(Generic[R]):
         lo = self._origin + number * self._size
         return RawBatch(number, lo, lo + self._size)
 
-    def feed(self, offsets: Sequence[int], values: Sequence[R]) -> Iterator[RawBatch[R]]:
+    def feed(self, offsets: Sequence[int], values: Sequence[R], leader_epoch: int = -1) -> Iterator[RawBatch[R]]:
         """Take the next records of the log; yield every batch that they complete, in order.
 
         Offsets below the next expected one were seen before and are ignored. Skipped offsets become gaps, or lost where
@@ -91,10 +95,12 @@ class Batcher(Generic[R]):
         Args:
             offsets: rising; best a `range` where none is missing.
             values: one for each offset.
+            leader_epoch: the last one's; -1: not known.
         """
+        self._leader_epoch = leader_epoch
         at, end = bisect_left(offsets, self.next_offset), len(offsets)
         while at < end:
-            yield from self.skip_to(offsets[at])
+            yield from self._skip_to(offsets[at])
             until = min(end, at + self._batch.hi - self.next_offset)
             if offsets[until - 1] - offsets[at] != until - 1 - at:  # one is missing: up to the first that is
                 until = _first_missing(offsets, at, until)
@@ -106,6 +112,10 @@ class Batcher(Generic[R]):
 
     def skip_to(self, offset: int) -> Iterator[RawBatch[R]]:
         """No record below `offset` will come; yield every batch that this completes."""
+        self._leader_epoch = -1  # a marker of a transaction may have a higher one than the last record
+        yield from self._skip_to(offset)
+
+    def _skip_to(self, offset: int) -> Iterator[RawBatch[R]]:
         while offset >= self._batch.hi:
             if self._batch.number % self._align == 0 and self.next_offset == self._batch.lo:
                 empty = (offset - self._batch.lo) // self._size // self._align * self._align
@@ -130,6 +140,7 @@ class Batcher(Generic[R]):
 
     def _close(self) -> RawBatch[R]:
         batch, self._batch = self._batch, self._open(self._batch.number + self._batch.count)
+        batch.leader_epoch = self._leader_epoch
         return batch
 
 

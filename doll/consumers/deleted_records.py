@@ -12,7 +12,7 @@ from doll.consumers.batching import Batcher
 from doll.consumers.exits import ProcessExit
 from doll.consumers.worker import WorkerCore
 from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
-from doll.kafka.samples_topic import TRUNCATED_ADVICE, lost_records, truncated_message
+from doll.kafka.samples_topic import TRUNCATED_ADVICE, lost_records, short_log_message, truncated_message
 from doll.records import AnyRecord
 from doll.telemetry import get_logger
 
@@ -60,13 +60,10 @@ class DeletedRecords:
         self._sleep = sleep
         self._clock = clock
 
-    async def resume_offset(self, offset: int, *, is_truncated: bool = False) -> int | None:
+    async def resume_offset(self, offset: int) -> int | None:
         """The log does not hold `offset`, the next one to be read: where to go on.
 
         The same offset: ask Kafka again. None: the process ends.
-
-        Args:
-            is_truncated: the log has lost records below `offset`, though it may be as long as before by now.
         """
         loop = asyncio.get_running_loop()
         worker = self._core.worker
@@ -74,10 +71,9 @@ class DeletedRecords:
             low, high = await loop.run_in_executor(None, self._channel.watermarks, self._topic, worker)
         except ServiceUnavailableError:
             return offset  # the client has logged that Kafka is unreachable
-        if is_truncated or offset > high:
+        if offset > high:
             # The leader has no such offset. One that only does not know yet that it is committed gives no error.
-            message = truncated_message(self._topic, worker, offset, high)
-            self._exit.request(ConfigError.exit_code, f"{message}; {TRUNCATED_ADVICE}")
+            self._refuse(short_log_message(self._topic, worker, offset, high))
             return None
         if offset >= low or await self._has_newer_start(offset):
             return offset
@@ -89,6 +85,17 @@ class DeletedRecords:
         log.error("records_lost", reason=reason, action="going on without them (data.on_data_loss: skip)")
         self._batcher.mark_lost(offset, low)
         return low
+
+    def refuse_truncated(self, offset: int, reason: str) -> None:
+        """The log has lost records below `offset` that were read, though it may be as long as before by now: end.
+
+        Args:
+            reason: what shows it.
+        """
+        self._refuse(truncated_message(self._topic, self._core.worker, offset, reason))
+
+    def _refuse(self, message: str) -> None:
+        self._exit.request(ConfigError.exit_code, f"{message}; {TRUNCATED_ADVICE}")
 
     async def _has_newer_start(self, offset: int) -> bool:
         """Whether the durable model holds `offset` by now, which an earlier process of this worker had sent.

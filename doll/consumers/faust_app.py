@@ -18,8 +18,8 @@ from faust.types import TP
 from doll.config import JobConfig
 from doll.consumers.batch_buffer import stream_buffer_records
 from doll.consumers.runtime import WorkerRuntime
-from doll.consumers.transport import OutOfRangeHandler
-from doll.kafka.chunk_reader import ChunkReader
+from doll.consumers.transport import OutOfRangeHandler, TruncatedHandler
+from doll.kafka.chunk_reader import NOTHING_LEARNED, ChunkReader, Learned
 from doll.kafka.reader import Partition
 from doll.services import Services
 
@@ -32,6 +32,7 @@ class DollApp(faust.App):  # type: ignore[misc]
     reader: ChunkReader
     partition: TP
     on_out_of_range: OutOfRangeHandler
+    on_truncated: TruncatedHandler
     fetch_progress: tuple[int, int]
 
     def on_init_dependencies(self) -> Any:
@@ -52,16 +53,20 @@ class _NoTables(TableManager):  # type: ignore[misc]
 class FaustStream:
     """`SampleStream` of one worker: partition n of `samples` through a Faust app."""
 
-    def __init__(self, config: JobConfig, services: Services, runtime: WorkerRuntime, folder: Path) -> None:
+    def __init__(
+        self, config: JobConfig, services: Services, runtime: WorkerRuntime, folder: Path,
+        learned: Learned = NOTHING_LEARNED,
+    ) -> None:  # fmt: skip
         """
         Args:
             folder: Faust's own data folder.
+            learned: what is in the model of this partition.
         """
         self._config = config
         self._runtime = runtime
         self._tp = TP(config.topic("samples"), runtime.worker)
         self._faust_worker: _FaustWorker | None = None
-        self._app = self._make_app(services, folder)
+        self._app = self._make_app(services, folder, learned)
         runtime.stream = self
 
     def run(self) -> int:
@@ -105,7 +110,7 @@ class FaustStream:
         if self._faust_worker is not None:
             self._faust_worker.shut_down()
 
-    def _make_app(self, services: Services, folder: Path) -> DollApp:
+    def _make_app(self, services: Services, folder: Path, learned: Learned) -> DollApp:
         config, runtime = self._config, self._runtime
         folder.mkdir(parents=True, exist_ok=True)
         name = f"doll-{config.job}-w{runtime.worker}"
@@ -131,10 +136,11 @@ class FaustStream:
         app.reader = ChunkReader(
             config, services, Partition(*self._tp), group=name, start=first,
             fetch_max_wait_ms=config.worker.fetch_max_wait_ms,
-            max_chunk_records=max(1, stream_buffer_records(config) // 2),
+            max_chunk_records=max(1, stream_buffer_records(config) // 2), learned=learned,
         )  # fmt: skip
         app.fetch_progress = (first, first)
         app.on_out_of_range = self._on_out_of_range
+        app.on_truncated = runtime.deleted_records.refuse_truncated
         samples = app.topic(self._tp.topic, value_serializer="raw")
         app.agent(samples, name="samples")(self._read_samples)
         for task in runtime.tasks():
@@ -146,11 +152,11 @@ class FaustStream:
         async for event in stream.noack().events():
             chunk = event.value
             watch.samples_at_s = time.monotonic()
-            if feed(chunk.offsets, chunk.values):
+            if feed(chunk.offsets, chunk.values, chunk.leader_epoch):
                 self.pause()
 
-    async def _on_out_of_range(self, tp: TP, offset: int, is_truncated: bool) -> int | None:
-        return await self._runtime.deleted_records.resume_offset(offset, is_truncated=is_truncated)
+    async def _on_out_of_range(self, tp: TP, offset: int) -> int | None:
+        return await self._runtime.deleted_records.resume_offset(offset)
 
 
 class _FaustWorker(faust.Worker):  # type: ignore[misc]

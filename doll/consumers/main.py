@@ -41,6 +41,7 @@ from doll.consumers.worker import WorkerCore
 from doll.errors import ConfigError, FencedError
 from doll.fingerprint import difference
 from doll.kafka import topics
+from doll.kafka.chunk_reader import Learned
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model import FlatModel, build, fingerprint
@@ -153,6 +154,7 @@ def _run(
             f"the parameter server runs another job file: {difference(welcome.fingerprint, own_fingerprint)}"
         )
     start = welcome.origin + welcome.next_batch * config.data.records_per_batch
+    learned = Learned(welcome.origin + welcome.included * config.data.records_per_batch, welcome.leader_epoch)
     samples = config.topic("samples")
     if welcome.samples_id:
         refuse_replaced_topic(samples, welcome.samples_id, topics.topic_id(config, services, "samples"))
@@ -193,7 +195,7 @@ def _run(
         departure=departure, heartbeat=heartbeat, link=link, row_client=row_client, engine_ended=engine_ended,
     )  # fmt: skip
     try:
-        return FaustStream(config, services, runtime, run_folder / "faust" / f"worker-{worker}").run()
+        return FaustStream(config, services, runtime, run_folder / "faust" / f"worker-{worker}", learned).run()
     finally:
         decoder.close()
         engine.close()

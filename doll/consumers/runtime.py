@@ -486,5 +486,5 @@ def _batch(raw: RawBatch[Any], decoded: Decoded) -> Batch:
     return Batch(
         number=raw.number, data=decoded, num_samples=decoded.num_samples, complete_at_s=time.monotonic(),
         dead=tuple(item.offset for item in decoded.refused if item.whole), gaps=tuple(raw.gaps), lost=tuple(raw.lost),
-        dead_samples=sum(item.samples for item in decoded.refused if not item.whole),
+        dead_samples=sum(item.samples for item in decoded.refused if not item.whole), leader_epoch=raw.leader_epoch,
     )  # fmt: skip

@@ -8,9 +8,9 @@ Records come from `doll.kafka.chunk_reader`. One Faust event carries one `Chunk`
 event costs next to nothing per record (ADR 0027). Faust itself sends nothing and commits nothing: the app tells the
 reader which offset is durable.
 
-The app carries `reader` and `partition` (what it reads), `on_out_of_range` (see `OutOfRangeHandler`), and
-`fetch_progress: (delivered, position)`, which is kept here: the records below `delivered` have been delivered, and from
-there to `position` are none (markers of transactions, for instance).
+The app carries `reader` and `partition` (what it reads), `on_out_of_range` and `on_truncated` (see `OutOfRangeHandler`
+and `TruncatedHandler`), and `fetch_progress: (delivered, position)`, which is kept here: the records below `delivered`
+have been delivered, and from there to `position` are none (markers of transactions, for instance).
 
 A position that the log no longer holds is never reset silently: everything below it has been delivered by then, so the
 app knows exactly which offsets it will not get.
@@ -27,13 +27,15 @@ from typing import Any, Final, NoReturn, TypeAlias
 from faust.transport import base
 from faust.types import TP, ConsumerMessage
 
-from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange
+from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange, Truncated
 
 _ASK_AGAIN_S: Final = 1.0  # the broker is not sure whether it holds an offset
 
-# Given the partition, the offset that the log does not hold, and whether the log was truncated: the offset to continue
-# at; the same offset: try again; None: do not continue.
-OutOfRangeHandler: TypeAlias = Callable[[TP, int, bool], Awaitable[int | None]]
+# Given the partition and the offset that the log does not hold: the offset to continue at; the same offset: try again;
+# None: do not continue.
+OutOfRangeHandler: TypeAlias = Callable[[TP, int], Awaitable[int | None]]
+# Given an offset below which the log has lost records that were read, and what shows it: it ends the process.
+TruncatedHandler: TypeAlias = Callable[[int, str], None]
 
 
 class ChunkConsumer(base.Consumer):  # type: ignore[misc]
@@ -114,13 +116,15 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
                 self.app.fetch_progress = (next_offset, next_offset)
             case NoRecordBelow(offset):
                 self.app.fetch_progress = (self.app.fetch_progress[0], offset)
-            case OutOfRange(offset, is_truncated):
-                await self._out_of_range(offset, is_truncated)
+            case OutOfRange(offset):
+                await self._out_of_range(offset)
+            case Truncated(offset, reason):
+                self.app.on_truncated(offset, reason)
             case Exception():
                 raise delivery
 
-    async def _out_of_range(self, offset: int, is_truncated: bool) -> None:
-        resume_offset = await self.app.on_out_of_range(self.app.partition, offset, is_truncated)
+    async def _out_of_range(self, offset: int) -> None:
+        resume_offset = await self.app.on_out_of_range(self.app.partition, offset)
         if resume_offset is None:  # the process is about to end
             return
         if resume_offset == offset:

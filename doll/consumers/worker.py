@@ -59,6 +59,7 @@ class Batch:
     gaps: tuple[tuple[int, int], ...] = ()
     lost: tuple[tuple[int, int], ...] = ()
     dead_samples: int = 0
+    leader_epoch: int = -1  # see `doll.consumers.batching.RawBatch`
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +357,7 @@ class WorkerCore:
                 dead_samples=item.dead_samples, dead_reasons=item.dead_reasons, compute_s=item.compute_s,
                 wait_s=max(0.0, begun_at_s - batch.complete_at_s),
                 version=item.version if done.is_kept or item.version != done.version else -1,
+                leader_epoch=batch.leader_epoch,
             )
             for batch, number, item in zip(batches, grant.grant_ids, done.batches, strict=False)
         )  # fmt: skip

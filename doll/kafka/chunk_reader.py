@@ -69,10 +69,12 @@ class Chunk(NamedTuple):
     Attributes:
         offsets: rising; a `range` where none is missing.
         values: one for each offset; an `UnreadValue` where it is to be a dead letter.
+        leader_epoch: of Kafka's leader that took the last of them; none before it has a higher one. -1: not known.
     """
 
     offsets: Sequence[int]
     values: list[bytes | None]
+    leader_epoch: int = -1
 
 
 class NoRecordBelow(NamedTuple):
@@ -82,18 +84,37 @@ class NoRecordBelow(NamedTuple):
 
 
 class OutOfRange(NamedTuple):
-    """The log does not hold `offset`, the next one to be read. Nothing more comes before `seek`.
+    """The log does not hold `offset`, the next one to be read. Nothing more comes before `seek`."""
+
+    offset: int
+
+
+class Truncated(NamedTuple):
+    """The log has lost its end, and with it records below `offset` that were read: those that it holds there by now, or
+    will, are others. Nothing more comes.
 
     Attributes:
-        is_truncated: the log has lost its end, and with it records that were read: those that it holds there by now,
-            or will, are others.
+        reason: what shows it, with offsets and leader epochs.
     """
 
     offset: int
-    is_truncated: bool = False
+    reason: str
 
 
-Delivery: TypeAlias = Chunk | NoRecordBelow | OutOfRange | Exception
+class Learned(NamedTuple):
+    """What is known of the records that are in the model: they lie below offset `until`.
+
+    Attributes:
+        leader_epoch: none of them had a higher one when it was read; -1: not known.
+    """
+
+    until: int
+    leader_epoch: int
+
+
+NOTHING_LEARNED: Final = Learned(0, -1)
+
+Delivery: TypeAlias = Chunk | NoRecordBelow | OutOfRange | Truncated | Exception
 
 
 class ChunkReader:
@@ -101,16 +122,22 @@ class ChunkReader:
 
     Only committed records are read. An unreachable broker is waited for. Its methods may be called from any thread.
 
+    A log that was truncated while nobody read it may be longer than before by now. Its leader epochs show it: each
+    leader has a higher one than those before it, and a truncated log continues with those of a later leader. So the
+    library asks the leader, before it reads at `start`, where its records up to the epoch of `learned` end; and a
+    record with a later epoch, at an offset that is in the model, is not the one that was learned.
+
     Args:
         group: of the committed offsets.
         start: offset of the first record.
+        learned: what is in the model; of it, records from `start` on are read again, since they are not durable.
         max_chunk_records: bounds a chunk, with `MAX_CHUNK_RECORDS` and `MAX_CHUNK_BYTES`.
         fetch_max_wait_ms: how long a fetch may wait at the broker for `FETCH_MIN_BYTES`.
     """
 
     def __init__(
         self, config: JobConfig, services: Services, partition: Partition, *, group: str, start: int,
-        fetch_max_wait_ms: int, max_chunk_records: int = MAX_CHUNK_RECORDS,
+        fetch_max_wait_ms: int, max_chunk_records: int = MAX_CHUNK_RECORDS, learned: Learned = NOTHING_LEARNED,
     ) -> None:  # fmt: skip
         self._address = services.kafka
         self._partition = partition
@@ -134,6 +161,7 @@ class ChunkReader:
         self._durable = self._log_end = -1
         # Of the thread alone:
         self._position = start  # the next offset
+        self._start, self._learned = start, learned
         self._unreadable: tuple[int, UnreadValue] | None = None  # what is at each offset from `_position` to the first
         self._committed = self._asked = -1
         self._commit_at_s = 0.0
@@ -222,7 +250,8 @@ class ChunkReader:
         if seek_to is not None and not closed:
             self._position = seek_to
             # Always with an explicit offset: without one, a broker that has just started may deliver nothing.
-            self._consumer.assign([_TopicPartition(*self._partition, seek_to)])
+            leader_epoch = self._learned.leader_epoch if seek_to == self._start else -1
+            self._consumer.assign([_TopicPartition(*self._partition, seek_to, leader_epoch=leader_epoch)])
         return not closed
 
     def _note_log_end(self) -> None:
@@ -237,6 +266,10 @@ class ChunkReader:
             return
         # With a timeout, `consume` would wait for as many as it may return.
         records = [first, *self._consumer.consume(self._chunk_records - 1, 0)]
+        if self._position < self._learned.until and (reason := self._find_other(records)):
+            self._consumer.unassign()
+            self._send(Truncated(self._learned.until, reason))
+            return
         if not any(map(_Record.error, records)):
             self._hand_over(records)
             return
@@ -249,6 +282,18 @@ class ChunkReader:
                     return
         self._hand_over(records[begin:])
 
+    def _find_other(self, records: list[Any]) -> str:
+        """Of the first of these that is in the place of one that was learned: what shows it; "" where none is."""
+        until, known_epoch = self._learned
+        read_again = (record for record in records if record.error() is None and record.offset() < until)
+        other = next((record for record in read_again if 0 <= known_epoch < _leader_epoch(record)), None)
+        if other is None:
+            return ""
+        return (
+            f"the record at offset {other.offset()} has leader epoch {_leader_epoch(other)}, and those that were "
+            f"learned, up to offset {until - 1}, had {known_epoch} at most"
+        )
+
     def _hand_over(self, records: list[Any]) -> None:
         if not records:
             return
@@ -259,7 +304,7 @@ class ChunkReader:
         values = list(map(_Record.value, records))
         if max(sizes) > self._max_record_bytes:
             values = [self._within_limit(value) for value in values]
-        self._send(Chunk(offsets, values))
+        self._send(Chunk(offsets, values, _leader_epoch(records[-1])))
         self._position = last + 1
 
     def _within_limit(self, value: bytes | None) -> bytes | None:
@@ -309,8 +354,10 @@ class ChunkReader:
         elif code in _OUT_OF_RANGE:
             self._consumer.unassign()
             # The library has a code for it, and yet gives the code of any lost position.
-            is_truncated = code == KafkaError._LOG_TRUNCATION or "truncation detected" in error.str()
-            self._send(OutOfRange(self._position, is_truncated))
+            if code == KafkaError._LOG_TRUNCATION or "truncation detected" in error.str():
+                self._send(Truncated(self._position, error.str().partition(". Reset")[0]))
+            else:
+                self._send(OutOfRange(self._position))
             return False
         elif unreadable(error) and offset is not None:
             self._find_unreadable(offset, error.str())
@@ -349,6 +396,11 @@ class ChunkReader:
         while self._committed < self._durable and (left_s := deadline_s - time.monotonic()) > 0:
             self._commit_if_due()
             self._consumer.poll(min(left_s, _LAST_POLL_S))
+
+
+def _leader_epoch(record: Any) -> int:
+    """-1: the broker names none."""
+    return -1 if (leader_epoch := record.leader_epoch()) is None else int(leader_epoch)
 
 
 def _abandon(client: Any) -> None:

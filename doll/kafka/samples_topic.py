@@ -118,18 +118,25 @@ def bounds_reaching(
         if next_offset <= high:
             return low, high
         if time.monotonic() > deadline_s:
-            message = truncated_message(name, partition, next_offset, high)
+            message = short_log_message(name, partition, next_offset, high)
             raise ReplacedSamplesError(f"{message}; {TRUNCATED_ADVICE}")
         time.sleep(_RETRY_S)
 
 
-def truncated_message(name: str, partition: int, next_offset: int, high: int) -> str:
-    """The message for a log that has lost records which were read of it, and may hold others in their place."""
-    if next_offset <= high:
-        return (
-            f"{name}/{partition} was read up to offset {next_offset}, has lost records below it since, and holds "
-            f"others in their place (it ends at offset {high}): the log was truncated"
-        )
+def truncated_message(name: str, partition: int, next_offset: int, reason: str) -> str:
+    """The message for a log that has lost records which were read of it, and holds others in their place, or will.
+
+    Args:
+        reason: what shows it, see `doll.kafka.chunk_reader.Truncated`.
+    """
+    return (
+        f"{name}/{partition} was read up to offset {next_offset}, has lost records below it since, and holds others in "
+        f"their place, or will: the log was truncated ({reason})"
+    )
+
+
+def short_log_message(name: str, partition: int, next_offset: int, high: int) -> str:
+    """The message for a log that ends before what was read of it."""
     return (
         f"{name}/{partition} ends at offset {high}, but it was read up to offset {next_offset}: the topic was cut "
         "short, or deleted and created again"

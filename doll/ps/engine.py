@@ -211,6 +211,7 @@ class Engine(MessageHandling):
             pushed, applied = entry
             item = pushed.push.batches[len(applied)]
             applied.append(AppliedBatch(lo, hi, grant.granted_at_s, item))
+            partition.leader_epoch = item.leader_epoch
             absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
             self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
             self._note_change(self._owner(partition))

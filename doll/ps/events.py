@@ -65,7 +65,7 @@ Event = (
 @dataclass(frozen=True, slots=True)
 class SendWelcome:
     """Answer a Join: this process is worker `worker`, with this session, and reads from batch `next_batch` of the
-    stream that begins at offset `origin`."""
+    stream that begins at offset `origin`. `included` and `leader_epoch` are as in a Welcome."""
 
     worker: int
     process: str
@@ -73,6 +73,8 @@ class SendWelcome:
     origin: int
     next_batch: int
     incarnation: int
+    included: int = 0
+    leader_epoch: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,3 +278,4 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str = ""  # see `doll.records.TermStarted`; "": of an earlier release
     empty_updates: int = 0  # of `version`, those that learned no sample
     refusals: RefusalState = RefusalState()
+    leader_epochs: tuple[int, ...] = ()  # of each partition's last applied batch (`PushedBatch`); (): not known

@@ -52,7 +52,14 @@ class MessageHandling(EngineState):
         self._note_change(worker)
         actions.append(
             SendWelcome(
-                worker.number, worker.process, worker.session, partition.origin, partition.durable, event.incarnation
+                worker.number,
+                worker.process,
+                worker.session,
+                partition.origin,
+                partition.durable,
+                event.incarnation,
+                partition.applied,
+                partition.leader_epoch,
             )
         )
 

@@ -86,6 +86,7 @@ class Partition:
         "durable",
         "held_grants",
         "late",
+        "leader_epoch",
         "number",
         "origin",
         "settled",
@@ -95,11 +96,13 @@ class Partition:
         "whole",
     )
 
-    def __init__(self, number: int, origin: int, applied: int) -> None:
-        """`origin`: offset at which the job began; `applied`: batches in the model, all of them durable."""
+    def __init__(self, number: int, origin: int, applied: int, leader_epoch: int = -1) -> None:
+        """`origin`: offset at which the job began; `applied`: batches in the model, all of them durable;
+        `leader_epoch`: of the last one of these."""
         self.number = number
         self.origin = origin
         self.applied = applied
+        self.leader_epoch = leader_epoch  # of the last applied batch, see `doll.records.PushedBatch`; -1: not known
         self.durable = applied
         self.announced = applied
         self.settled = applied  # of batches below it nothing is held back: all of their steps is at the server
@@ -156,6 +159,7 @@ class Partition:
     def skip_to(self, batch: int) -> None:
         """The batches below `batch` that are not applied hold no record; none of them is announced."""
         self.applied = self.announced = self.settled = self.whole = batch
+        self.leader_epoch = -1
 
     def forget_waiting(self) -> None:
         """What was announced and not granted has to be announced again."""

@@ -426,6 +426,8 @@ class ParameterServer:
                 samples_id=engine.samples_id,
                 generation=engine.generation,
                 run_id=engine.run_id,
+                included=action.included,
+                leader_epoch=action.leader_epoch,
             ),
         )
 

@@ -99,8 +99,10 @@ class EngineState:
         self.error = ""  # why the job cannot go on, where that stops it
         self.assignment = Assignment(snapshot.assignment)
         self._partitions = [
-            Partition(number, origin, applied)
-            for number, (origin, applied) in enumerate(zip(snapshot.origins, snapshot.applied, strict=True))
+            Partition(number, origin, applied, leader_epoch)
+            for number, (origin, applied, leader_epoch) in enumerate(
+                zip(snapshot.origins, snapshot.applied, snapshot.leader_epochs or (-1,) * n, strict=True)
+            )
         ]
         self._workers = [
             Worker(
@@ -203,6 +205,7 @@ class EngineState:
             run_id=self.run_id,
             empty_updates=self.empty_updates,
             refusals=self.refusals.state(),
+            leader_epochs=tuple(partition.leader_epoch for partition in self._partitions),
         )
 
     def time_limit_s(self, worker: Worker) -> float:

@@ -48,6 +48,20 @@ def test_full_batches_come_out_as_soon_as_their_last_record_is_there() -> None:
     assert batcher.next_offset == 103
 
 
+def test_a_batch_has_a_leader_epoch_that_nothing_before_its_end_exceeds() -> None:
+    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_batch=0)
+
+    def feed_all(offsets: Sequence[int], leader_epoch: int) -> list[int]:
+        return [batch.leader_epoch for batch in batcher.feed(offsets, list(offsets), leader_epoch)]
+
+    assert feed_all(range(6), 2) == [2]
+    assert feed_all([6], 2) == []
+    assert feed_all([9, 10], 3) == [3], "the marker at its end may be of the same leader as the record behind it"
+    assert [batch.leader_epoch for batch in batcher.skip_to(12)] == [-1], "the marker at its end is of any leader"
+    assert feed_all(range(12, 16), -1) == [-1]
+    assert feed_all(range(16, 20), 3) == [3]
+
+
 def test_it_begins_at_any_batch() -> None:
     batcher: Batcher[int] = Batcher(origin=100, records_per_batch=3, next_batch=5)
     assert batcher.next_offset == 115

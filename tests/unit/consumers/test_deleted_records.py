@@ -66,10 +66,11 @@ async def test_a_log_that_ends_before_the_offset_is_another_one() -> None:
 
 async def test_a_log_that_was_truncated_and_is_as_long_as_before_is_another_one() -> None:
     rig = Rig()
-    rig.channel.bounds = (0, 400)
-    assert await rig.deleted.resume_offset(120, is_truncated=True) is None
+    rig.channel.bounds = ServiceUnavailableError("no answer")
+    rig.deleted.refuse_truncated(120, "leader epoch 3")
     assert (rig.exit.is_requested, rig.exit.code) == (True, ConfigError.exit_code)
-    assert all(part in rig.exit.reason for part in ("read up to offset 120", "truncated", "doll up --fresh"))
+    parts = ("read up to offset 120", "truncated (leader epoch 3)", "doll up --fresh")
+    assert all(part in rig.exit.reason for part in parts)
 
 
 async def test_lost_records_end_the_worker_by_default() -> None:

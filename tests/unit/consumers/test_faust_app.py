@@ -20,8 +20,8 @@ from doll.consumers.departure import Departure
 from doll.consumers.faust_app import FaustStream
 from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.worker import WorkerCore
-from doll.errors import ServiceUnavailableError
-from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange, Truncated
 from doll.process.health import Heartbeat
 from doll.records import Durable, Stop
 from doll.services import Services
@@ -181,6 +181,24 @@ def test_an_offset_that_the_log_does_not_hold_is_asked_about(
 
     code, reader, _ = run(tmp_path, nowhere, script, "data.on_data_loss=skip")
     assert (code, [call for call in reader.calls if call.startswith("seek")]) == (0, [f"seek {low}"])
+
+
+def test_a_truncated_log_ends_the_process_for_good(tmp_path: Path, nowhere: Services) -> None:
+    def script(reader: ScriptedReader, rig: Rig) -> None:
+        reader.send(Truncated(110, "leader epoch 3"))
+
+    code, reader, _ = run(tmp_path, nowhere, script)
+    assert (code, reader.sought.is_set()) == (ConfigError.exit_code, False)
+
+
+def test_the_leader_epoch_of_its_records_stays_with_a_batch(tmp_path: Path, nowhere: Services) -> None:
+    def script(reader: ScriptedReader, rig: Rig) -> None:
+        reader.send(Chunk(range(110, 112), [b"a", b"b"], 4), Chunk(range(112, 114), [b"c", b"d"], 5))
+        until(lambda: rig.core.retained == 2, "two batches")
+        rig.stop()
+
+    _, _, rig = run(tmp_path, nowhere, script)
+    assert [batch.leader_epoch for batch in rig.core._batches] == [4, 5]
 
 
 def test_a_full_buffer_pauses_the_reader_and_room_resumes_it(tmp_path: Path, nowhere: Services) -> None:

@@ -96,7 +96,7 @@ def test_it_holds_so_many_batches_and_no_more(core: WorkerCore) -> None:
 
 def test_a_grant_is_computed_and_pushed_with_all_that_the_lineage_needs(core: WorkerCore) -> None:
     core = WorkerCore(welcome(), max_pending=4, now=0.0, market="spot")
-    held = batch(5, gaps=((103, 105),), num_samples=5)
+    held = batch(5, gaps=((103, 105),), num_samples=5, leader_epoch=4)
     core.batch_ready(held)
     asked = grant(5)
     assert core.on_record(asked, 11.0) == [Compute(asked, (held,))]
@@ -109,7 +109,7 @@ def test_a_grant_is_computed_and_pushed_with_all_that_the_lineage_needs(core: Wo
             batches=(
                 PushedBatch(
                     batch=5, grant_id=1, n_samples=4, loss_sum=12.0, metric_sums={"accuracy": 4.0}, dead=(101,),
-                    gaps=((103, 105),), dead_samples=2, compute_s=0.1, wait_s=2.5,
+                    gaps=((103, 105),), dead_samples=2, compute_s=0.1, wait_s=2.5, leader_epoch=4,
                 ),
             ),
         )

@@ -16,7 +16,7 @@ from confluent_kafka import Producer, TopicPartition
 from doll.config import JobConfig, parse
 from doll.drill.damage import send_bomb, truncate_log
 from doll.kafka import chunk_reader, topics
-from doll.kafka.chunk_reader import Chunk, ChunkReader, Delivery, NoRecordBelow, OutOfRange
+from doll.kafka.chunk_reader import Chunk, ChunkReader, Delivery, Learned, NoRecordBelow, OutOfRange, Truncated
 from doll.kafka.clients import kafka_settings, make_admin, make_consumer
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import Partition
@@ -40,7 +40,7 @@ def config(services: Services, job_name: str) -> JobConfig:
 class Rig:
     """A reader of `samples`/0 whose deliveries the test takes one by one."""
 
-    def __init__(self, config: JobConfig, services: Services, start: int, **bounds: int) -> None:
+    def __init__(self, config: JobConfig, services: Services, start: int, **bounds: Any) -> None:
         self.config, self.services = config, services
         self.partition = Partition(config.topic("samples"), 0)
         self.reader = ChunkReader(
@@ -350,6 +350,51 @@ def test_a_log_that_lost_its_end_is_told_as_truncated(tmp_path: Path) -> None:
             kafka.kill()
             truncate_log(tmp_path, rig.partition, share=2 / 3)
             kafka.restart()
-            assert rig.take_until(OutOfRange) == OutOfRange(30, is_truncated=True)
+            truncated = rig.take_until(Truncated)
+            assert truncated.offset == 30
+            assert truncated.reason.startswith("Partition log truncation detected at offset 30 (leader epoch ")
         finally:
             rig.reader.close()
+
+
+def test_a_log_that_was_truncated_and_refilled_while_nobody_read_it_is_told_by_its_leader_epochs(
+    tmp_path: Path,
+) -> None:
+    config = parse("job: cut\ntask: {class: 'a:B'}\ndata: {workers: 1}\n")
+    with ExitStack() as stack:
+        kafka = stack.enter_context(LocalKafka(tmp_path))
+        services = Services(kafka.address, "")
+        topics.ensure(config, services)
+
+        def make(start: int, learned: Learned) -> Rig:
+            rig = Rig(config, services, start, learned=learned)
+            stack.callback(rig.reader.close)
+            return rig
+
+        rig = make(0, Learned(0, -1))
+        for number in range(30):  # a batch of the log each
+            rig.write(b"%d" % number)
+        epoch = rig.take_until(Chunk).leader_epoch
+        assert epoch >= 0
+        rig.reader.close()
+        kafka.kill()
+        kafka.restart()
+        rig = make(30, Learned(30, epoch))  # a new leader whose log is whole
+        rig.write(b"30")
+        assert rig.take_until(Chunk).leader_epoch > epoch
+        rig.reader.close()
+
+        kafka.kill()
+        truncate_log(tmp_path, rig.partition, share=2 / 3)
+        kafka.restart()
+        rig.write(*[b"other"] * 30)
+        truncated = make(30, Learned(30, epoch)).take_until(Truncated)
+        assert truncated.offset == 30
+        assert all(part in truncated.reason for part in (f"leader epoch {epoch}", "broker end offset is 2"))
+        # What is durable is there, and what was learned behind it is not.
+        truncated = make(15, Learned(30, epoch)).take_until(Truncated)
+        assert truncated.offset == 30
+        assert f"up to offset 29, had {epoch} at most" in truncated.reason
+        # The new records lie behind what was learned; nothing is known of it.
+        assert make(15, Learned(20, epoch)).read(29)[15] == b"15"
+        assert make(30, Learned(30, -1)).read(30)[30] == b"other"

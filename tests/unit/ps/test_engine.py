@@ -11,6 +11,7 @@ from doll.config import StopConfig
 from doll.config.data import BadRecordsConfig
 from doll.errors import IllegalEventError
 from doll.ps import events as ev
+from doll.ps.checkpointing import decode_snapshot, encode_snapshot
 from doll.ps.engine import Engine
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import BatchId, Policy, PolicyView
@@ -18,6 +19,7 @@ from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll
 from doll.ps.state import EngineSettings
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack
+from doll.storage.checkpoints import Checkpoint
 from pushes import push_of
 
 T = TypeVar("T")
@@ -431,6 +433,31 @@ def test_messages_before_a_restarted_server_knows_the_worker_ask_it_to_join() ->
         only(again.handle(Join(worker=0, process="w0", session=bench.sessions[0]), 0.0), ev.SendWelcome)[0].session
         == bench.sessions[0]
     )
+
+
+def test_a_worker_hears_how_far_the_model_is_and_of_the_leader_epoch_there() -> None:
+    bench = Bench(Asp(), workers=2)
+    (welcome,) = only(bench.handle(Join(worker=0, process="w0")), ev.SendWelcome)
+    assert (welcome.included, welcome.leader_epoch) == (0, -1)
+    bench.sessions[0] = welcome.session
+    bench.announce(0, 0, 3)
+    bench.push(0, 0, leader_epoch=4)
+    bench.push(0, 1, leader_epoch=6)
+    bench.push(0, 2, key="", n_samples=0, leader_epoch=7)
+    (welcome,) = only(bench.handle(Join(worker=0, process="again")), ev.SendWelcome)
+    assert (welcome.next_batch, welcome.included, welcome.leader_epoch) == (0, 3, 7)
+
+    snapshot = bench.engine.snapshot(0.0)
+    assert snapshot.leader_epochs == (7, -1)
+    encoded = msgspec.msgpack.decode(encode_snapshot(snapshot))
+    earlier = {name: value for name, value in encoded.items() if name != "leader_epochs"}
+    for state, leader_epoch in ((encoded, 7), (earlier, -1)):  # a checkpoint of an earlier release has none
+        checkpoint = Checkpoint(
+            job="unit", fingerprint="f", term=1, version=3, state=msgspec.msgpack.encode(state), tensors={}
+        )
+        engine = Engine(settings(2), Asp(), term=2, now=0.0, snapshot=decode_snapshot(checkpoint))
+        (welcome,) = only(engine.handle(Join(worker=0, process="w0"), 0.0), ev.SendWelcome)
+        assert (welcome.next_batch, welcome.included, welcome.leader_epoch) == (3, 3, leader_epoch)
 
 
 class _OneBehind(Asp):
