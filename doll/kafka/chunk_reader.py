@@ -124,8 +124,8 @@ class ChunkReader:
 
     A log that was truncated while nobody read it may be longer than before by now. Its leader epochs show it: each
     leader has a higher one than those before it, and a truncated log continues with those of a later leader. So the
-    library asks the leader, before it reads at `start`, where its records up to the epoch of `learned` end; and a
-    record with a later epoch, at an offset that is in the model, is not the one that was learned.
+    library asks the leader, before it reads at `start`, where its records up to the leader epoch of `learned` end; and
+    a record with a higher one, at an offset that is in the model, is not the one that was learned.
 
     Args:
         group: of the committed offsets.

@@ -38,7 +38,7 @@ VARIABLES: Final = {
 # Pattern (of a whole line, case matters where a class is meant), and what to write instead.
 BANNED: Final = {
     # names
-    r"\b(ps_epoch\w*|[Ee]pochs?)\b": "term (server), session (worker) or incarnation (machine)",
+    r"\bps_epoch\w*|(?<!leader )\b[Ee]pochs?\b": "term (server), session (worker) or incarnation (machine)",
     r"(?<![Ee]-)\b([Kk]afka_?)?[Mm]ail\b": "commands, JobRecords",
     r"(?<!Dead)\bLetter\b": "DeadLetter, TimedRecord",
     r"\b[Rr]ivals?\b": "baseline",
