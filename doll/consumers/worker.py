@@ -38,8 +38,7 @@ from doll.records import (
 )
 
 ALIVE_EVERY_S = 1.0
-# A lost announcement is repeated within this time; one small message per worker.
-ANNOUNCE_EVERY_S = 3.0
+ANNOUNCE_EVERY_S = 3.0  # a lost announcement is repeated within this time; one small message per worker
 # An announcement takes milliseconds through Kafka. With so many batches announced, no group waits for one.
 _ENOUGH_ANNOUNCED = 8
 

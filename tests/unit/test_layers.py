@@ -158,7 +158,7 @@ ADAPTERS = {
 
 MAX_LINES = 500
 # Longer, for one idea needs it.
-LONG: Mapping[str, str] = {}
+LONG: Mapping[str, str] = {"doll.records": "the control records are one schema with one version"}
 
 # Too slow to load with every module that may need them, or not installed everywhere: imported in functions.
 HEAVY = (
