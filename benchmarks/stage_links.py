@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from doll.pipeline.link import Link, SocketLink, shared_pair, socket_pair
+from doll.pipeline.links.link import Link, SocketLink, shared_pair, socket_pair
 from doll.process.memory import keep_freed_memory
 
 SIZES: Final = {"1 kB": 1 << 10, "64 kB": 1 << 16, "1 MB": 1 << 20, "10 MB": 10 << 20}

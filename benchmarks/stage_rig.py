@@ -25,8 +25,8 @@ from doll.consumers.stage_processes import StageProcesses, start_stages
 from doll.consumers.task_log import TaskLog, read_tasks
 from doll.consumers.worker import Batch, GradientDone
 from doll.model import build
-from doll.pipeline.cut import cut
-from doll.pipeline.messages import Task as StageTask
+from doll.pipeline.planner.cut import cut
+from doll.pipeline.runtime.messages import Task as StageTask
 from doll.process.memory import keep_freed_memory
 from doll.records import Grant, NewVersion
 from doll.storage.blobs import encode_blob

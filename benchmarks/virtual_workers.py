@@ -26,14 +26,14 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from doll.config import JobConfig
-from doll.pipeline import gantt
-from doll.pipeline.cut import cut
-from doll.pipeline.layers import layers_of
-from doll.pipeline.live_memory import live_rule
-from doll.pipeline.measured import timeline_of
-from doll.pipeline.profiler import profile_layers, sample_batch
-from doll.pipeline.schedule import StageTimes, simulate
-from doll.pipeline.timeline import Timeline
+from doll.pipeline.planner import gantt
+from doll.pipeline.planner.cut import cut
+from doll.pipeline.planner.live_memory import live_rule
+from doll.pipeline.planner.measured import timeline_of
+from doll.pipeline.planner.schedule import StageTimes, simulate
+from doll.pipeline.planner.timeline import Timeline
+from doll.pipeline.profiling.layers import layers_of
+from doll.pipeline.profiling.profiler import profile_layers, sample_batch
 from doll.process.peak_memory import read_memory
 from doll.task import load_task
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from doll.pipeline.gantt import draw
-from doll.pipeline.schedule import StageTimes, simulate
-from doll.pipeline.timeline import Steps, Timeline
+from doll.pipeline.planner.gantt import draw
+from doll.pipeline.planner.schedule import StageTimes, simulate
+from doll.pipeline.planner.timeline import Steps, Timeline
 
 from benchmarks.paper.harness import Check, Result, Value, main
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from doll.pipeline.partition import DoesNotFitError, MemoryRule, best_partition
-from doll.pipeline.profile import Profile
-from doll.pipeline.schedule import StageTimes, choose_in_flight, saturation, simulate
-from doll.pipeline.timeline import Timeline
+from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, best_partition
+from doll.pipeline.planner.schedule import StageTimes, choose_in_flight, saturation, simulate
+from doll.pipeline.planner.timeline import Timeline
+from doll.pipeline.profiling.profile import Profile
 
 from benchmarks.paper.harness import Check, Result, Value, axes_style, main
 from benchmarks.paper.hetpipe_models import KINDS, MODELS, NETWORK, OPTIMIZER_MULTIPLIER, virtual_worker

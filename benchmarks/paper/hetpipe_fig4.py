@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.pipeline.allocation import GroupRates
-from doll.pipeline.fleet_plan import FleetPlan, plan_fleet
-from doll.pipeline.partition import MemoryRule
-from doll.pipeline.placement import ring_bytes
-from doll.pipeline.profile import Device
+from doll.pipeline.planner.allocation import GroupRates
+from doll.pipeline.planner.fleet_plan import FleetPlan, plan_fleet
+from doll.pipeline.planner.partition import MemoryRule
+from doll.pipeline.planner.placement import ring_bytes
+from doll.pipeline.profiling.profile import Device
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
 from benchmarks.paper.hetpipe_models import GPUS, MODELS, NETWORK, OPTIMIZER_MULTIPLIER, virtual_worker

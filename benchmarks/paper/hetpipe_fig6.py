@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from doll.pipeline.schedule import Jitter, StageTimes
-from doll.pipeline.timeline import Kind
+from doll.pipeline.planner.schedule import Jitter, StageTimes
+from doll.pipeline.planner.timeline import Kind
 from doll.ps.events import ApplyUpdate
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.simulation.virtual_workers import VirtualWorkers

@@ -1,10 +1,10 @@
 """HetPipe, partition of a model: the dynamic programme against all partitions and against a mixed-integer programme.
 
 1,000 random problems of 1 to 7 layers and 1 to 4 devices, alike or not, on one node or several, with memory from plenty
-to too little: the least bottleneck by `doll.pipeline.partition`, by looking at all cuts and orders, and by HiGHS on the
-programme of the paper, to which the order of the devices is added. As a control, a search that gives each stage as many
-layers as it can for a given bottleneck. Then the time of the dynamic programme for 200 layers and 8 different devices,
-40,320 orders, with four placements on nodes.
+to too little: the least bottleneck by `doll.pipeline.planner.partition`, by looking at all cuts and orders, and by
+HiGHS on the programme of the paper, to which the order of the devices is added. As a control, a search that gives each
+stage as many layers as it can for a given bottleneck. Then the time of the dynamic programme for 200 layers and 8
+different devices, 40,320 orders, with four placements on nodes.
 
 Criteria: the three agree in all problems, those in which nothing fits among them; the control does not; the largest
 partition takes less than 1 s of processor time. What takes long are the 1,000 integer programmes (a minute).
@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from doll.pipeline.partition import DoesNotFitError, MemoryRule, best_partition
-from doll.pipeline.profile import Device, LayerProfile, Network, Profile
+from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, best_partition
+from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
 from benchmarks.paper.partition_reference import (

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.pipeline.schedule import Pipeline, StageTimes
-from doll.pipeline.timeline import Kind
+from doll.pipeline.planner.schedule import Pipeline, StageTimes
+from doll.pipeline.planner.timeline import Kind
 from doll.ps.policies.wsp import Wsp, WspPolicyConfig
 from doll.simulation.virtual_workers import VirtualWorkers, lognormal_jitter
 

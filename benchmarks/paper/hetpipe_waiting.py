@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.pipeline.schedule import Jitter, StageTimes
-from doll.pipeline.timeline import Kind
+from doll.pipeline.planner.schedule import Jitter, StageTimes
+from doll.pipeline.planner.timeline import Kind
 from doll.ps.policies.base import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.simulation.randomness import blocks

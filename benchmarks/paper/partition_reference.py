@@ -1,6 +1,7 @@
 """Other ways to the best partition, for comparison: all cuts and orders one by one, and a mixed-integer programme.
 
-They share nothing with `doll.pipeline.partition` but its types: the formulas of the HetPipe paper are here once more.
+They share nothing with `doll.pipeline.planner.partition` but its types: the formulas of the HetPipe paper are here once
+more.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 
 import numpy as np
-from doll.pipeline.partition import MemoryRule
-from doll.pipeline.profile import Device, LayerProfile, Network, Profile
+from doll.pipeline.planner.partition import MemoryRule
+from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
 
 
 @dataclass(frozen=True)

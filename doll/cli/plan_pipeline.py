@@ -12,7 +12,7 @@ from doll.cli.output import emit
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.pipeline.profile import Network
+    from doll.pipeline.profiling.profile import Network
 
 
 def plan_pipeline(
@@ -37,12 +37,12 @@ def plan_pipeline(
     """
     from doll.config import SgdConfig
     from doll.errors import InfeasiblePlanError
-    from doll.pipeline.fleet import load_fleet
-    from doll.pipeline.fleet_plan import plan_fleet
-    from doll.pipeline.fleet_report import report_text, to_dict
-    from doll.pipeline.live_memory import live_rule
-    from doll.pipeline.partition import MemoryRule
-    from doll.pipeline.profile import Profile
+    from doll.pipeline.planner.fleet import load_fleet
+    from doll.pipeline.planner.fleet_plan import plan_fleet
+    from doll.pipeline.planner.fleet_report import report_text, to_dict
+    from doll.pipeline.planner.live_memory import live_rule
+    from doll.pipeline.planner.partition import MemoryRule
+    from doll.pipeline.profiling.profile import Profile
 
     section = config.worker.pipeline if config is not None else None
     job_profile = config.path(section.profile) if config is not None and section and section.profile else None
@@ -66,7 +66,7 @@ def plan_pipeline(
     plan = plan_fleet(profile, fleet, network, memory, k=k, clock_distance=distance, in_flight=in_flight)
     notes = _notes(plan.best.in_flight if plan.best else None, getattr(policy, "wave_batches", None), network)
     if plot is not None and plan.best is not None:
-        from doll.pipeline.fleet_plot import draw
+        from doll.pipeline.planner.fleet_plot import draw
 
         draw(plan.best, plan.profile.model, plot)
         notes.append(f"plot: {plot}")

@@ -13,7 +13,7 @@ from doll.cli.progress_bar import progress_bar
 from doll.process.files import refuse_unwritable, write_atomically
 
 if TYPE_CHECKING:
-    from doll.pipeline.profile import Profile
+    from doll.pipeline.profiling.profile import Profile
 
 
 def profile(
@@ -39,9 +39,9 @@ def profile(
     import torch
 
     from doll.model import build
-    from doll.pipeline.layers import check_cut, layers_of
-    from doll.pipeline.profile_plot import save
-    from doll.pipeline.profiler import profile_layers, sample_batch
+    from doll.pipeline.profiling.layers import check_cut, layers_of
+    from doll.pipeline.profiling.profile_plot import save
+    from doll.pipeline.profiling.profiler import profile_layers, sample_batch
     from doll.task import load_task
 
     config = options.target(job, job_option, overrides).config

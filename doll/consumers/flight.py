@@ -15,9 +15,9 @@ from doll.consumers.gradient import Gradient
 from doll.consumers.gradient_engine import GoesOn
 from doll.consumers.guard import Samples
 from doll.consumers.worker import Batch, ComputedBatch, GradientDone
-from doll.pipeline.frames import DTYPES
-from doll.pipeline.messages import Backward
-from doll.pipeline.virtual_worker import Submitted
+from doll.pipeline.links.frames import DTYPES
+from doll.pipeline.runtime.messages import Backward
+from doll.pipeline.runtime.virtual_worker import Submitted
 from doll.records import Grant
 
 NO_VALUES: Final = np.zeros(0, np.float32)

@@ -46,8 +46,8 @@ from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model import FlatModel, build, fingerprint
 from doll.optim.row_optimizer import row_optimizer
-from doll.pipeline.cut import check_with_samples, cut
-from doll.pipeline.layers import Layer
+from doll.pipeline.planner.cut import check_with_samples, cut
+from doll.pipeline.profiling.layers import Layer
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
 from doll.records import NewVersion

@@ -1,7 +1,7 @@
 """`GradientEngine` of a virtual worker: batches go through a pipeline of stages, several at once.
 
-One thread does what `doll.pipeline.virtual_worker` says: it reads weights into the memory that the stages share, sends
-samples to the first stage, judges the gradients that come back, and stores the sum of each wave's steps.
+One thread does what `doll.pipeline.runtime.virtual_worker` says: it reads weights into the memory that the stages
+share, sends samples to the first stage, judges the gradients that come back, and stores the sum of each wave's steps.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from doll.consumers.stage_processes import StageLostError, StageProcesses, failu
 from doll.consumers.task_log import TaskLog
 from doll.consumers.worker import Batch, ComputedBatch, GradientDone
 from doll.errors import BlobError, TaskError
-from doll.pipeline.frames import LinkFrameError
-from doll.pipeline.link import LinkClosedError
-from doll.pipeline.messages import (
+from doll.pipeline.links.frames import LinkFrameError
+from doll.pipeline.links.link import LinkClosedError
+from doll.pipeline.runtime.messages import (
     Adopted,
     AnyMessage,
     Backward,
@@ -46,8 +46,8 @@ from doll.pipeline.messages import (
     decode,
     encode,
 )
-from doll.pipeline.messages import Pull as PullMessage
-from doll.pipeline.virtual_worker import (
+from doll.pipeline.runtime.messages import Pull as PullMessage
+from doll.pipeline.runtime.virtual_worker import (
     Action,
     Done,
     Missing,
@@ -80,7 +80,7 @@ class SampleRefusal(Protocol):
 
 
 class Check(Protocol):
-    """`doll.pipeline.cut.check_with_samples`, of a task, its model and the stages' layers."""
+    """`doll.pipeline.planner.cut.check_with_samples`, of a task, its model and the stages' layers."""
 
     def __call__(self, x: npt.NDArray[Any], *, batch: int) -> None: ...
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from doll.pipeline.messages import Task
+from doll.pipeline.runtime.messages import Task
 
 MAX_BATCHES: Final = 1_000
 

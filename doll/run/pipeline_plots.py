@@ -8,12 +8,12 @@ from typing import Final
 
 from doll.config import JobConfig
 from doll.consumers.task_log import read_tasks
-from doll.pipeline import gantt
-from doll.pipeline.live_memory import live_rule
-from doll.pipeline.measured import timeline_of
-from doll.pipeline.profiled import partition_by_profile
-from doll.pipeline.schedule import simulate_as_measured
-from doll.pipeline.timeline import Steps, Timeline
+from doll.pipeline.planner import gantt
+from doll.pipeline.planner.live_memory import live_rule
+from doll.pipeline.planner.measured import timeline_of
+from doll.pipeline.planner.profiled import partition_by_profile
+from doll.pipeline.planner.schedule import simulate_as_measured
+from doll.pipeline.planner.timeline import Steps, Timeline
 
 MAX_WORKERS: Final = 4
 _WAVES: Final = 8  # that are simulated

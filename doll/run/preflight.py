@@ -60,7 +60,7 @@ def check_pipeline(config: JobConfig) -> None:
     if config.worker.pipeline is None:
         return
     from doll.model import build
-    from doll.pipeline.cut import cut
+    from doll.pipeline.planner.cut import cut
     from doll.task import load_task
 
     task = load_task(config)
@@ -77,7 +77,7 @@ def check_devices(config: JobConfig) -> None:
     """
     if config.worker.pipeline is None:
         return
-    from doll.pipeline.device import check_device
+    from doll.pipeline.links.device import check_device
 
     for worker in range(config.data.workers):
         for stage, device in enumerate(config.worker.pipeline.devices_of(worker), 1):

@@ -1,9 +1,9 @@
 """Virtual workers, synchronised in waves: pipelines that the production engine and policy `wsp` admit minibatches to.
 
-Each virtual worker is a pipeline of stages (`doll.pipeline.schedule`). Its next minibatch starts when the pipeline has
-room for it, the policy has granted it, and the weights that it must have are there. Minibatches that are complete are
-pushed by waves. Weights are pulled when a grant asks for newer ones, not before: so they are as old as the policy lets
-them be. The HetPipe paper, section 5.
+Each virtual worker is a pipeline of stages (`doll.pipeline.planner.schedule`). Its next minibatch starts when the
+pipeline has room for it, the policy has granted it, and the weights that it must have are there. Minibatches that are
+complete are pushed by waves. Weights are pulled when a grant asks for newer ones, not before: so they are as old as the
+policy lets them be. The HetPipe paper, section 5.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from heapq import heappush
 
 import numpy as np
 
-from doll.pipeline.schedule import Jitter, Pipeline, StageTimes
-from doll.pipeline.timeline import Timeline
+from doll.pipeline.planner.schedule import Jitter, Pipeline, StageTimes
+from doll.pipeline.planner.timeline import Timeline
 from doll.ps.events import ApplyUpdate, PublishWeights, SendGrant, StopRequested
 from doll.ps.policies import Policy
 from doll.ps.policies.wsp import WspPolicyConfig

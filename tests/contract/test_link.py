@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doll.pipeline import frames
-from doll.pipeline.frames import MAX_ARRAYS, MAX_HEADER_BYTES, Array, LinkFrameError
-from doll.pipeline.link import Link, LinkClosedError, SocketLink, shared_pair, socket_pair
+from doll.pipeline.links import frames
+from doll.pipeline.links.frames import MAX_ARRAYS, MAX_HEADER_BYTES, Array, LinkFrameError
+from doll.pipeline.links.link import Link, LinkClosedError, SocketLink, shared_pair, socket_pair
 from waiting import WAIT_TIMEOUT_S
 
 BIG = 12_500_000  # numbers of 4 bytes: far more than the buffers of any socket

@@ -24,7 +24,7 @@ from doll.consumers.step_model import StepModel
 from doll.consumers.task_log import TaskLog
 from doll.consumers.worker import Batch, GradientDone
 from doll.model import build
-from doll.pipeline.cut import check_with_samples, cut
+from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.records import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.storage.contributions import decode_contribution

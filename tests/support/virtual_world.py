@@ -8,8 +8,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from doll.pipeline.messages import Backward, Commit, Forward, Settle
-from doll.pipeline.virtual_worker import (
+from doll.pipeline.runtime.messages import Backward, Commit, Forward, Settle
+from doll.pipeline.runtime.virtual_worker import (
     Action,
     Done,
     Missing,
@@ -57,7 +57,7 @@ class Memory:
 
 
 class ModelStage:
-    """As `doll.pipeline.stage.Stage` and its process."""
+    """As `doll.pipeline.runtime.stage.Stage` and its process."""
 
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number

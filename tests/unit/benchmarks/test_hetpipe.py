@@ -16,7 +16,7 @@ from benchmarks.paper import (
 )
 from benchmarks.paper.harness import Check
 from benchmarks.paper.hetpipe_staleness import LastInFirstOut, Missed, missed
-from doll.pipeline.schedule import StageTimes, simulate
+from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.ps.policies.wsp import Wsp
 from wave_mutants import OneWaveLooser, Ungated
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.paper import hetpipe_fig6, hetpipe_theorem1
 from benchmarks.paper.harness import Check
 from benchmarks.paper.hetpipe_fig6 import Curve, LearningWorkers, drifting_jitter
-from doll.pipeline.schedule import StageTimes
+from doll.pipeline.planner.schedule import StageTimes
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.theory.checks import Floats
 from doll.theory.wsp import global_staleness

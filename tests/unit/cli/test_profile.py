@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from doll.cli.app import app
-from doll.pipeline.profile import Profile
+from doll.pipeline.profiling.profile import Profile
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.slow  # loads torch

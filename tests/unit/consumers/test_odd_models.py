@@ -14,8 +14,8 @@ import torch
 from doll.consumers.step_model import StepModel
 from doll.errors import ConfigError, TaskError
 from doll.model import FlatModel
-from doll.pipeline.cut import even_stops
-from doll.pipeline.layers import layers_of
+from doll.pipeline.planner.cut import even_stops
+from doll.pipeline.profiling.layers import layers_of
 from doll.records import Grant
 from odd_models import CASES, REFUSED, UNSEEN, case_of, odd_samples
 from pipeline_rig import Rig, answer

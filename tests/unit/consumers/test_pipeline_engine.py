@@ -18,8 +18,8 @@ from doll.consumers.stage_processes import StageLostError, StageProcesses
 from doll.consumers.task_log import read_tasks
 from doll.consumers.worker import GradientDone
 from doll.errors import ConfigError, ServiceUnavailableError, TaskError
-from doll.pipeline.link import socket_pair
-from doll.pipeline.messages import Ready, encode
+from doll.pipeline.links.link import socket_pair
+from doll.pipeline.runtime.messages import Ready, encode
 from doll.records import Grant, NewVersion
 from pipeline_rig import BATCH, Rig, answer
 from process_checks import is_gone

@@ -8,8 +8,8 @@ import pytest
 import torch
 from doll.errors import ConfigError
 from doll.model import FlatModel
-from doll.pipeline.layers import chain, check_cut, layers_of
-from doll.pipeline.ranges import homes_of
+from doll.pipeline.profiling.layers import chain, check_cut, layers_of
+from doll.pipeline.runtime.ranges import homes_of
 from doll.task import Task
 from torch import nn
 

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from benchmarks.paper.hetpipe_staleness import LastInFirstOut
-from doll.pipeline.schedule import Pipeline, StageTimes, simulate
+from doll.pipeline.planner.schedule import Pipeline, StageTimes, simulate
 from doll.ps.policies.wsp import Wsp, WspPolicyConfig
 from doll.simulation.virtual_workers import VirtualWorkers, lognormal_jitter
 from wave_mutants import OneWaveLooser, Ungated

@@ -1,0 +1,129 @@
+"""Which layers each stage of a job's virtual workers has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from doll.config import JobConfig
+from doll.errors import ConfigError, TaskError
+from doll.pipeline.planner.profiled import partition_by_profile
+from doll.pipeline.profiling.layers import Layer, chain, check_cut, layers_of, trial_input
+from doll.pipeline.profiling.profile import Profile
+from doll.task import Task
+
+
+def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> list[list[Layer]]:
+    """The layers of each stage of one worker, first stage first.
+
+    Raises:
+        ConfigError: the model cannot be cut so.
+    """
+    pipeline = config.worker.pipeline
+    assert pipeline is not None
+    layers = layers_of(task, model)
+    if len(layers) < pipeline.stages:
+        raise ConfigError(
+            f"worker.pipeline.stages: expected at most {len(layers)} stages, one for each layer of the model "
+            f"({', '.join(layer.name for layer in layers)}), got {pipeline.stages}"
+        )
+    names = [layer.name for layer in layers]
+    if pipeline.layers is not None:
+        stops = _named_stops(names, pipeline.layers)
+    elif pipeline.profile is not None:
+        profile, partition = partition_by_profile(config, worker)
+        if [layer.name for layer in profile.layers] != names:
+            raise ConfigError(
+                f"worker.pipeline.profile: {pipeline.profile} has the layers {_few(profile)}, the job's model has "
+                f"{', '.join(names[:8])}: profile it again (doll profile JOB.yaml --out {pipeline.profile.name})"
+            )
+        stops = [stage.stop for stage in partition.stages]
+    else:
+        stops = even_stops([sum(p.numel() for p in layer.module.parameters()) for layer in layers], pipeline.stages)
+    starts = [0, *stops[:-1]]
+    parts = [layers[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    if (x := trial_input(task, model, 2).x) is not None:
+        check_parts(task, model, parts, x)
+    return parts
+
+
+def check_parts(task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], x: torch.Tensor) -> None:
+    """As `check_cut`, for the stages of `cut`."""
+    stages = [
+        Layer(part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}", chain(part)) for part in parts
+    ]
+    check_cut(task, model, stages, x)
+
+
+def check_with_samples(
+    task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], x: npt.NDArray[Any], *, batch: int
+) -> None:
+    """As `check_parts`, for samples `x` of the stream, shape (n, *input_shape), n >= 1: random numbers may not do in
+    the model what these do, or it takes none.
+
+    Raises:
+        TaskError: the stages compute something else than the model. A restart would find the same.
+    """
+    try:
+        check_parts(task, model, parts, torch.from_numpy(x))
+    except ConfigError as exc:
+        raise TaskError(f"batch {batch}: {exc}") from exc
+
+
+def even_stops(sizes: Sequence[int], parts: int) -> list[int]:
+    """Cut `sizes` into `parts` runs of one or more, such that the largest sum is as small as possible, and the others
+    are about even: where each ends."""
+    sums = list(accumulate(sizes, initial=0))
+    # best[n]: the smallest largest sum of the first n in so many runs, the sum of squares, where the last run begins.
+    best = [(sums[n], sums[n] ** 2, 0) for n in range(len(sums))]
+    begins = []
+    for part in range(2, parts + 1):
+        longer = [(0, 0, 0)] * len(sums)
+        for n in range(part, len(sums)):
+            longer[n] = min(
+                (max(best[at][0], sums[n] - sums[at]), best[at][1] + (sums[n] - sums[at]) ** 2, at)
+                for at in range(part - 1, n)
+            )
+        begins.append([at for *_, at in longer])
+        best = longer
+    stops = [len(sizes)]
+    for starts in reversed(begins):
+        stops.insert(0, starts[stops[0]])
+    return stops
+
+
+def _few(profile: Profile) -> str:
+    return ", ".join(layer.name for layer in profile.layers[:8])
+
+
+def _named_stops(names: Sequence[str], wanted: Sequence[Sequence[str]]) -> list[int]:
+    """Where each stage of `wanted` ends.
+
+    Raises:
+        ConfigError: a layer is missing, unknown, named twice, or not behind the one before it.
+    """
+    at = 0
+    stops = []
+    for stage, layers in enumerate(wanted, 1):
+        for name in layers:
+            if name not in names:
+                raise ConfigError(
+                    f"worker.pipeline.layers: stage {stage}: expected a layer of {', '.join(names)}; got {name!r}"
+                )
+            if at == len(names) or name != names[at]:
+                expected = repr(names[at]) if at < len(names) else "no other layer"
+                raise ConfigError(
+                    f"worker.pipeline.layers: stage {stage}: the stages must hold all layers, in their order, each "
+                    f"once: expected {expected}, got {name!r}"
+                )
+            at += 1
+        stops.append(at)
+    if at < len(names):
+        raise ConfigError(
+            f"worker.pipeline.layers: the stages must hold all layers: expected {names[at]!r} in stage {len(wanted)}"
+        )
+    return stops

@@ -1,0 +1,151 @@
+"""Which layers of a model each stage of a virtual worker gets, and on which device (the HetPipe paper, section 5).
+
+Pure. Stages are contiguous. The time of a stage is that of its layers, forward and backward, with what it takes to
+receive the activations from the stage before and the gradients from the stage behind. The best partition has the
+least bottleneck, the time of its slowest stage, within the memory of the devices. `doll.pipeline.planner.device_orders`
+finds it exactly, by a dynamic programme in place of the paper's CPLEX.
+
+>>> from doll.pipeline.profiling.profile import LayerProfile
+>>> layers = tuple(LayerProfile(name, 1.0, 2.0, 10, 4, 100) for name in "abcdef")
+>>> devices = [Device("slow"), Device("fast", speed=2.0)]
+>>> memory = MemoryRule(optimizer_multiplier=1.0)
+>>> best = best_partition(Profile("net", 32, "slow", layers), devices, Network(), in_flight=4, memory=memory)
+>>> [(stage.device.name, stage.first, stage.stop, stage.memory_bytes) for stage in best.stages]
+[('slow', 0, 2, 1280.0), ('fast', 2, 6, 1240.0)]
+>>> best.bottleneck_s, best.binding
+(6.0, 0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from doll.pipeline.planner.device_orders import Placed, best
+from doll.pipeline.planner.misfit import explain
+from doll.pipeline.planner.partition_problem import DoesNotFitError, MemoryRule, Problem
+from doll.pipeline.profiling.profile import Device, Network, Profile
+
+__all__ = [
+    "MAX_IN_FLIGHT", "DoesNotFitError", "MemoryRule", "Partition", "StagePlan", "best_partition", "max_in_flight",
+    "partition_in_order",
+]  # fmt: skip
+
+MAX_IN_FLIGHT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Layers [first, stop) on `device`; seconds of one minibatch."""
+
+    first: int
+    stop: int
+    device: Device
+    forward_s: float
+    backward_s: float
+    receive_forward_s: float
+    receive_backward_s: float
+    memory_bytes: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s + self.receive_forward_s + self.receive_backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Stages, first stage first.
+
+    Attributes:
+        bottleneck_s: time of the slowest stage.
+        binding: the slowest stage, from 0.
+    """
+
+    stages: tuple[StagePlan, ...]
+    bottleneck_s: float
+    binding: int
+
+
+def best_partition(
+    profile: Profile,
+    devices: Sequence[Device],
+    network: Network,
+    *,
+    in_flight: int,
+    memory: MemoryRule,
+    stages: int | None = None,
+) -> Partition:
+    """The partition with the least bottleneck, over all cuts and all different orders of the devices. Of equal ones it
+    is one in which a minibatch takes least, from the first stage to the last and back; the same one in each run.
+
+    Args:
+        in_flight: N_m.
+        stages: k; default: one for each device. With fewer stages than devices, the best of the devices are used.
+
+    Raises:
+        DoesNotFitError: no partition fits.
+        ConfigError: there are too many different devices to try all orders.
+        ValueError: no minibatch in flight, or a stage less than one.
+    """
+    return _solve(Problem(profile, devices, network, memory, stages or len(devices)), in_flight)
+
+
+def partition_in_order(
+    profile: Profile, devices: Sequence[Device], network: Network, *, in_flight: int, memory: MemoryRule
+) -> Partition:
+    """The best partition with the devices in this order, first stage first.
+
+    Raises:
+        DoesNotFitError: no partition fits.
+        ValueError: no minibatch in flight.
+    """
+    return _solve(Problem(profile, devices, network, memory, len(devices), in_order=True), in_flight)
+
+
+def max_in_flight(
+    profile: Profile,
+    devices: Sequence[Device],
+    *,
+    memory: MemoryRule | Callable[[int], MemoryRule],
+    stages: int | None = None,
+    limit: int = MAX_IN_FLIGHT,
+) -> int:
+    """Max_m: the most minibatches in flight, up to `limit`, that fit into the memory of the devices in some order; 0 if
+    not even one does.
+
+    Raises:
+        DoesNotFitError: there are fewer layers or devices than stages.
+        ConfigError: there are too many different devices to try all orders.
+    """
+    rule = memory if callable(memory) else lambda _: memory
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        problem = Problem(profile, devices, Network(), rule(middle), stages or len(devices))
+        low, high = (middle, high) if problem.fits(middle) else (low, middle - 1)
+    return low
+
+
+def _solve(problem: Problem, in_flight: int) -> Partition:
+    costs = problem.costs(in_flight)
+    placed = best(costs, problem.sets)
+    if placed is None:
+        raise explain(problem, costs, in_flight)
+    free = [iter(group) for group in problem.groups]
+    stages = tuple(_stage(problem, at, next(free[at.kind]), in_flight) for at in placed)
+    binding = max(range(len(stages)), key=lambda number: stages[number].total_s)
+    return Partition(stages, stages[binding].total_s, binding)
+
+
+def _stage(problem: Problem, at: Placed, device: Device, in_flight: int) -> StagePlan:
+    forward_s, backward_s = problem.forward_s[at.kind], problem.backward_s[at.kind]
+    is_last = at.stop == len(problem.profile.layers)
+    return StagePlan(
+        at.first, at.stop, device,
+        forward_s=float(forward_s[at.stop] - forward_s[at.first]),
+        backward_s=float(backward_s[at.stop] - backward_s[at.first]),
+        receive_forward_s=float(problem.transfer_s[at.before, at.first]),
+        receive_backward_s=float(problem.transfer_s[at.behind, at.stop]),
+        memory_bytes=float(problem.bytes_of(at.first, at.stop, in_flight, is_last=is_last)),
+    )  # fmt: skip

@@ -1,0 +1,172 @@
+"""The problem of `doll.pipeline.planner.partition` as arrays: layers, types of devices, links, memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from doll.errors import ConfigError
+from doll.pipeline.planner.device_orders import Costs, Sets, num_sets, reachable
+from doll.pipeline.profiling.profile import Device, Network, Profile, StageSize
+
+MAX_SETS: Final = 4_096
+"""Sets of devices that are searched: those of 12 different devices, or of 2 x 63."""
+
+
+class DoesNotFitError(ConfigError):
+    """No partition fits into the memory of the devices, or there are too few devices or layers.
+
+    Attributes:
+        layer: name of the layer that does not fit; "" where the number of layers or of devices is the reason.
+        devices: names of the devices that it does not fit on.
+    """
+
+    def __init__(self, message: str, *, layer: str = "", devices: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.layer = layer
+        self.devices = tuple(devices)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRule:
+    """Memory of a stage with weights of W bytes and activations of A: W (1 + opt) + m A + versions W, and, where a
+    rule has them, inputs, temporaries and reserved bytes.
+
+    m is the number of minibatches between their forward and backward pass: N_m, and 1 at the last stage, which does
+    both at once. N_m is reached at the other stages with some times of theirs.
+
+    Attributes:
+        optimizer_multiplier: opt, arrays of the weights' size besides the weights: gradients, the optimizer's state.
+        stash_last: versions of the weights that the last stage keeps, at most N_m; default: 1, as in the paper. All
+            others keep N_m.
+        inputs: whether the inputs of N_m minibatches are counted, which wait or are kept; not in the paper.
+        temporaries: arrays of the size of the largest input or output of the stage's layers.
+        reserved_bytes: what each stage takes besides.
+    """
+
+    optimizer_multiplier: float
+    stash_last: int | None = None
+    inputs: bool = False
+    temporaries: float = 0.0
+    reserved_bytes: float = 0.0
+
+    def stage_bytes(self, size: StageSize, *, in_flight: int, is_last: bool) -> Any:
+        """Memory of one stage, in bytes; an array where `size` has arrays.
+
+        Args:
+            in_flight: N_m.
+        """
+        kept = 1 if is_last else in_flight
+        versions = min(self.stash_last, in_flight) if is_last and self.stash_last is not None else kept
+        weights = (1.0 + self.optimizer_multiplier + versions) * size.parameter_bytes
+        activations = kept * size.activation_bytes + (in_flight * size.input_bytes if self.inputs else 0.0)
+        return weights + activations + self.temporaries * size.largest_bytes + self.reserved_bytes
+
+
+class Problem:
+    """A profile and devices as arrays.
+
+    Attributes:
+        types: the devices that differ, the first one of each.
+        groups: all devices of each type.
+        transfer_s: as in `Costs`.
+    """
+
+    def __init__(
+        self, profile: Profile, devices: Sequence[Device], network: Network, memory: MemoryRule, num_stages: int, *,
+        in_order: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            in_order: the devices stay in this order, and each is a type of its own.
+
+        Raises:
+            DoesNotFitError: there are fewer layers or devices than stages.
+            ConfigError: there are too many different devices to try all orders, or one has no speed.
+            ValueError: no stage.
+        """
+        self.profile, self.memory, self.num_stages, self.in_order = profile, memory, num_stages, in_order
+        if num_stages < 1:
+            raise ValueError(f"expected a stage and a device at least, got {num_stages} stages")
+        if len(devices) < num_stages:
+            raise DoesNotFitError(
+                f"expected {num_stages} devices, one for each stage, got {len(devices)}: "
+                f"{', '.join(device.name for device in devices) or 'none'}"
+            )
+        if len(profile.layers) < num_stages:
+            raise DoesNotFitError(
+                f"expected {num_stages} layers at least, one for each stage, got the {len(profile.layers)} of "
+                f"{profile.model}: use fewer stages, or layers that are smaller"
+            )
+        for device in devices:
+            if not (device.speed > 0.0 and device.memory_bytes >= 0.0):
+                raise ConfigError(
+                    f"device {device.name!r}: expected a speed above 0 and a memory of 0 bytes or more, got "
+                    f"{device.speed} and {device.memory_bytes}"
+                )
+        pairs = [(a, b) for number, a in enumerate(devices) for b in devices[number + 1 :]]
+        rates = sorted({network.bytes_per_s(a, b) for a, b in pairs})
+        groups: dict[object, list[Device]] = {}
+        for number, device in enumerate(devices):
+            # Nodes make a difference where links do.
+            alike = (tuple(profile.times_on(device)), device.memory_bytes, device.node if len(rates) > 1 else "")
+            groups.setdefault(number if in_order else alike, []).append(device)
+        self.groups = list(groups.values())
+        self.types = [group[0] for group in self.groups]
+        counts = [min(len(group), num_stages) for group in self.groups]
+        if not in_order and num_sets(counts) > MAX_SETS:
+            raise ConfigError(
+                f"expected devices of few types, so that all orders can be tried: {len(devices)} devices of "
+                f"{len(counts)} types have {num_sets(counts)} sets, at most {MAX_SETS} can be tried: give the order"
+            )
+        self.sets = Sets.in_order(num_stages) if in_order else Sets.of(counts, num_stages)
+        layers = profile.layers
+        self.forward_s, self.backward_s = (
+            np.array([_sums(times[way] for times in profile.times_on(device)) for device in self.types])
+            for way in (0, 1)
+        )
+        self._parameters = np.array(_sums(float(layer.parameter_bytes) for layer in layers))
+        self._activations = np.array(_sums(float(layer.activation_bytes) for layer in layers))
+        self._inputs = np.array([profile.input_bytes, *(layer.output_bytes for layer in layers)], dtype=float)
+        # The largest of the inputs and outputs of layers [first, stop).
+        self._largest = np.maximum.accumulate(np.triu(np.tile(self._inputs, (len(layers) + 1, 1))), axis=1)
+        # What crosses the cut before layer i, by the class of the link; nothing does before the first layer.
+        self._link = np.array(
+            [[rates.index(network.bytes_per_s(a, b)) if network.bytes_per_s(a, b) in rates else 0 for b in self.types]
+             for a in self.types]
+        )  # fmt: skip
+        self.transfer_s = np.zeros((len(rates) + 1, len(layers) + 1))
+        for number, rate in enumerate(rates):
+            a, b = next(pair for pair in pairs if network.bytes_per_s(*pair) == rate)
+            self.transfer_s[number, 1:] = [network.transfer_s(a, b, layer.output_bytes) for layer in layers]
+
+    def bytes_of(self, first: Any, stop: Any, in_flight: int, *, is_last: bool) -> Any:
+        """Memory of layers [first, stop)."""
+        size = StageSize(
+            self._parameters[stop] - self._parameters[first], self._activations[stop] - self._activations[first],
+            self._inputs[first], self._largest[first, stop],
+        )  # fmt: skip
+        return self.memory.stage_bytes(size, in_flight=in_flight, is_last=is_last)
+
+    def costs(self, in_flight: int) -> Costs:
+        if in_flight < 1:
+            raise ValueError(f"expected a minibatch in flight at least, got {in_flight}")
+        cuts = np.arange(len(self.profile.layers) + 1)
+        first, stop = cuts[:, None], cuts[None, :]
+        need = [self.bytes_of(first, stop, in_flight, is_last=is_last) for is_last in (False, True)]
+        fits = np.array([[(need_ <= device.memory_bytes) & (first < stop) for need_ in need] for device in self.types])
+        return Costs(self.forward_s + self.backward_s, self.transfer_s, self._link, fits)
+
+    def fits(self, in_flight: int) -> bool:
+        return reachable(self.costs(in_flight), self.sets)[1]
+
+
+def _sums(values: Iterable[float]) -> list[float]:
+    """0, then the sums of the first 1, 2, ... values."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums

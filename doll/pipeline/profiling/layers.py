@@ -1,0 +1,428 @@
+"""The layers of a model, between which it may be cut into stages.
+
+Three ways, in this order: the layers that the task names (`Task.stages`); those of a `torch.nn.Sequential`, nested
+ones too; of any other module those of its graph (`torch.fx`), which is cut wherever one tensor alone goes on, such as
+between the blocks of a residual network.
+
+`torch.distributed.pipelining` cuts graphs as well, by `torch.export`: that fixes the number of samples of a batch,
+which differs where samples are refused.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Sequence, Set
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from doll.errors import ConfigError
+from doll.pipeline.links.device import crossing_problem, is_differentiable
+from doll.task import Task, stack
+
+_TOLERANCE: Final = 1e-6
+_GRADIENT_TOLERANCE: Final = 1e-4
+
+
+class Layer(NamedTuple):
+    """A part of a model that takes one tensor and returns one. `module` shares the model's parameters."""
+
+    name: str
+    module: torch.nn.Module
+
+
+def layers_of(task: Task, model: torch.nn.Module) -> list[Layer]:
+    """Layers that give the model's output one after the other, the first by `task.forward`.
+
+    Raises:
+        ConfigError: the model cannot be cut.
+    """
+    name = type(model).__name__
+    if task.defines_step:
+        raise ConfigError(f"{type(task).__name__} defines step(): a pipeline computes gradients, it cannot be cut")
+    if tables := [key for key, module in model.named_modules() if getattr(module, "sparse", False) is True]:
+        raise ConfigError(
+            f"{name} cannot be cut: a pipeline has no tables yet, and {', '.join(map(repr, tables))} is one; build its "
+            "embeddings with sparse=False"
+        )
+    named = task.stages(model)
+    if named is not None:
+        layers = [Layer(*item) for item in named]
+    elif type(model) is torch.nn.Sequential:  # another class may have its own forward
+        layers = _flattened(model)
+    else:
+        layers = _of_graph(model)
+    _check(name, model, layers)
+    return layers
+
+
+def chain(layers: Sequence[Layer]) -> torch.nn.Sequential:
+    """Layers as one module."""
+    return torch.nn.Sequential(*(layer.module for layer in layers))
+
+
+class Trial(NamedTuple):
+    """Samples that the model takes; or None, and why it does not take random ones."""
+
+    x: torch.Tensor | None
+    reason: str = ""
+
+
+def trial_input(task: Task, model: torch.nn.Module, samples: int) -> Trial:
+    """Random numbers of the model's shape, else zeros as integers; held-out ones where it has no shape."""
+    reasons: list[str] = []
+    tried: list[torch.Tensor] = []
+    if task.input_shape is not None:
+        shape = (samples, *task.input_shape)
+        tried = [
+            torch.randn(shape, generator=torch.Generator().manual_seed(0)), torch.zeros(shape, dtype=torch.int64),
+        ]  # fmt: skip
+    else:
+        held, _ = stack(sample for sample, _ in zip(task.holdout(), range(samples), strict=False))
+        tried = [torch.from_numpy(held)] if len(held) else []
+    for x in tried:
+        try:
+            with torch.no_grad():
+                task.forward(model.eval(), x)
+            return Trial(x)
+        except Exception as exc:  # the user's module may raise anything
+            reasons.append(f"it fails on samples of shape {tuple(x.shape)}: {type(exc).__name__}: {exc}")
+        finally:
+            model.train()
+    return Trial(None, reasons[0] if reasons else "the task has neither")
+
+
+def only_calls(task: Task, module: torch.nn.Module, x: torch.Tensor) -> tuple[Any, bool]:
+    """`task.forward(module, x)`, and whether that is what `module` has returned, unchanged: of a part of the model,
+    anything else belongs behind the last one."""
+    returned: list[tuple[Any, int]] = []
+    hook = module.register_forward_hook(lambda _, __, output: returned.append((output, _version_of(output))))
+    try:
+        output = task.forward(module, x)
+    finally:
+        hook.remove()
+    return output, any(output is own and _version_of(output) == version for own, version in returned[-1:])
+
+
+def _version_of(value: Any) -> int:
+    """Which rises with each change in place."""
+    return value._version if isinstance(value, torch.Tensor) else 0
+
+
+def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: torch.Tensor) -> None:
+    """Compare the layers with the model, for samples `x` of shape (n, *input_shape): output, gradient and buffers, in
+    evaluation mode and, where there are two samples or more, in training mode with the same random numbers. Model and
+    layers are left as they were.
+
+    Raises:
+        ConfigError: they differ, a layer fails on the output of the one before, or what is between two layers cannot be
+            sent from one process to another.
+    """
+    name = type(model).__name__
+
+    def run_whole(training: bool) -> _Outcome:
+        return _outcome(model, [model], training, lambda: task.forward(model, x.clone()))  # may change it in place
+
+    def run_layers(training: bool) -> _Outcome:
+        return _outcome(
+            model, [layer.module for layer in layers], training, lambda: _through(task, name, layers, x.clone())
+        )
+
+    is_compared = False
+    for training in (False, True)[: len(x)]:  # batch norm takes no single sample
+        try:
+            whole = run_whole(training)
+        except Exception as exc:  # the user's module may raise anything
+            problem = f"{type(exc).__name__}: {exc}"
+            continue
+        if not isinstance(whole.output, torch.Tensor):
+            raise _cannot(name, f"it returns {type(whole.output).__name__}, expected one tensor")
+        difference = whole.difference(run_layers(training))
+        if difference and whole.difference(run_whole(training)):
+            # A generator of its own. What is compared in evaluation mode is the same in training mode but for noise.
+            problem = "its output for the same input differs from call to call"
+            continue
+        if difference:
+            raise _cannot(name, difference)
+        is_compared = True
+    if not is_compared:
+        raise _cannot(name, f"its layers cannot be compared with it: {problem}")
+
+
+class _Outcome(NamedTuple):
+    """Of one pass.
+
+    Attributes:
+        output: of the whole model or of its layers.
+        gradient: norm and sum by name, of each parameter that a backward pass reaches.
+        buffers: values after the pass, by name.
+    """
+
+    output: Any
+    gradient: dict[str, tuple[float, float]]
+    buffers: dict[str, torch.Tensor]
+
+    def difference(self, layers: _Outcome) -> str:
+        """What differs, as the reason of an error; "": nothing. `self`: of the whole model."""
+        own, output = self.output, layers.output
+        if own.shape != output.shape:
+            return f"its layers give {tuple(output.shape)}, the whole model {tuple(own.shape)}"
+        if own.dtype != output.dtype:
+            return f"its layers give numbers of type {output.dtype}, the whole model of type {own.dtype}"
+        learned = self.gradient | layers.gradient
+        if differ := [key for key in learned if (key in self.gradient) != (key in layers.gradient)]:
+            return (
+                f"its layers learn other parameters than the whole model ({differ[0]!r}): use requires_grad_(False) or "
+                "detach() instead of torch.no_grad()"
+            )
+        if (difference := _distance(own, output)) > 0:
+            return (
+                f"its layers give another output than the whole model (difference {difference:.3g}): the task's "
+                "forward() does more than to call the model on its input, or its stages() leaves something out"
+            )
+        bound = _GRADIENT_TOLERANCE * max((norm for norm, _ in self.gradient.values()), default=0.0)
+        for key, numbers in self.gradient.items():
+            if any(abs(a - b) > bound for a, b in zip(numbers, layers.gradient[key], strict=True)):
+                return f"its layers give another gradient than the whole model, of {key!r}"
+        for key, values in self.buffers.items():
+            if _distance(values, layers.buffers[key]) > 0:
+                return f"its layers give another buffer {key!r} than the whole model"
+        return ""
+
+
+def _outcome(
+    model: torch.nn.Module, roots: Sequence[torch.nn.Module], training: bool, run: Callable[[], Any]
+) -> _Outcome:  # fmt: skip
+    """Run a pass of `roots`, which are `model` or its layers, with the same random numbers each time; they are left as
+    they were."""
+    owners = {module: module.training for root in roots for module in root.modules()}
+    before = [
+        (owner, name, buffer, buffer.clone())
+        for owner in owners
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()), torch.enable_grad():
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            for root in roots:
+                root.train(training)  # which a module may have overridden
+            output = run()
+            gradient = _gradient(model, output)
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        return _Outcome(output.detach() if isinstance(output, torch.Tensor) else output, gradient, buffers)
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        for module, was_training in owners.items():
+            module.training = was_training
+        with torch.no_grad():
+            for owner, name, buffer, values in before:
+                buffer.copy_(values)
+                owner._buffers[name] = buffer  # it may have been replaced
+
+
+def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, float]]:
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not isinstance(output, torch.Tensor) or not output.requires_grad or not parameters:
+        return {}
+    # Not ones: behind a softmax the sum is always the same.
+    weights = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64).reshape(output.shape).to(output.dtype)
+    gradients = torch.autograd.grad(output, list(parameters.values()), weights, allow_unused=True)
+    return {
+        name: (float(gradient.double().norm()), float(gradient.double().sum()))
+        for name, gradient in zip(parameters, gradients, strict=True)
+        if gradient is not None
+    }
+
+
+def _through(task: Task, name: str, layers: Sequence[Layer], h: Any) -> Any:
+    """Output of the layers, one after the other."""
+    for number, layer in enumerate(layers):
+        is_all = True
+        try:
+            if number:
+                h = layer.module(h)
+            elif len(layers) == 1:
+                h = task.forward(chain([layer]), h)
+            else:
+                h, is_all = only_calls(task, chain([layer]), h)
+        except Exception as exc:  # the user's module may raise anything
+            raise _cannot(
+                name, f"layer {layer.name!r} fails on the output of the one before ({type(exc).__name__}: {exc})"
+            ) from exc
+        if not is_all:
+            raise _cannot(
+                name,
+                f"{type(task).__name__}.forward does more than to call the model and to return its output, which its "
+                "first layers alone cannot have",
+            )
+        if number < len(layers) - 1 and (problem := crossing_problem(h)):
+            raise _cannot(name, f"layer {layer.name!r} {problem}")
+    if not isinstance(h, torch.Tensor):
+        raise _cannot(name, f"layer {layers[-1].name!r} returns {type(h).__name__}, expected one tensor")
+    return h
+
+
+def _distance(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """The largest difference; 0 where it is no more than rounding. Where one is not finite, the other is the same."""
+    if torch.equal(expected, actual) or not expected.numel():
+        return 0.0
+    if not is_differentiable(expected):
+        return float((expected.double() - actual.double()).abs().max())
+    same = (expected == actual) | (expected.isnan() & actual.isnan())
+    difference = float(torch.where(same, 0, (expected - actual).abs()).max())
+    finite = expected[expected.isfinite()].abs()
+    tolerance = max(_TOLERANCE, 4 * torch.finfo(expected.dtype).eps if expected.dtype.itemsize < 4 else 0.0)
+    limit = tolerance * (float(finite.max()) if finite.numel() else 0.0)
+    return 0.0 if difference <= limit else difference
+
+
+def _flattened(model: torch.nn.Sequential, prefix: str = "") -> list[Layer]:
+    layers: list[Layer] = []
+    for name, module in model._modules.items():  # named_children leaves out a module that comes again
+        if module is None:
+            continue
+        full = f"{prefix}{name}"
+        if type(module) is torch.nn.Sequential:
+            layers += _flattened(module, f"{full}.")
+        else:
+            layers.append(Layer(full, module))
+    return layers
+
+
+def _check(name: str, model: torch.nn.Module, layers: Sequence[Layer]) -> None:
+    """Each parameter and buffer of the model must be in one layer."""
+    for layer in layers:
+        if not isinstance(layer.module, torch.nn.Module) or not isinstance(layer.name, str):
+            raise _cannot(name, f"stages(): expected pairs of a name and a module, got {tuple(layer)!r:.100}")
+    names = [layer.name for layer in layers]
+    if not layers or len(set(names)) != len(names):
+        raise _cannot(name, f"expected layers of different names, got {names!r:.200}")
+    owners: dict[int, str] = {}
+    for layer in layers:
+        for tensor in {id(t): t for t in (*layer.module.parameters(), *layer.module.buffers())}.values():
+            if id(tensor) in owners:
+                raise _cannot(name, f"layers {owners[id(tensor)]!r} and {layer.name!r} share a parameter or buffer")
+            owners[id(tensor)] = layer.name
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for key, tensor in tensors:
+            if id(tensor) not in owners:
+                raise _cannot(name, f"its {kind} {key!r} is in none of its layers")
+
+
+def _of_graph(model: torch.nn.Module) -> list[Layer]:
+    """Cut the graph of a module behind each node whose value alone is used further on."""
+    name = type(model).__name__
+    try:
+        evaluating = _traced(model.eval()).code
+        traced = _traced(model.train())
+    except Exception as exc:  # the user's forward may raise anything on symbols
+        why = f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"
+        raise _cannot(name, f"its forward() cannot be traced ({why})") from exc
+    if traced.code != evaluating:
+        raise _cannot(name, "its forward() depends on `self.training`, which a graph does not keep (use nn.Dropout)")
+    values = _own_parameters_as_modules(traced, {id(buffer) for buffer in model.buffers()})
+    nodes = [node for node in traced.graph.nodes if node.op not in ("get_attr", "output") and node not in values]
+    inputs = [node for node in nodes if node.op == "placeholder" and node.users]
+    if len(inputs) != 1:
+        raise _cannot(name, f"expected a forward() of one tensor, got one of {len(inputs)}")
+    at = {node: number for number, node in enumerate(nodes)}
+    last_use = {node: max((at.get(user, len(nodes)) for user in node.users), default=at[node]) for node in nodes}
+    part, parts, alive = 0, dict[fx.Node, int](), list[fx.Node]()
+    for number, node in enumerate(nodes):
+        if node.op != "placeholder":
+            parts[node] = part
+        alive = [other for other in (*alive, node) if last_use[other] > number]
+        if node.op != "placeholder" and alive == [node] and last_use[node] < len(nodes) and not _is_taken_apart(node):
+            part += 1
+    parts |= {value: parts[user] for value, user in values.items()}
+    split = split_module(traced, model, lambda node: parts.get(node, 0), keep_original_order=True)
+    layers: list[Layer] = []
+    modules = {int(child.rpartition("_")[2]): module for child, module in split.named_children()}
+    for number, module in sorted(modules.items()):
+        layers.append(Layer(_name_of([node for node in nodes if parts.get(node) == number]), module))
+    return _joined(layers)
+
+
+def _is_taken_apart(node: fx.Node) -> bool:
+    """It may be a tuple, which cannot be sent."""
+    return all(user.op == "call_function" and user.target is operator.getitem for user in node.users)
+
+
+def _traced(model: torch.nn.Module) -> fx.GraphModule:
+    """Its graph. `fx` leaves tensors that forward() makes at the model: without them, it is as it was."""
+    before = set(vars(model))
+    try:
+        return fx.symbolic_trace(model)
+    finally:
+        for name in set(vars(model)) - before:
+            delattr(model, name)
+
+
+class _Value(torch.nn.Module):
+    """A parameter or buffer that a module uses by itself, or a constant that its forward() makes."""
+
+    def __init__(self, value: torch.Tensor, *, is_buffer: bool) -> None:
+        super().__init__()
+        if is_buffer:
+            self.register_buffer("value", value)
+        else:
+            self.value = value
+
+    def forward(self) -> torch.Tensor:
+        return self.value
+
+
+def _own_parameters_as_modules(traced: fx.GraphModule, buffers: Set[int]) -> dict[fx.Node, fx.Node]:
+    """Replace each use of a parameter by a module that returns it: `split_module` would pass it from part to part.
+
+    Returns:
+        The nodes of these modules, with the node that uses each.
+    """
+    values: dict[fx.Node, fx.Node] = {}
+    for node in [node for node in traced.graph.nodes if node.op == "get_attr"]:
+        value: Any = traced
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        for user in [user for user in node.users if user.op != "output"]:
+            target = f"value_{len(values)}"
+            traced.add_submodule(target, _Value(value, is_buffer=id(value) in buffers))
+            with traced.graph.inserting_before(user):
+                new = traced.graph.call_module(target)
+            user.replace_input_with(node, new)
+            values[new] = user
+        if not node.users:
+            traced.graph.erase_node(node)
+    return values
+
+
+def _joined(layers: Sequence[Layer]) -> list[Layer]:
+    """Names that no other layer has."""
+    seen: dict[str, int] = {}
+    joined = []
+    for layer in layers:
+        seen[layer.name] = seen.get(layer.name, 0) + 1
+        joined.append(layer if seen[layer.name] == 1 else Layer(f"{layer.name}_{seen[layer.name]}", layer.module))
+    return joined
+
+
+def _name_of(nodes: Sequence[fx.Node]) -> str:
+    """By the modules of the model that it calls, or by its last function."""
+    called = [str(node.target) for node in nodes if node.op == "call_module"]
+    if not called:
+        return nodes[-1].name
+    return called[0] if called[-1] == called[0] else f"{called[0]}..{called[-1]}"
+
+
+def _cannot(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{name} cannot be cut: {why}; build it as a torch.nn.Sequential, or define stages() in the task"
+    )

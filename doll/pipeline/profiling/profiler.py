@@ -1,0 +1,197 @@
+"""Measures what each layer of a model takes: the profile that the partitioner reads (the HetPipe paper, section 4)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from doll.errors import ConfigError
+from doll.pipeline.links.device import Device, as_received, is_differentiable, open_device
+from doll.pipeline.profiling.layers import Layer, trial_input
+from doll.pipeline.profiling.profile import LayerProfile, Profile
+from doll.task import Task, stack
+
+_WARM_UP: Final = 2
+
+
+class Batch(NamedTuple):
+    """x of shape (n, ...), y of shape (n, ...)."""
+
+    x: npt.NDArray[Any]
+    y: npt.NDArray[Any]
+
+
+def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.Generator) -> Batch:
+    """`size` samples: held-out ones of the task, repeated where there are fewer; else random ones of its shape.
+
+    Raises:
+        ConfigError: the task has no held-out samples, and no shape of which its model takes numbers.
+    """
+    x, y = stack(sample for sample, _ in zip(task.holdout(), range(size), strict=False))
+    if len(x):
+        at = np.arange(size) % len(x)
+        return Batch(x[at], y[at])
+    taken, reason = trial_input(task, model, 2)
+    if taken is None:
+        raise ConfigError(
+            f"{type(task).__name__}: expected held-out samples (holdout), or an input_shape of which its model takes "
+            f"numbers, to profile it with; {reason}"
+        )
+    shape = (size, *taken.shape[1:])
+    x = rng.normal(size=shape).astype(np.float32) if taken.is_floating_point() else rng.integers(2, size=shape)
+    if task.num_classes is not None:
+        return Batch(x, rng.integers(task.num_classes, size=size))
+    return Batch(x, np.zeros(size, np.float32))
+
+
+def profile_layers(
+    task: Task, layers: Sequence[Layer], batch: Batch, *, model: str, device: str = "cpu", repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter, progress: Callable[[int], None] = lambda done: None,
+) -> Profile:  # fmt: skip
+    """Measure each layer on this machine, medians of `repeats` runs after two that do not count.
+
+    The loss is part of the last layer. Layers are moved to `device`.
+
+    Args:
+        model: its name, for the file.
+        progress: is told how many layers are done.
+
+    Raises:
+        ConfigError: there is no such device, or a layer fails.
+    """
+    on = open_device(device)
+    target = on.put(batch.y)
+    received: npt.NDArray[Any] = batch.x
+    profiles: list[LayerProfile] = []
+    kept: list[_Kept] = []
+    for number, layer in enumerate(layers):
+        module = layer.module.to(device).train()
+        is_first, is_last = number == 0, number == len(layers) - 1
+
+        def run(
+            x: torch.Tensor, module: torch.nn.Module = module, is_first: bool = is_first, is_last: bool = is_last
+        ) -> torch.Tensor:
+            output = task.forward(module, x) if is_first else module(x)
+            return task.loss(output, target) if is_last else output
+
+        try:
+            measured = _measure(run, module, received, on, is_first, repeats, clock)
+            with torch.no_grad():
+                x = on.put(received.copy())
+                output = task.forward(module, x) if is_first else module(x)
+        except ConfigError:
+            raise
+        except Exception as exc:  # the user's module may raise anything
+            raise ConfigError(
+                f"layer {layer.name!r} fails on a batch of {len(batch.x)} samples: {type(exc).__name__}: {exc}"
+            ) from exc
+        sent = on.get(output)
+        profiles.append(
+            LayerProfile(
+                layer.name, measured.forward_s, measured.backward_s, 0, 0 if is_last else sent.nbytes, _bytes_of(module)
+            )
+        )
+        kept.append(measured.kept)
+        received = sent
+        progress(number + 1)
+    layers_ = [replace(layer, activation_bytes=size) for layer, size in zip(profiles, _each_once(kept), strict=True)]
+    return Profile(model, len(batch.x), device, tuple(layers_), batch.x.nbytes)
+
+
+class _Kept(NamedTuple):
+    """Memory that autograd keeps of one layer, from its forward to its backward pass.
+
+    Attributes:
+        inside_bytes: neither input nor output.
+        output_bytes: memory of the output, kept or not.
+        is_view: the output is in the memory of the input.
+    """
+
+    inside_bytes: int
+    output_bytes: int
+    keeps_input: bool
+    keeps_output: bool
+    is_view: bool
+
+
+def _each_once(kept: Sequence[_Kept]) -> list[int]:
+    """What each layer adds: an output counts with the layer that makes it, if this layer or one behind it keeps it."""
+    sizes: list[int] = []
+    is_needed = False  # by the layers behind
+    for layer in reversed(kept):
+        has_output = layer.keeps_output or is_needed
+        sizes.append(layer.inside_bytes + (layer.output_bytes if has_output and not layer.is_view else 0))
+        is_needed = layer.keeps_input or (layer.is_view and has_output)
+    return sizes[::-1]
+
+
+class _Measured(NamedTuple):
+    forward_s: float
+    backward_s: float
+    kept: _Kept
+
+
+def _measure(
+    run: Callable[[torch.Tensor], torch.Tensor], module: torch.nn.Module, received: npt.NDArray[Any], on: Device,
+    is_first: bool, repeats: int, clock: Callable[[], float],
+) -> _Measured:  # fmt: skip
+    forward_s, backward_s = [], []
+    largest = _Kept(0, 0, False, False, False)
+    for repeat in range(_WARM_UP + repeats):
+        x = on.put(received.copy())  # a layer may change it in place
+        if not is_first and is_differentiable(x):
+            x.requires_grad_(True)
+        kept: dict[int, int] = {}
+        with _collect(kept, module):
+            on.finish()
+            begin_s = clock()
+            output = run(x if is_first else as_received(x))
+            on.finish()
+            middle_s = clock()
+        if output.requires_grad:
+            gradient = torch.ones_like(output)
+            on.finish()
+            middle_s, forward_end_s = clock(), middle_s
+            torch.autograd.backward(output, gradient)
+            on.finish()
+        else:
+            forward_end_s = middle_s
+        end_s = clock()
+        if repeat >= _WARM_UP:
+            forward_s.append(forward_end_s - begin_s)
+            backward_s.append(end_s - middle_s)
+        # While x and output are there, no other memory has their addresses.
+        begin, end = x.untyped_storage().data_ptr(), output.untyped_storage().data_ptr()
+        inside_bytes = sum(size for at, size in kept.items() if at not in (begin, end))
+        output_bytes = output.untyped_storage().nbytes()
+        largest = max(largest, _Kept(inside_bytes, output_bytes, begin in kept, end in kept, begin == end))
+    return _Measured(statistics.median(forward_s), statistics.median(backward_s), largest)
+
+
+def _collect(kept: dict[int, int], module: torch.nn.Module) -> Any:
+    """Collect the memory that autograd keeps for the backward pass, without that of parameters and buffers."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in _tensors(module)}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _bytes_of(module: torch.nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(module))
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

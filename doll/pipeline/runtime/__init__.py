@@ -1,0 +1,1 @@
+"""A running virtual worker: its protocol with its stages, and the process of one stage."""

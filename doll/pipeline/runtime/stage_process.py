@@ -1,0 +1,308 @@
+"""The process of one stage: it takes messages in the order in which they come, until its links end.
+
+One thread receives, so that no neighbour waits for this stage's computation, and reports that the process runs; the
+other one computes.
+"""
+
+from __future__ import annotations
+
+import queue
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import ConfigError, TaskError
+from doll.pipeline.links.frames import LinkFrameError
+from doll.pipeline.links.link import Link, LinkClosedError
+from doll.pipeline.runtime.messages import (
+    Adopted,
+    Alive,
+    AnyMessage,
+    Backward,
+    Failed,
+    Forward,
+    Leaving,
+    Pull,
+    Pulled,
+    Ready,
+    Settle,
+    Stop,
+    Stored,
+    Task,
+    decode,
+    encode,
+)
+from doll.pipeline.runtime.stage import Loss, Stage
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+Array = npt.NDArray[Any]
+ALIVE_EVERY_S: Final = 0.5
+_MAX_REASON_CHARS: Final = 300
+
+
+@dataclass(frozen=True)
+class Links:
+    """A stage's links. `following`: None at the last stage."""
+
+    control: Link
+    before: Link
+    following: Link | None
+
+    def close(self) -> None:
+        for link in (self.control, self.before, self.following):
+            if link is not None:
+                link.close()
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """float32, shape (numel,) each, shared by all processes of a virtual worker: what is pulled, and what is pushed."""
+
+    pulled: npt.NDArray[np.float32]
+    pushed: npt.NDArray[np.float32]
+
+
+class StageProcess:
+    """Runs one stage. `run` returns when the virtual worker has ended."""
+
+    def __init__(
+        self, make_stage: Callable[[], Stage], links: Links, shared: SharedMemory, *, number: int, fingerprint: str,
+        slowdown: float = 1.0, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            make_stage: makes the stage, in this process.
+            number: of the stage, from 0.
+            fingerprint: of what this process runs.
+            slowdown: each task takes so many times as long.
+        """
+        self._make_stage = make_stage
+        self._links = links
+        self._shared = shared
+        self._number = number
+        self._fingerprint = fingerprint
+        self._slowdown = slowdown
+        self._clock = clock
+        self._sleep = sleep
+        self._inbox: queue.SimpleQueue[tuple[AnyMessage, list[Array]] | None] = queue.SimpleQueue()
+        self._version = -1
+        self._tasks: dict[int, list[Task]] = {}  # of this stage, of the minibatches in flight
+        self._leaving: Leaving | None = None
+        self._stage: Stage
+
+    def run(self) -> int:
+        """Returns: 0 where the coordinator has ended the stage, 1 after a failure."""
+        try:
+            self._stage = self._make_stage()
+            self._links.control.send(encode(Ready(stage=self._number, fingerprint=self._fingerprint)))
+            threading.Thread(target=self._receive, name="links", daemon=True).start()
+            while (item := self._inbox.get()) is not None:
+                if isinstance(item[0], Stop):
+                    return 0
+                self._take(*item)
+            return 1
+        except LinkClosedError:
+            return 1  # another process of this virtual worker has ended
+        except TaskError as exc:
+            self._fail(str(exc), is_task=True)
+        except LinkFrameError as exc:
+            self._fail(
+                f"what it computes cannot be sent: {exc}; set a smaller data.batch_size, or cut the model elsewhere "
+                "(worker.pipeline.layers)",
+                is_task=True,
+            )
+        except ConfigError as exc:
+            self._fail(str(exc), is_task=False)
+        except Exception as exc:
+            log.error("stage_failed", stage=self._number + 1, error=f"{type(exc).__name__}: {exc}", exc_info=True)
+            self._fail(f"{type(exc).__name__}: {exc}", is_task=False)
+        return 1
+
+    def leave_within(self, within_s: float, cause: str) -> None:
+        """This stage's machine goes away: the virtual worker leaves as one. May be called from a signal handler."""
+        # The thread that receives sends it: a handler may have interrupted another message.
+        self._leaving = Leaving(stage=self._number, within_s=within_s, cause=cause)
+
+    def _fail(self, error: str, *, is_task: bool) -> None:
+        try:
+            self._links.control.send(encode(Failed(stage=self._number, error=error, is_task=is_task)))
+        except LinkClosedError:
+            log.warning("stage_failed", stage=self._number + 1, error=error)
+
+    # --- the thread that receives -----------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        links = [self._links.control, self._links.before]
+        if self._links.following is not None:
+            links.append(self._links.following)
+        alive_at_s = self._clock()
+        try:
+            with selectors.DefaultSelector() as selector, selectors.DefaultSelector() as room:
+                for link in links:
+                    selector.register(link, selectors.EVENT_READ)
+                room.register(self._links.control, selectors.EVENT_WRITE)
+                while True:
+                    for key, _ in selector.select(ALIVE_EVERY_S):
+                        self._deliver(*key.fileobj.receive())  # type: ignore[union-attr]
+                    if self._clock() - alive_at_s >= ALIVE_EVERY_S:
+                        alive_at_s = self._clock()
+                        # A coordinator that waits for its server does not read: never wait for it.
+                        if room.select(0):
+                            self._links.control.send(encode(Alive(stage=self._number)))
+                    if self._leaving is not None:
+                        leaving, self._leaving = self._leaving, None
+                        self._links.control.send(encode(leaving))
+        except LinkClosedError:
+            pass
+        except Exception as exc:
+            log.error("stage_failed", stage=self._number + 1, error=f"{type(exc).__name__}: {exc}", exc_info=True)
+        finally:
+            self._inbox.put(None)
+
+    def _deliver(self, header: bytes, arrays: list[Array]) -> None:
+        message = decode(header)
+        if isinstance(message, Pull):
+            # Here, so that it does not wait for what is being computed.
+            self._stage.pull(self._shared.pulled)
+            self._links.control.send(encode(Pulled(stage=self._number, version=message.version)))
+        else:
+            self._inbox.put((message, arrays))
+
+    # --- the thread that computes -----------------------------------------------------------------------------------
+
+    def _take(self, message: AnyMessage, arrays: list[Array]) -> None:
+        match message:
+            case Forward():
+                self._forward(message, arrays)
+            case Backward():
+                self._backward(message, arrays)
+            case Settle():
+                self._settle(message)
+            case _:
+                raise ValueError(f"expected Forward, Backward, Settle, Pull or Stop, got {type(message).__name__}")
+
+    def _forward(self, message: Forward, arrays: list[Array]) -> None:
+        for commit in message.commits:
+            self._stage.commit(commit)
+        self._use(message.version, message.included)
+        x, y = arrays
+        following = self._links.following
+        start_s = self._clock()
+        try:
+            output = self._stage.forward(message.slot, x, message.num_samples)
+            loss = self._stage.loss(message.slot, y) if following is None else None
+            sent = None if following is None else self._stage.device.get(output)
+        except Exception as exc:
+            self._stage.drop(message.slot)
+            self._report(message, [], _problem(exc))
+            if following is not None:
+                # What came with the minibatch goes on without it.
+                following.send(encode(Settle(
+                    commits=message.commits, version=message.version, included=message.included
+                )))  # fmt: skip
+            return
+        if following is None:
+            assert loss is not None
+            self._last(message, loss, start_s)
+            return
+        assert sent is not None
+        self._tasks[message.batch] = [self._task("F", message.batch, start_s)]
+        following.send(encode(Forward(
+            batch=message.batch, slot=message.slot, num_samples=message.num_samples, version=message.version,
+            included=message.included, commits=message.commits,
+        )), [sent, y])  # fmt: skip
+
+    def _use(self, version: int, included: int) -> None:
+        if version != self._version:
+            self._stage.adopt(included)
+            self._version = version
+            self._links.control.send(encode(Adopted(stage=self._number, version=version)))
+
+    def _last(self, message: Forward, loss: Loss, start_s: float) -> None:
+        try:
+            gradient = self._stage.backward(message.slot, None)
+            sent = [] if gradient.of_input is None else [self._stage.device.get(gradient.of_input)]
+        except Exception as exc:
+            self._stage.drop(message.slot)
+            self._report(message, [], _problem(exc))
+            return
+        task = self._task("FB", message.batch, start_s)
+        self._links.before.send(encode(Backward(
+            batch=message.batch, slot=message.slot, num_samples=message.num_samples, loss_sum=loss.loss_sum,
+            metric_sums=loss.metric_sums, squares=gradient.squares, buffer_squares=gradient.buffer_squares,
+            tasks=(task,),
+        )), sent)  # fmt: skip
+
+    def _backward(self, message: Backward, arrays: list[Array]) -> None:
+        own = self._tasks.pop(message.batch)
+        if message.problem:
+            self._stage.drop(message.slot)
+            self._report(message, [*own, *message.tasks], message.problem)
+            return
+        start_s = self._clock()
+        try:
+            gradient = self._stage.backward(message.slot, arrays[0] if arrays else None)
+            sent = [] if gradient.of_input is None else [self._stage.device.get(gradient.of_input)]
+        except Exception as exc:
+            self._stage.drop(message.slot)
+            self._report(message, [*own, *message.tasks], _problem(exc))
+            return
+        tasks = (*own, self._task("B", message.batch, start_s), *message.tasks)
+        self._links.before.send(encode(Backward(
+            batch=message.batch, slot=message.slot, num_samples=message.num_samples, loss_sum=message.loss_sum,
+            metric_sums=message.metric_sums, squares=message.squares + gradient.squares,
+            buffer_squares=message.buffer_squares + gradient.buffer_squares, tasks=tasks,
+        )), sent)  # fmt: skip
+
+    def _report(self, message: Forward | Backward, tasks: list[Task], problem: str) -> None:
+        """There is no gradient."""
+        self._links.before.send(encode(Backward(
+            batch=message.batch, slot=message.slot, num_samples=message.num_samples, problem=problem,
+            tasks=tuple(tasks),
+        )))  # fmt: skip
+
+    def _settle(self, message: Settle) -> None:
+        for commit in message.commits:
+            self._stage.commit(commit)
+        if message.forget_from is not None:
+            self._stage.forget(message.forget_from)
+            self._version = -1
+        if message.version >= 0:
+            self._use(message.version, message.included)
+        if message.store is not None:
+            self._stage.store(message.store, self._shared.pushed)
+        if message.show:
+            self._stage.show(self._shared.pushed)
+        if message.store is not None or message.show:
+            self._stage.device.finish()
+            self._links.control.send(encode(Stored(stage=self._number, until=message.store)))
+        if self._links.following is not None:
+            self._links.following.send(encode(message))
+
+    def _task(self, kind: str, batch: int, start_s: float) -> Task:
+        """What has been computed since `start_s`; a slow device takes longer."""
+        self._stage.device.finish()
+        if self._slowdown > 1:
+            self._sleep((self._slowdown - 1) * (self._clock() - start_s))
+        return Task(self._number, kind, batch, start_s, self._clock())
+
+
+def _problem(exc: Exception) -> str:
+    """What is wrong with a minibatch, where the fault may be its samples'.
+
+    Raises:
+        Exception: `exc`, where it is this machine's fault, or the task's whatever the samples are.
+    """
+    if isinstance(exc, MemoryError | OSError | LinkClosedError | TaskError):
+        raise exc
+    if "allocate memory" in str(exc) or "out of memory" in str(exc):
+        raise MemoryError(str(exc)) from exc
+    return f"{type(exc).__name__}: {exc}"[:_MAX_REASON_CHARS]

@@ -1,0 +1,41 @@
+"""A stage's process while nobody listens to it."""
+
+from __future__ import annotations
+
+import selectors
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from doll.pipeline.links.link import SocketLink, socket_pair
+from doll.pipeline.runtime import stage_process
+from doll.pipeline.runtime.messages import Ready, Stop, decode, encode
+from doll.pipeline.runtime.stage_process import Links, SharedMemory, StageProcess
+from waiting import WAIT_TIMEOUT_S, until
+
+
+def has_room(link: SocketLink) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(link, selectors.EVENT_WRITE)
+        return bool(selector.select(0))
+
+
+def test_a_stage_outlives_a_coordinator_that_does_not_read_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that waits for the parameter server: it hears of a stage more often than its socket holds."""
+    monkeypatch.setattr(stage_process, "ALIVE_EVERY_S", 0.0)
+    (control, own), (chain, before) = socket_pair(), socket_pair()
+    own.limit_sending(1.0)
+    nothing = np.zeros(0, np.float32)
+    make: Any = lambda: None  # noqa: E731
+    process = StageProcess(make, Links(own, before, None), SharedMemory(nothing, nothing), number=0, fingerprint="f")
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(process.run()))
+    thread.start()
+    until(lambda: not has_room(own), "a full socket")
+    control.send(encode(Stop()))
+    thread.join(WAIT_TIMEOUT_S)
+    assert codes == [0]
+    assert decode(control.receive()[0]) == Ready(stage=0, fingerprint="f")
+    for link in (control, own, chain, before):
+        link.close()
