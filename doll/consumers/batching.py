@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
@@ -154,14 +154,3 @@ def _first_missing(offsets: Sequence[int], at: int, until: int) -> int:
         else:
             hi = middle
     return lo
-
-
-def runs(numbers: Iterable[int]) -> list[range]:
-    """Increasing numbers as runs of consecutive ones."""
-    runs: list[range] = []
-    for number in numbers:
-        if runs and runs[-1].stop == number:
-            runs[-1] = range(runs[-1].start, number + 1)
-        else:
-            runs.append(range(number, number + 1))
-    return runs

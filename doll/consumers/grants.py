@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from doll.consumers.batching import runs
 from doll.records import Grant, Push, PushedBatch
 
 
@@ -72,7 +71,7 @@ class Grants:
         for batch in new:
             self._forget_answer(batch)
             self._newest[batch], self._owed[batch] = grant.grant_ids[batch - grant.first], grant
-        orders = [(grant, run) for run in runs(new)]
+        orders = [(grant, run) for run in _runs(new)]
         orders += [(self._owed[batch], range(batch, batch + 1)) for batch in overtook if batch not in new]
         return Taken(list(answers.values()), orders)
 
@@ -130,3 +129,14 @@ class Grants:
         self._owed.pop(batch, None)
         self._answered.pop(batch, None)
         self._computed.pop((batch, self._newest.get(batch, -1)), None)
+
+
+def _runs(numbers: Iterable[int]) -> list[range]:
+    """Increasing numbers as runs of consecutive ones."""
+    runs: list[range] = []
+    for number in numbers:
+        if runs and runs[-1].stop == number:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs
