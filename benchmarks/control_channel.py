@@ -29,8 +29,8 @@ from typing import Final
 import psutil
 import uvloop
 from doll.config import JobConfig, parse
-from doll.consumers.control_link import ControlLink
-from doll.consumers.kafka_channel import WorkerChannel
+from doll.consumers.channels.control_link import ControlLink
+from doll.consumers.channels.kafka_channel import WorkerChannel
 from doll.kafka import topics
 from doll.local.stack import local_stack
 from doll.ps.control_channel import ControlChannel, open_links

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from doll.config import JobConfig, load
-from doll.consumers.bisection import usual_norm
-from doll.consumers.decoding import Records, decode_records
-from doll.consumers.gradient import Gradient, GradientComputer
-from doll.consumers.guard import Guard, Samples
+from doll.consumers.compute.bisection import usual_norm
+from doll.consumers.compute.gradient import Gradient, GradientComputer
+from doll.consumers.compute.guard import Guard, Samples
+from doll.consumers.intake.decoding import Records, decode_records
 from doll.model import build
 from doll.optim.optimizer import Optimizer
 from doll.producers.sources import open_streams

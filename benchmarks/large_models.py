@@ -103,8 +103,8 @@ class Replica:
 
 def work(pipe: Connection, worker: int, config: JobConfig, kind: str, place: str, numel: int) -> None:
     """Answer grants until the pipe is closed; then send what was measured."""
-    from doll.consumers.compressor import DenseCompressor
-    from doll.consumers.local_model import CachedVersion
+    from doll.consumers.compute.compressor import DenseCompressor
+    from doll.consumers.compute.local_model import CachedVersion
     from doll.process.memory import keep_freed_memory
 
     telemetry.configure("warning", process=f"worker-{worker}")
@@ -328,7 +328,9 @@ def measure(size: float, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     widths = [WIDTHS[size], WIDTHS[size]] if size > 0 else []
     config = parse(JOB % (widths, args.momentum, args.checkpoint_every))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "doll.ps.server", "doll.optim.optimizer", "doll.consumers.local_model"])
+    context.set_forkserver_preload(
+        ["torch", "doll.ps.server", "doll.optim.optimizer", "doll.consumers.compute.local_model"]
+    )
     with tempfile.TemporaryDirectory(prefix="doll-large-") as name, store_of(kind, Path(name)) as place:
         ends = [context.Pipe() for _ in range(WORKERS)]
         ours, theirs = context.Pipe()

@@ -23,10 +23,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from doll.config import JobConfig, load
-from doll.consumers.control_link import ControlLink
-from doll.consumers.kafka_channel import JobEndedError, WorkerChannel
-from doll.consumers.runtime import TICK_S
-from doll.consumers.worker import (
+from doll.consumers.channels.control_link import ControlLink
+from doll.consumers.channels.kafka_channel import JobEndedError, WorkerChannel
+from doll.consumers.protocol.worker_core import (
     Acknowledge,
     Batch,
     Compute,
@@ -37,6 +36,7 @@ from doll.consumers.worker import (
     WorkerAction,
     WorkerCore,
 )
+from doll.consumers.runtime import TICK_S
 from doll.records import AnyRecord, Grant, Nack, Push, Welcome, decode
 from doll.services import BLOBS_ENV, Services
 from doll.storage.blobs import Blobs, blob_info, encode_blob, gradient_key, scope_of

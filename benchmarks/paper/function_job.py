@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from doll.config import StopConfig
 from doll.config.policy import PolicyConfig
-from doll.consumers.residual import Residual
+from doll.consumers.compute.significance_filter import Residual
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.scale_in import ScaleInTuner
 from doll.ps.engine import Engine

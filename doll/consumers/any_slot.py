@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from doll import telemetry
-from doll.consumers.redis_slots import lease_slot
+from doll.consumers.lifecycle.redis_slots import lease_slot
 from doll.kafka.job_end import on_finish
 from doll.kafka.topics import cluster_id
 from doll.storage.redis_client import connect_redis

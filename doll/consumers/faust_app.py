@@ -16,9 +16,9 @@ from faust.tables import TableManager
 from faust.types import TP
 
 from doll.config import JobConfig
-from doll.consumers.batch_buffer import stream_buffer_records
+from doll.consumers.intake.batch_buffer import stream_buffer_records
+from doll.consumers.intake.transport import OutOfRangeHandler, TruncatedHandler
 from doll.consumers.runtime import WorkerRuntime
-from doll.consumers.transport import OutOfRangeHandler, TruncatedHandler
 from doll.kafka.chunk_reader import NOTHING_LEARNED, ChunkReader, Learned
 from doll.kafka.reader import Partition
 from doll.services import Services

@@ -15,29 +15,29 @@ from typing import Final, NamedTuple
 import torch
 
 from doll.config import JobConfig
-from doll.consumers.compressor import Compressor, DenseCompressor, SparseCompressor
-from doll.consumers.control_link import ControlLink
-from doll.consumers.dead_letters import DeadLetters
-from doll.consumers.decoder import ThreadDecoder
-from doll.consumers.departure import Departure
+from doll.consumers.channels.control_link import ControlLink
+from doll.consumers.channels.kafka_channel import JobEndedError, WorkerChannel
+from doll.consumers.compute.batch_sets import SetContribution
+from doll.consumers.compute.compressor import Compressor, DenseCompressor, SparseCompressor
+from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.gradient_engine import GradientEngine, ThreadGradientEngine
+from doll.consumers.compute.grant_handler import GrantHandler
+from doll.consumers.compute.guard import Guard
+from doll.consumers.compute.local_model import CachedVersion
+from doll.consumers.compute.step_model import StepModel
+from doll.consumers.compute.task_steps import OwnSteps
 from doll.consumers.faust_app import FaustStream
-from doll.consumers.gradient import GradientComputer
-from doll.consumers.gradient_engine import GradientEngine, ThreadGradientEngine
-from doll.consumers.grant_handler import GrantHandler
-from doll.consumers.guard import Guard
-from doll.consumers.kafka_channel import JobEndedError, WorkerChannel
-from doll.consumers.local_model import CachedVersion
-from doll.consumers.own_steps import OwnSteps
-from doll.consumers.pipeline_engine import PipelineGradientEngine
-from doll.consumers.row_client import RowClient
+from doll.consumers.intake.dead_letters import DeadLetters
+from doll.consumers.intake.decoder import ThreadDecoder
+from doll.consumers.lifecycle.departure import Departure
+from doll.consumers.lifecycle.spot_notices import watch_spot_notices
+from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
+from doll.consumers.pipeline.stage_processes import StageProcesses, start_stages
+from doll.consumers.pipeline.task_log import TaskLog
+from doll.consumers.protocol.worker_core import WorkerCore
 from doll.consumers.runtime import WorkerRuntime
-from doll.consumers.set_contribution import SetContribution
-from doll.consumers.spot_notices import watch_spot_notices
-from doll.consumers.stage_processes import StageProcesses, start_stages
-from doll.consumers.step_model import StepModel
-from doll.consumers.table_rows import TableRows
-from doll.consumers.task_log import TaskLog
-from doll.consumers.worker import WorkerCore
+from doll.consumers.tables.row_client import RowClient
+from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError, FencedError
 from doll.fingerprint import difference
 from doll.kafka import topics

@@ -19,19 +19,18 @@ from typing import Any, Final, Protocol, TypeAlias
 from msgspec import structs
 
 from doll.config import JobConfig
-from doll.consumers.batch_buffer import BatchBuffer, buffer_capacity
-from doll.consumers.batching import Batcher, RawBatch
-from doll.consumers.control_link import ControlLink
-from doll.consumers.decoder import Decoder
-from doll.consumers.decoding import Decoded, Records
-from doll.consumers.deleted_records import DeletedRecords, LogChannel
-from doll.consumers.departure import Departure
-from doll.consumers.exits import ProcessExit
-from doll.consumers.gradient_engine import GradientEngine
-from doll.consumers.row_client import RowClient
-from doll.consumers.skipping import Skipped
-from doll.consumers.stall_watch import StallWatch
-from doll.consumers.worker import (
+from doll.consumers.channels.control_link import ControlLink
+from doll.consumers.compute.gradient_engine import GradientEngine
+from doll.consumers.intake.batch_buffer import BatchBuffer, buffer_capacity
+from doll.consumers.intake.batching import Batcher, RawBatch
+from doll.consumers.intake.decoder import Decoder
+from doll.consumers.intake.decoding import Decoded, Records
+from doll.consumers.intake.deleted_records import DeletedRecords, LogChannel
+from doll.consumers.lifecycle.departure import Departure
+from doll.consumers.lifecycle.exits import ProcessExit
+from doll.consumers.lifecycle.stall_watch import StallWatch
+from doll.consumers.protocol.skipped_batches import Skipped
+from doll.consumers.protocol.worker_core import (
     Acknowledge,
     Batch,
     Compute,
@@ -42,6 +41,7 @@ from doll.consumers.worker import (
     WorkerAction,
     WorkerCore,
 )
+from doll.consumers.tables.row_client import RowClient
 from doll.errors import DollError, RecordError, ServiceUnavailableError, TaskError
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
@@ -88,7 +88,7 @@ class SampleStream(Protocol):
 
 
 class Channel(LogChannel, Protocol):
-    """The worker's connection to Kafka beside the stream, see `doll.consumers.kafka_channel`."""
+    """The worker's connection to Kafka beside the stream, see `doll.consumers.channels.kafka_channel`."""
 
     def poll(self) -> None:
         """Handle delivery reports."""

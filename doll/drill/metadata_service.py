@@ -1,6 +1,7 @@
 """A fake EC2 instance metadata service that serves interruption notices, well-formed or malformed, to single workers.
 
-One server answers for all roles: each has its own path, which `doll.consumers.spot_notices` accepts as an endpoint.
+One server answers for all roles: each has its own path, which `doll.consumers.lifecycle.spot_notices` accepts as an
+endpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Final, Self
 
-from doll.consumers.spot_notices import ENDPOINT_ENV, NOTICES_ENV
+from doll.consumers.lifecycle.spot_notices import ENDPOINT_ENV, NOTICES_ENV
 from doll.local.processes import LOOPBACK
 
 _ACTION: Final = "/latest/meta-data/spot/instance-action"

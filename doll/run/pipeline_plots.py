@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from doll.config import JobConfig
-from doll.consumers.task_log import read_tasks
+from doll.consumers.pipeline.task_log import read_tasks
 from doll.pipeline.planner import gantt
 from doll.pipeline.planner.live_memory import live_rule
 from doll.pipeline.planner.measured import timeline_of

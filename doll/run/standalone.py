@@ -12,7 +12,7 @@ import os
 from doll import telemetry
 from doll.config import JobConfig
 from doll.consumers.any_slot import run_any_worker
-from doll.consumers.spot_notices import Imds, set_identity_from_tags
+from doll.consumers.lifecycle.spot_notices import Imds, set_identity_from_tags
 from doll.errors import ConfigError
 from doll.kafka import topics
 from doll.monitor.prometheus import serve_metrics

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from doll.config import OptimizerConfig
-from doll.consumers.gradient import Gradient, GradientComputer
+from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.evaluation.heldout import HeldOut, HeldOutError
 from doll.model import FlatModel
 from doll.optim.optimizer import Optimizer

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 import redis
-from doll.consumers.control_link import ControlLink
+from doll.consumers.channels.control_link import ControlLink
 from doll.control.link_state import MAX_FRAME_BYTES, PING_EVERY_S, SILENCE_S, TO_WORKER, LinkError, LinkState
 from doll.control.local_socket import LocalSocket, SocketLink, connect
 from doll.control.redis_streams import StreamLink, server_stream
@@ -292,7 +292,7 @@ def test_the_links_of_a_server_end_with_it_and_the_next_one_is_found(rig: Rig) -
 @pytest.fixture
 def _no_second_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a link fails, the pause before the next attempt outlasts the test."""
-    monkeypatch.setattr("doll.consumers.control_link._RETRY_S", 10 * WAIT_TIMEOUT_S)
+    monkeypatch.setattr("doll.consumers.channels.control_link._RETRY_S", 10 * WAIT_TIMEOUT_S)
 
 
 @pytest.mark.usefixtures("_no_second_attempt")

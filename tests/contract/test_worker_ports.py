@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from doll.consumers.compressor import Compressor, DenseCompressor, SparseCompressor
-from doll.consumers.decoder import Decoder, ThreadDecoder
-from doll.consumers.decoding import Decoded, Records
-from doll.consumers.gradient import GradientComputer
-from doll.consumers.gradient_engine import GoesOn, GradientEngine, Handle, ThreadGradientEngine
-from doll.consumers.local_model import CachedVersion, LocalModel
-from doll.consumers.worker import Batch, ComputedBatch, GradientDone
+from doll.consumers.compute.compressor import Compressor, DenseCompressor, SparseCompressor
+from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.gradient_engine import GoesOn, GradientEngine, Handle, ThreadGradientEngine
+from doll.consumers.compute.local_model import CachedVersion, LocalModel
+from doll.consumers.intake.decoder import Decoder, ThreadDecoder
+from doll.consumers.intake.decoding import Decoded, Records
+from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import ServiceUnavailableError, TaskError
 from doll.model import FlatModel
 from doll.records import Grant

@@ -126,7 +126,7 @@ def test_the_settings_are_those_of_the_stack_and_doll_takes_them() -> None:
 
 
 def test_a_worker_finds_the_tags_that_the_provisioner_gives_it() -> None:
-    from doll.consumers import spot_notices
+    from doll.consumers.lifecycle import spot_notices
     from doll.provisioner.fleets.ec2 import tags
 
     given = {tags.WORKER_TAG, tags.INCARNATION_TAG, tags.MARKET_TAG}

@@ -22,8 +22,8 @@ import pytest
 import yaml
 from doll.config import JobConfig, dump, parse
 from doll.config.policy import POLICIES
-from doll.consumers.decoding import Records, decode_records
-from doll.consumers.worker import Batch, Compute, ComputedBatch, Exit, GradientDone, Send, WorkerCore
+from doll.consumers.intake.decoding import Records, decode_records
+from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, Exit, GradientDone, Send, WorkerCore
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
 from doll.packing import pack, unpack
 from doll.ps.engine import Engine

@@ -21,7 +21,7 @@ import pytest
 import structlog
 from doll.bounded import MAX_DEPTH, MalformedError, json_value
 from doll.config import load, parse
-from doll.consumers.spot_notices import Imds, NoticeWatcher
+from doll.consumers.lifecycle.spot_notices import Imds, NoticeWatcher
 from doll.errors import CheckpointError, ConfigError, RecordError, ServiceUnavailableError
 from doll.ledger.snapshot_counts import SnapshotCounts, read_counts
 from doll.monitor.csv_file import read_rows

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
-from doll.consumers.kafka_channel import WorkerChannel
+from doll.consumers.channels.kafka_channel import WorkerChannel
 from doll.drill.damage import send_bomb
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import kafka_settings

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
-from doll.consumers import kafka_channel
+from doll.consumers.channels import kafka_channel
 from doll.local.processes import free_port
 from doll.records import Hello, Stop
 from doll.services import Services

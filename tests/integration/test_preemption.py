@@ -79,7 +79,7 @@ NOTICED = """
 import sys, threading
 from pathlib import Path
 from doll.config import load
-from doll.consumers.departure import Departure
+from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.main import run_worker
 from doll.services import Services
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 from doll.config import JobConfig, parse
-from doll.consumers.redis_slots import SlotLeases, lease_slot
+from doll.consumers.lifecycle.redis_slots import SlotLeases, lease_slot
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
 from doll.storage.redis_client import connect_redis

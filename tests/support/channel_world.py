@@ -24,15 +24,15 @@ import numpy.typing as npt
 from doll.config import JobConfig, parse
 from doll.config.policy import POLICIES as REGISTERED
 from doll.config.policy import policy_section
-from doll.consumers.compressor import DenseCompressor, SparseCompressor
-from doll.consumers.gradient import Gradient, GradientComputer
-from doll.consumers.grant_handler import GrantHandler
-from doll.consumers.guard import GuardedGradient
-from doll.consumers.local_model import CachedVersion
-from doll.consumers.row_client import RowClient
-from doll.consumers.step_model import StepModel
-from doll.consumers.table_rows import TableRows
-from doll.consumers.worker import Batch, Compute, Exit, GradientDone, Offer, Send, StoreRest, WorkerCore
+from doll.consumers.compute.compressor import DenseCompressor, SparseCompressor
+from doll.consumers.compute.gradient import Gradient, GradientComputer
+from doll.consumers.compute.grant_handler import GrantHandler
+from doll.consumers.compute.guard import GuardedGradient
+from doll.consumers.compute.local_model import CachedVersion
+from doll.consumers.compute.step_model import StepModel
+from doll.consumers.protocol.worker_core import Batch, Compute, Exit, GradientDone, Offer, Send, StoreRest, WorkerCore
+from doll.consumers.tables.row_client import RowClient
+from doll.consumers.tables.table_rows import TableRows
 from doll.errors import BlobError
 from doll.model import FlatModel, build
 from doll.optim.contribution import Contribution

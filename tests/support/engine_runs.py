@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from doll.config.policy import PolicyConfig
-from doll.consumers.worker import Send
+from doll.consumers.protocol.worker_core import Send
 from doll.ps.events import GrantsLost
 from engine_world import World
 

@@ -14,8 +14,8 @@ import numpy as np
 from doll.config import StopConfig
 from doll.config.policy import POLICIES as registered
 from doll.config.policy import PolicyConfig, policy_section
-from doll.consumers.batching import Batcher
-from doll.consumers.worker import (
+from doll.consumers.intake.batching import Batcher
+from doll.consumers.protocol.worker_core import (
     Acknowledge,
     Batch,
     Compute,
@@ -501,7 +501,7 @@ class World:
         self._do(process, core.rest_stored(order, done))
 
     def _load_weights(self, process: Process, grant: Grant) -> bool:
-        """As `doll.consumers.local_model.CachedVersion`."""
+        """As `doll.consumers.compute.local_model.CachedVersion`."""
         term, version = process.cached
         is_allowed = term == grant.term and version >= grant.min_version
         offered = process.offered[1] if process.offered[0] == grant.term else -1

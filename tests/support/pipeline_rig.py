@@ -12,17 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from doll.config import parse
-from doll.consumers.compressor import SparseCompressor
-from doll.consumers.dead_letters import UsableSamples
-from doll.consumers.decoding import Decoded
-from doll.consumers.departure import Departure
-from doll.consumers.gradient import GradientComputer
-from doll.consumers.guard import Guard
-from doll.consumers.pipeline_engine import PipelineGradientEngine
-from doll.consumers.stage_processes import start_stages
-from doll.consumers.step_model import StepModel
-from doll.consumers.task_log import TaskLog
-from doll.consumers.worker import Batch, GradientDone
+from doll.consumers.compute.compressor import SparseCompressor
+from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.guard import Guard
+from doll.consumers.compute.step_model import StepModel
+from doll.consumers.intake.dead_letters import UsableSamples
+from doll.consumers.intake.decoding import Decoded
+from doll.consumers.lifecycle.departure import Departure
+from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
+from doll.consumers.pipeline.stage_processes import start_stages
+from doll.consumers.pipeline.task_log import TaskLog
+from doll.consumers.protocol.worker_core import Batch, GradientDone
 from doll.model import build
 from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.records import Grant, NewVersion

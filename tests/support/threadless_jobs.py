@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from doll.config import parse
-from doll.consumers.compressor import DenseCompressor, SparseCompressor
-from doll.consumers.dead_letters import DeadLetters
-from doll.consumers.decoding import Records
-from doll.consumers.gradient import GradientComputer
-from doll.consumers.grant_handler import GrantHandler
-from doll.consumers.guard import Guard
-from doll.consumers.local_model import CachedVersion
-from doll.consumers.row_client import RowClient
-from doll.consumers.step_model import StepModel
-from doll.consumers.table_rows import TableRows
-from doll.consumers.worker import Batch, Compute, Offer, Send, WorkerCore
+from doll.consumers.compute.compressor import DenseCompressor, SparseCompressor
+from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.grant_handler import GrantHandler
+from doll.consumers.compute.guard import Guard
+from doll.consumers.compute.local_model import CachedVersion
+from doll.consumers.compute.step_model import StepModel
+from doll.consumers.intake.dead_letters import DeadLetters
+from doll.consumers.intake.decoding import Records
+from doll.consumers.protocol.worker_core import Batch, Compute, Offer, Send, WorkerCore
+from doll.consumers.tables.row_client import RowClient
+from doll.consumers.tables.table_rows import TableRows
 from doll.errors import BlobError
 from doll.model import build
 from doll.optim.row_optimizer import row_optimizer

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from doll.consumers.decoding import Decoded, Records
-from doll.consumers.gradient_engine import GoesOn
-from doll.consumers.worker import Batch, GradientDone
+from doll.consumers.compute.gradient_engine import GoesOn
+from doll.consumers.intake.decoding import Decoded, Records
+from doll.consumers.protocol.worker_core import Batch, GradientDone
 from doll.records import AnyRecord, DeadLetter, Grant, NewVersion, Welcome, encode
 
 

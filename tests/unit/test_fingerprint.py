@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 from doll.config import JobConfig, dump, parse
-from doll.consumers.worker import Exit, WorkerCore
+from doll.consumers.protocol.worker_core import Exit, WorkerCore
 from doll.errors import CheckpointError
 from doll.fingerprint import MAY_CHANGE, difference, differences, job_fields, make_fingerprint, refused_changes
 from doll.fingerprint import parse as fields_of

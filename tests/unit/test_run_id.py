@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 from doll.config import parse
-from doll.consumers.worker import Exit, WorkerCore
+from doll.consumers.protocol.worker_core import Exit, WorkerCore
 from doll.monitor.history import History
 from doll.ps.checkpointing import encode_snapshot
 from doll.ps.engine import Engine

@@ -13,7 +13,7 @@ import pytest
 import structlog
 from doll import packing
 from doll.config import dump, parse
-from doll.consumers.decoding import Records, decode_records
+from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
 from doll.kafka.clients import kafka_settings
 from doll.process.loopback import require_loopback

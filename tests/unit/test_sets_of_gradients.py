@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from doll.config import JobConfig, parse
-from doll.consumers.compressor import DenseCompressor
-from doll.consumers.dead_letters import DeadLetters
-from doll.consumers.decoding import Records
-from doll.consumers.gradient import GradientComputer
-from doll.consumers.grant_handler import GrantHandler
-from doll.consumers.guard import Guard
-from doll.consumers.local_model import CachedVersion
-from doll.consumers.worker import Batch, Compute, Send, WorkerCore
+from doll.consumers.compute.compressor import DenseCompressor
+from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.grant_handler import GrantHandler
+from doll.consumers.compute.guard import Guard
+from doll.consumers.compute.local_model import CachedVersion
+from doll.consumers.intake.dead_letters import DeadLetters
+from doll.consumers.intake.decoding import Records
+from doll.consumers.protocol.worker_core import Batch, Compute, Send, WorkerCore
 from doll.model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
 from doll.ps.local_host import LocalModelHost

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
-from doll.consumers.row_cache import FetchedRows, RowCache
+from doll.consumers.tables.row_cache import FetchedRows, RowCache
 from doll.embedding_tables import EmbeddingTables
 from doll.model_without_tables import build_without_tables
 from doll.optim.row_optimizer import row_optimizer

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from doll.consumers.op_log import OpLog
-from doll.consumers.row_cache import RowCache
-from doll.consumers.table_rows import TableRows
+from doll.consumers.tables.op_log import OpLog
+from doll.consumers.tables.row_cache import RowCache
+from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError
 from doll.ps.local_host import LocalModelHost
 from doll.records import Grant

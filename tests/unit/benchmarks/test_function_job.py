@@ -10,7 +10,7 @@ from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.function_job import DenseRing, Factors, FunctionJob, Step, Store
 from benchmarks.paper.mlless_fig7 import compare, factors, isp, play
 from doll.config.policy import PolicyConfig
-from doll.consumers.residual import Residual
+from doll.consumers.compute.significance_filter import Residual
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.scale_in import ScaleInTuner, TunerSettings, Verdict
 from doll.ps.policies.bsp import BspPolicyConfig

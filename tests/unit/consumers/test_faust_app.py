@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.config import parse
-from doll.consumers import deleted_records, exits
-from doll.consumers.decoding import Decoded, Records
-from doll.consumers.departure import Departure
 from doll.consumers.faust_app import FaustStream
+from doll.consumers.intake import deleted_records
+from doll.consumers.intake.decoding import Decoded, Records
+from doll.consumers.lifecycle import exits
+from doll.consumers.lifecycle.departure import Departure
+from doll.consumers.protocol.worker_core import WorkerCore
 from doll.consumers.runtime import WorkerRuntime
-from doll.consumers.worker import WorkerCore
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange, Truncated
 from doll.process.health import Heartbeat

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from doll.consumers.step_model import StepModel
+from doll.consumers.compute.step_model import StepModel
 from doll.errors import ConfigError, TaskError
 from doll.model import FlatModel
 from doll.pipeline.planner.cut import even_stops

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from doll.config import parse
-from doll.consumers.row_client import RowClient
-from doll.consumers.table_rows import TableRows
+from doll.consumers.tables.row_client import RowClient
+from doll.consumers.tables.table_rows import TableRows
 from doll.optim.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowSgd
 from doll.records import GetRows, Grant, RowsStored
 from doll.rows import Rows, TableShape

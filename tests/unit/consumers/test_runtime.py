@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from doll.config import parse
-from doll.consumers import exits, runtime
-from doll.consumers.decoder import Decoder
-from doll.consumers.decoding import Decoded, Records, Refused
-from doll.consumers.departure import Departure
+from doll.consumers import runtime
+from doll.consumers.intake.decoder import Decoder
+from doll.consumers.intake.decoding import Decoded, Records, Refused
+from doll.consumers.lifecycle import exits
+from doll.consumers.lifecycle.departure import Departure
+from doll.consumers.protocol.worker_core import ComputedBatch, GradientDone, Send, WorkerCore
 from doll.consumers.runtime import WorkerRuntime
-from doll.consumers.worker import ComputedBatch, GradientDone, Send, WorkerCore
 from doll.errors import DollError, ServiceUnavailableError, TaskError
 from doll.process.health import Heartbeat
 from doll.records import Alive, Announce, AnyRecord, Durable, Leave, Nack, Push, Stop

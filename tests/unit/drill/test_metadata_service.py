@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from doll.consumers.spot_notices import ENDPOINT_ENV, Imds, NoticeWatcher
+from doll.consumers.lifecycle.spot_notices import ENDPOINT_ENV, Imds, NoticeWatcher
 from doll.drill.metadata_service import UNREADABLE, FakeMetadataService
 from waiting import WAIT_TIMEOUT_S, until
 

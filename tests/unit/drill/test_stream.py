@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doll.config import parse
-from doll.consumers.decoding import Records, decode_records
+from doll.consumers.intake.decoding import Records, decode_records
 from doll.drill.stream import poison_for
 from doll.task import load_task
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from doll.consumers.worker import Compute, Send
+from doll.consumers.protocol.worker_core import Compute, Send
 from doll.ps import events as ev
 from doll.records import Announce, Nack, Push
 from threadless_jobs import Job, Worker

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from clock_world import RecordedWorld
-from doll.consumers.gradient import GradientComputer
+from doll.consumers.compute.gradient import GradientComputer
 from doll.model import build
 from doll.optim.optimizer import Optimizer
 from doll.ps.policies.asp import AspPolicyConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from doll.config import StopConfig
 from doll.config.policy import PolicyConfig
-from doll.consumers.worker import Batch, Compute, ComputedBatch, GradientDone, Send, WorkerCore
+from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, GradientDone, Send, WorkerCore
 from doll.ps import events as ev
 from doll.ps.engine import Engine
 from doll.ps.policies import make_policy
@@ -134,7 +134,7 @@ class SlowWorkers:
             self.deliver()
 
     def compute(self, worker: int, core: WorkerCore) -> None:
-        """As `doll.consumers.grant_handler`: a set ends when it has taken its time, a wave when it is whole."""
+        """As `doll.consumers.compute.grant_handler`: a set ends when it has taken its time, a wave when it is whole."""
         queue = self.computing[worker]
         while queue and not core.is_current(queue[0].order.grant):
             queue.popleft()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-from doll.consumers.batching import Batcher
-from doll.consumers.worker import Acknowledge, Batch, Send
+from doll.consumers.intake.batching import Batcher
+from doll.consumers.protocol.worker_core import Acknowledge, Batch, Send
 from doll.errors import IllegalEventError
 from doll.ledger.balance import DurableModel, LedgerReport, balance
 from doll.ps import events as ev

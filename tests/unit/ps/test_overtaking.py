@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from doll.consumers.worker import Compute, Send
+from doll.consumers.protocol.worker_core import Compute, Send
 from doll.ps import events as ev
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.records import (

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from doll.config.policy import PolicyConfig
-from doll.consumers import batching
-from doll.consumers.batching import RawBatch
-from doll.consumers.skipping import Skipped, SkippedBatches
-from doll.consumers.worker import Batch, Send
+from doll.consumers.intake import batching
+from doll.consumers.intake.batching import RawBatch
+from doll.consumers.protocol.skipped_batches import Skipped, SkippedBatches
+from doll.consumers.protocol.worker_core import Batch, Send
 from doll.ps import events as ev
 from doll.ps.engine import Engine
 from doll.ps.policies.asp import Asp

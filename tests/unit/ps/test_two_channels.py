@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import channel_world
-import doll.consumers.worker
+import doll.consumers.protocol.worker_core
 import doll.ps.message_handling
 import pytest
 import torch
 from channel_world import POLICIES, Difference, World, play
 from distributions import install_wheel
 from doll.config.policy import POLICIES as REGISTERED
-from doll.consumers.grants import Grants, Taken
-from doll.consumers.residual import Residual
-from doll.consumers.step_model import StepModel
-from doll.consumers.worker import StoreRest, WorkerAction, WorkerCore
+from doll.consumers.compute.significance_filter import Residual
+from doll.consumers.compute.step_model import StepModel
+from doll.consumers.protocol.grants import Grants, Taken
+from doll.consumers.protocol.worker_core import StoreRest, WorkerAction, WorkerCore
 from doll.ps.engine import Engine
 from doll.ps.events import EngineAction
 from doll.ps.settling import Settling
@@ -115,7 +115,7 @@ def is_difference(of: str) -> Callable[[Exception], bool]:
     [("wsp", "version"), ("isp", "version"), ("ssp", "row"), ("wsp", "row"), ("asp, steps", "row")],
 )
 def test_a_worker_that_computes_late_copies_is_caught(policy: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doll.consumers.worker, "Grants", Forgetful)
+    monkeypatch.setattr(doll.consumers.protocol.worker_core, "Grants", Forgetful)
     monkeypatch.setattr(channel_world, "StepModel", Unguarded)
     monkeypatch.setattr(Residual, "_expect_newest", lambda self, batch: None)
     assert found(policy, 1500, is_difference(of))
@@ -123,7 +123,7 @@ def test_a_worker_that_computes_late_copies_is_caught(policy: str, of: str, monk
 
 def test_what_holds_the_steps_refuses_late_copies_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two guards, each of which is enough."""
-    monkeypatch.setattr(doll.consumers.worker, "Grants", Forgetful)
+    monkeypatch.setattr(doll.consumers.protocol.worker_core, "Grants", Forgetful)
     for policy in ("wsp", "isp", "ssp"):
         for seed in range(40):
             play(policy, seed)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from doll.config import SgdConfig
-from doll.consumers.gradient import GradientComputer
+from doll.consumers.compute.gradient import GradientComputer
 from doll.model import FlatModel
 from doll.optim.optimizer import Optimizer
 from doll.provisioner.traces.availability import Markov

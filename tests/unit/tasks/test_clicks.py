@@ -16,8 +16,8 @@ import pytest
 import torch
 from benchmarks.plain_models import PlainLogistic
 from doll import config as job_config
-from doll.consumers.decoding import Records, decode_records
-from doll.consumers.gradient import GradientComputer
+from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.model import FlatModel
 from doll.producers.sources import criteo, synthetic_clicks

@@ -9,7 +9,7 @@ import sys
 import pytest
 from doll import config as job_config
 from doll.config import DigitsSource, JobConfig
-from doll.consumers.decoding import Records, decode_records
+from doll.consumers.intake.decoding import Records, decode_records
 from doll.producers import sources
 from doll.task import as_features, load_task
 from paths import EXAMPLES

@@ -12,8 +12,8 @@ import pytest
 import torch
 from benchmarks.plain_models import PlainFactors
 from doll import config as job_config
-from doll.consumers.decoding import Records, decode_records
-from doll.consumers.gradient import GradientComputer
+from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BadRecordsError, SampleError
 from doll.model import FlatModel
 from doll.producers import sources

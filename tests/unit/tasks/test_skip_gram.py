@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 import torch
 from doll import config as job_config
-from doll.consumers.gradient import GradientComputer
-from doll.consumers.guard import Guard
+from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.guard import Guard
 from doll.embedding_tables import EmbeddingTables
 from doll.model import FlatModel
 from doll.producers import sources

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from doll import config as job_config
-from doll.consumers.decoding import Records, decode_records
+from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.model import build, fingerprint
 from doll.producers import sources

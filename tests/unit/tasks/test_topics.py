@@ -12,8 +12,8 @@ import pytest
 import torch
 from doll import config as job_config
 from doll.config import JobConfig
-from doll.consumers.gradient import GradientComputer
-from doll.consumers.own_steps import OwnSteps
+from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.task_steps import OwnSteps
 from doll.errors import TaskError
 from doll.evaluation.heldout import HeldOut
 from doll.model import FlatModel, build

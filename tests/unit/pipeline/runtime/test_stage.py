@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 import torch
 from doll.config import TrainingConfig
-from doll.consumers.gradient import Gradient, GradientComputer
-from doll.consumers.step_model import StepModel
+from doll.consumers.compute.gradient import Gradient, GradientComputer
+from doll.consumers.compute.step_model import StepModel
 from doll.errors import ConfigError
 from doll.model import FlatModel
 from doll.optim.optimizer import DivergedError

@@ -1,0 +1,282 @@
+"""Algorithm 2: the gradient of one batch at exactly the given weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from doll.consumers.compute.batch_sets import grant_id_of
+from doll.embedding_tables import norm as norm_of_rows
+from doll.errors import IllegalEventError
+from doll.model import FlatModel
+from doll.optim.length import length
+from doll.records import Grant
+from doll.rows import Rows, add_in_order
+from doll.task import Task
+
+_MAX_SUM: Final = 1e38  # well below the largest float32
+
+
+class Gradient(NamedTuple):
+    """Sums over the samples of one batch.
+
+    Attributes:
+        values: float32, shape (numel,), laid out as `doll.model` says. It is the model's own memory: store it before
+            the next `compute`.
+        loss_sum: sum of the sample losses at the given weights, before learning from them.
+        metric_sums: sums of the task's metrics over the samples.
+        norm: of the part of the parameters and of `rows`; infinite where a number of it is not finite.
+        buffer_change: norm of the change of the float buffers; infinite as above.
+        rows: of the tables that took part, by name; their memory stays as it is.
+    """
+
+    values: npt.NDArray[np.float32]
+    loss_sum: float
+    metric_sums: dict[str, float]
+    norm: float = 0.0
+    buffer_change: float = 0.0
+    rows: Mapping[str, Rows] = {}
+
+    @property
+    def num_values(self) -> int:
+        """Numbers that the gradient has."""
+        return self.values.size + sum(rows.values.size for rows in self.rows.values())
+
+    def problem(self) -> str:
+        """What is not finite; "" where all is."""
+        if not math.isfinite(self.loss_sum):
+            return f"the loss is {self.loss_sum}"
+        if not math.isfinite(self.norm):
+            return "the gradient is not finite"
+        return "" if math.isfinite(self.buffer_change) else "the statistics of normalisation are not finite"
+
+
+class GradientComputer:
+    """One worker's replica of the model. Not thread-safe: one thread computes."""
+
+    def __init__(self, task: Task, model: FlatModel) -> None:
+        self._task = task
+        self._model = model
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32]:
+        """What the replica holds: float32, shape (numel,)."""
+        array: npt.NDArray[np.float32] = self._model.flat.detach().numpy()
+        return array
+
+    def load(self, weights: npt.NDArray[np.float32]) -> None:
+        """Copy `weights`, float32, shape (numel,), into the replica.
+
+        Raises:
+            ValueError: of another shape.
+        """
+        if weights.shape != self.weights.shape:
+            raise ValueError(f"expected weights of shape {self.weights.shape}, got {weights.shape}")
+        self.weights[:] = weights
+
+    def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, use_running_stats: bool = False) -> Gradient:
+        """Gradient of the summed loss over samples `x` of shape (n, ...), `y` of shape (n, ...), n >= 1.
+
+        The replica is left as it was: a worker may compute several batches at one version.
+
+        Args:
+            use_running_stats: let batch norm use the statistics so far, so that samples do not influence each other.
+        """
+        model, n = self._model, len(x)
+        buffers = self.weights[model.num_parameters :].copy()
+        try:
+            model.grad.zero_()
+            if model.tables is not None:
+                model.tables.reset()
+            # One sample has no variance, and torch refuses it: a batch of which one usable sample is left would end
+            # the worker. Its normalisation uses the statistics so far and does not change them.
+            output, loss, target = self._forward(x, y, use_running_stats=use_running_stats or n == 1)
+            torch.autograd.backward(loss * n)  # the task's loss is a mean; the sum costs no pass over the gradient
+            with torch.no_grad():
+                metrics = self._task.metrics(output.detach(), target)
+            model.restore_buffers()
+            values, floats = model.grad.numpy(), slice(model.num_parameters, model.num_floats)
+            rows = {} if model.tables is None else model.tables.gradients()
+            norm = math.hypot(length(model.grad[: model.num_parameters]), norm_of_rows(rows))
+            buffer_change = length(model.flat[floats].detach() - torch.from_numpy(buffers[: model.num_buffers]))
+            np.multiply(self.weights[floats], np.float32(n), out=values[floats])
+            values[model.num_floats :] = self.weights[model.num_floats :]
+            loss_sum = float(loss.detach()) * n
+            means = {name: value * n for name, value in metrics.items()}
+            return Gradient(values, loss_sum, means, norm, buffer_change, rows)
+        finally:
+            model.restore_buffers()
+            self.weights[model.num_parameters :] = buffers
+            if model.tables is not None:
+                model.tables.reset()  # the rows are not kept until the next batch
+
+    def loss(self, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> float:
+        """Mean loss over the samples, each apart from the others."""
+        buffers = self.weights[self._model.num_parameters :].copy()
+        try:
+            with torch.no_grad():
+                return float(self._forward(x, y, use_running_stats=True)[1])
+        finally:
+            self._model.restore_buffers()
+            self.weights[self._model.num_parameters :] = buffers
+
+    @contextmanager
+    def stepped_by(self, gradient: Gradient, rate: float) -> Iterator[None]:
+        """Meanwhile the parameters are `rate` times `gradient` further on."""
+        parameters = slice(self._model.num_parameters)
+        before = self.weights[parameters].copy()
+        try:
+            with ExitStack() as stack:
+                if self._model.tables is not None:
+                    stack.enter_context(self._model.tables.stepped_by(gradient.rows, rate))
+                with np.errstate(over="ignore", invalid="ignore"):
+                    step = rate * gradient.values[parameters].astype(np.float64)
+                    self.weights[parameters] += step.astype(np.float32)
+                yield
+        finally:
+            self.weights[parameters] = before
+
+    def new_sum(self) -> GradientSum:
+        """For the gradients of one set."""
+        return GradientSum(self._model.num_parameters, self._model.num_floats)
+
+    @property
+    def num_buffers(self) -> int:
+        """Numbers in the float buffers."""
+        return self._model.num_buffers
+
+    def buffers(self, gradient: Gradient, n: int) -> npt.NDArray[np.float64]:
+        """The float buffers after a batch of n samples, shape (num_buffers,)."""
+        return gradient.values[self._model.num_parameters : self._model.num_floats].astype(np.float64) / n
+
+    @contextmanager
+    def buffers_changed_by(self, change: npt.NDArray[np.float64]) -> Iterator[None]:
+        """Meanwhile `change`, shape (num_buffers,), is added to the float buffers."""
+        floats = slice(self._model.num_parameters, self._model.num_floats)
+        before = self.weights[floats].copy()
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                self.weights[floats] = (before + change).astype(np.float32)
+            yield
+        finally:
+            self.weights[floats] = before
+
+    def _forward(
+        self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, use_running_stats: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output, mean loss and target."""
+        module = self._model.module.train()
+        if use_running_stats:
+            for part in module.modules():
+                if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+                    part.eval()
+        target = torch.from_numpy(np.ascontiguousarray(y))
+        output = self._task.forward(module, torch.from_numpy(np.ascontiguousarray(x)))
+        return output, self._task.loss(output, target), target
+
+
+class GradientSum:
+    """`SetContribution`: the gradients of one set of batches, added in float32 in the order of the batches.
+
+    One alone is not copied.
+    Buffers that are not of floats are those of the last. Not thread-safe.
+    """
+
+    def __init__(self, num_parameters: int, num_floats: int) -> None:
+        """
+        Args:
+            num_floats: of parameters and float buffers; what is behind is not numbers.
+        """
+        self._num_parameters = num_parameters
+        self._num_floats = num_floats
+        self._memory: npt.NDArray[np.float32] | None = None  # allocated when a set has two gradients
+        self._is_kept = False  # `_memory` holds those before `_last`
+        self._last: npt.NDArray[np.float32] | None = None
+        self._bound = 0.0  # no number of the sum is larger
+        self._rows: dict[str, list[Rows]] = {}
+        self._grant: Grant | None = None
+        self._holds: list[tuple[int, int]] = []
+
+    @property
+    def holds_back(self) -> bool:
+        return False
+
+    @property
+    def holds(self) -> tuple[tuple[int, int], ...]:
+        return tuple(self._holds)
+
+    def rest(self, until: int) -> None:
+        self._holds = []  # each push has all of its batches' gradients
+
+    def rest_stored(self) -> None:
+        pass
+
+    def begin(self, grant: Grant) -> bool:
+        """Begin a set."""
+        self._is_kept, self._last, self._bound = False, None, 0.0
+        self._rows = {}
+        self._grant, self._holds = grant, []
+        return True
+
+    def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
+        """Take a gradient, whose memory must not change until `keep`; False where float32 may not hold the sum.
+
+        Raises:
+            IllegalEventError: a batch must come behind those that were added before.
+        """
+        self._expect_later(batch)
+        floats = gradient.values[self._num_parameters : self._num_floats]
+        bound = self._bound + max(gradient.norm, float(np.abs(floats).max(initial=0.0)))
+        if not self._is_empty and not bound < _MAX_SUM:
+            return False
+        self.keep()
+        self._last, self._bound = gradient.values, bound
+        for name, rows in gradient.rows.items():
+            self._rows.setdefault(name, []).append(rows)
+        self._holds.append((batch, grant_id_of(self._grant, batch)))
+        return True
+
+    def skip(self, batch: int) -> None:
+        self._expect_later(batch)
+        self._holds.append((batch, grant_id_of(self._grant, batch)))
+
+    def _expect_later(self, batch: int) -> None:
+        if self._holds and batch <= self._holds[-1][0]:
+            raise IllegalEventError(f"expected a batch after {self._holds[-1][0]}, got {batch}")
+
+    def keep(self) -> None:
+        """Copy what `add` has taken: its memory may change from now on."""
+        values, floats = self._last, self._num_floats
+        if values is None:
+            return
+        if self._memory is None:
+            self._memory = np.empty_like(values)
+        if self._is_kept:
+            np.add(self._memory[:floats], values[:floats], out=self._memory[:floats])
+            self._memory[floats:] = values[floats:]
+        else:
+            self._memory[:] = values
+        self._is_kept, self._last = True, None
+
+    def values(self) -> npt.NDArray[np.float32] | None:
+        """The sum, float32, shape (numel,), as `doll.model` lays out a gradient; None without any gradient.
+
+        It is this object's memory, or the gradient's where it is one alone.
+        """
+        if self._is_kept:
+            self.keep()
+            return self._memory
+        return self._last
+
+    def rows(self) -> Mapping[str, Rows]:
+        return {name: add_in_order(pieces) for name, pieces in self._rows.items()}
+
+    @property
+    def _is_empty(self) -> bool:
+        return not self._is_kept and self._last is None

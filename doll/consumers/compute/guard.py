@@ -1,0 +1,340 @@
+"""The gradient of a batch without harmful samples: those that cannot be computed, and those that would break the model.
+
+A batch that is computed and looks as usual costs one norm. Only one that fails, or whose gradient is far longer than
+those before it, is inspected. Samples that fail by themselves are refused. Of a batch that is only unusual, a sample
+is refused where its gradient is far longer than those of ordinary samples, with wrong targets too, *and* its step would
+break the model for ordinary samples: a hard or rare sample late in training passes (ADR 0011).
+
+Samples that were learned before, the canary, distinguish bad samples from a task or a model that fails on all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.config import AdagradConfig, AdamConfig, JobConfig, SgdConfig
+from doll.consumers.compute.bisection import RunningMedian, beyond, failing, harmful, usual_norm
+from doll.consumers.compute.gradient import Gradient, GradientComputer
+from doll.errors import BlobError, ServiceUnavailableError, TaskError
+from doll.task import Task, stack
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+Array = npt.NDArray[Any]
+_CANARY_SAMPLES: Final = 16
+# A batch is inspected from this share of the spike factor on: its other samples dilute a bad one.
+_INSPECT_FROM_SHARE: Final = 0.3
+_MAX_REASON_CHARS: Final = 300
+_TINY: Final = 1e-30
+
+
+class Samples(NamedTuple):
+    """x of shape (n, ...), y of shape (n, ...)."""
+
+    x: Array
+    y: Array
+
+    def of(self, part: Sequence[int]) -> Samples:
+        return Samples(self.x[list(part)], self.y[list(part)])
+
+    def few(self) -> Samples:
+        """A few of them, evenly spaced."""
+        return self.of(np.unique(np.linspace(0, len(self.x) - 1, _CANARY_SAMPLES, dtype=int)).tolist())
+
+    def joined(self, other: Samples) -> Samples:
+        return Samples(np.concatenate([self.x, other.x]), np.concatenate([self.y, other.y]))
+
+
+class Ordinary(NamedTuple):
+    """Samples that are neither bad nor extreme, the same with wrong targets, and the usual norm of a gradient."""
+
+    samples: Samples
+    mistaken: Samples
+    usual: float
+
+
+class GuardedGradient(NamedTuple):
+    """The gradient of the usable samples, None where there is none; and why each of the others was refused."""
+
+    gradient: Gradient | None
+    bad: dict[int, str]
+
+
+class Guard:
+    """Computes one worker's batches. Not thread-safe: one thread computes."""
+
+    def __init__(self, config: JobConfig, task: Task, computer: GradientComputer) -> None:
+        self._config = config
+        self._task = task
+        self._computer = computer
+        self._factor = config.training.guard.spike_factor
+        self._norms, self._buffer_changes = RunningMedian(), RunningMedian()
+        self._last: Samples | None = None  # the batch that was learned last
+
+    @property
+    def _canary(self) -> Samples | None:
+        """A few samples that were learned before; taken when they are needed, which few batches do."""
+        return None if self._last is None else self._last.few()
+
+    def compute(self, x: Array, y: Array, *, batch: int = 0) -> GuardedGradient:
+        """The gradient of samples `x` of shape (n, ...), `y` of shape (n, ...), without the bad ones of them.
+
+        Raises:
+            TaskError: the fault is the task's, or the model's, and not the samples'.
+            MemoryError, OSError: the fault is this machine's.
+        """
+        left: Sequence[int] = range(len(x))
+        bad: dict[int, str] = {}
+        samples = Samples(x, y)
+        while left:
+            here = samples if not bad else samples.of(left)
+            gradient, problem = self._try(here)
+            rejected: dict[int, str] = {}
+            if problem:
+                rejected = self._failing(here, problem)
+            elif gradient is not None and self.is_unusual(gradient, len(here.x)):
+                gradient = gradient._replace(values=gradient.values.copy())  # probes overwrite the original
+                rejected = self._spikes(here) if self._may_do_harm(gradient) else {}
+            if not rejected and gradient is not None:
+                self.learned(gradient, here)
+                return GuardedGradient(gradient, bad)
+            bad |= {left[at]: reason for at, reason in rejected.items()}
+            left = [index for index in left if index not in bad]
+        return GuardedGradient(None, bad)
+
+    def _try(self, samples: Samples, *, use_running_stats: bool = False) -> tuple[Gradient | None, str]:
+        """The gradient, or what is wrong with it."""
+        try:
+            gradient = self._computer.compute(samples.x, samples.y, use_running_stats=use_running_stats)
+        except (MemoryError, OSError, BlobError, ServiceUnavailableError):  # the last two: rows of tables do not come
+            raise
+        except Exception as exc:  # the user's forward, loss or metrics may raise anything
+            if "allocate memory" in str(exc):
+                raise MemoryError(str(exc)) from exc
+            return None, f"{type(exc).__name__}: {exc}"[:_MAX_REASON_CHARS]
+        problem = gradient.problem()
+        return (None, problem) if problem else (gradient, "")
+
+    def is_unusual(self, gradient: Gradient, count: int) -> bool:
+        """Whether a batch of `count` samples that can be computed is not like those before it."""
+        threshold = self._factor * _INSPECT_FROM_SHARE
+        return bool(self._factor) and (
+            self._buffer_changes.unusual(gradient.buffer_change, threshold)
+            or self._norms.unusual(gradient.norm / count, threshold)
+        )
+
+    def _may_do_harm(self, gradient: Gradient) -> bool:
+        """Whether the step of an unusual batch may harm the model. Streams change, and late in training most hard
+        batches do not: this test costs passes of a few samples, an inspection passes of all."""
+        if self._canary is None or self._buffer_changes.unusual(
+            gradient.buffer_change, self._factor * _INSPECT_FROM_SHARE
+        ):
+            return True
+        ordinary = self._ordinary(self._canary)
+        if ordinary is None:
+            return True
+        before, wrong = self._computer.loss(*ordinary.samples), self._computer.loss(*ordinary.mistaken)
+        return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary.samples))
+
+    def learned(self, gradient: Gradient, samples: Samples) -> None:
+        """This gradient is used: what is usual is judged by it."""
+        self._norms.add(gradient.norm / len(samples.x))
+        self._buffer_changes.add(gradient.buffer_change)
+        self._last = samples
+
+    # --- samples that cannot be computed ----------------------------------------------------------------------------
+
+    def _failing(self, samples: Samples, problem: str) -> dict[int, str]:
+        if self._canary is not None and (again := self._try(self._canary)[1]):
+            raise TaskError(
+                f"{self._config.task.cls} fails on a batch ({problem}), and at these weights also on samples that it "
+                f"has learned before ({again}): the model has diverged or the task is wrong; lower "
+                "training.optimizer.lr, set training.clip_norm, or correct the task"
+            )
+        everything = range(len(samples.x))
+        rejected = failing(everything, lambda part: self._try(samples.of(part), use_running_stats=True)[1])
+        if len(rejected) > 1:
+            rejected = self._failing_together(samples, problem, rejected)
+        if not rejected:
+            # Each alone can be computed, all together cannot: their sum overflows.
+            rejected = self._spikes(samples)
+        if not rejected:
+            raise TaskError(
+                f"{self._config.task.cls} fails on a batch ({problem}) and on none of its samples alone: expected a "
+                "loss that is finite for a batch whose samples it is finite for"
+            )
+        return rejected
+
+    def _failing_together(self, samples: Samples, problem: str, alone: dict[int, str]) -> dict[int, str]:
+        """The samples of `alone` that fail together with good ones too: a loss may need several samples."""
+        good = [at for at in range(len(samples.x)) if at not in alone]
+        good_samples = self._canary or (samples.of(good).few() if good else self._held_out())
+        if good_samples is not None and not self._try(good_samples)[1]:
+            rejected = failing(list(alone), lambda part: self._try(samples.of(part).joined(good_samples))[1])
+            return rejected or (alone if good else {})
+        if good:
+            return alone
+        raise TaskError(
+            f"{self._config.task.cls} fails on every sample of its first batch ({problem}): correct the task, its "
+            "model or its records"
+        )
+
+    def _held_out(self) -> Samples | None:
+        """Held-out samples of the task, which are good by definition."""
+        try:
+            x, y = stack(sample for sample, _ in zip(self._task.holdout(), range(_CANARY_SAMPLES), strict=False))
+        except Exception as exc:  # the user's code may raise anything
+            log.warning("no_held_out_samples", error=f"{type(exc).__name__}: {exc}")
+            return None
+        return Samples(x, y) if len(x) else None
+
+    # --- samples that would break the model -------------------------------------------------------------------------
+
+    def _spikes(self, samples: Samples) -> dict[int, str]:
+        if not self._factor:
+            return {}
+        reference = self._ordinary(samples.few() if self._canary is None else self._canary)
+        if reference is None:
+            return {}
+        ordinary, wrong, usual = reference
+        suspects = beyond(range(len(samples.x)), self._factor * usual, lambda part: self._norm(samples.of(part)))
+        before, wrong_loss = self._computer.loss(*ordinary), self._computer.loss(*wrong)
+        rejected, usual_with = {}, dict[bytes, float]()
+        if suspects and self._any_sample_does_harm(wrong, usual, ordinary, before, wrong_loss):
+            return {}
+        for at in suspects:
+            sample = samples.of([at])
+            if (target := sample.y.tobytes()) not in usual_with:
+                usual_with[target] = max(usual, self._usual_with_its_target(sample, ordinary))
+            its_usual = usual_with[target]
+            gradient, _ = self._try(sample, use_running_stats=True)
+            norm = math.inf if gradient is None else gradient.norm
+            if norm <= self._factor * its_usual:
+                continue
+            after = math.inf if gradient is None else self._loss_after(gradient, its_usual, ordinary)
+            if harmful(before, wrong_loss, after):
+                rejected[at] = (
+                    f"its gradient is {norm / its_usual:.3g} times as long as is usual, and its step would take the "
+                    f"loss of ordinary samples from {before:.3g} to {after:.3g} (training.guard.spike_factor)"
+                )
+        rest = [at for at in range(len(samples.x)) if at not in rejected]
+        return {**rejected, **self._drifts(samples, rest, ordinary, wrong_loss)}
+
+    def _ordinary(self, canary: Samples) -> Ordinary | None:
+        """The samples of the canary that define what is usual; None where they do not.
+
+        A bad sample may be among them: while the model happens to get it right it has no gradient, and is learned. With
+        a wrong target its long gradient shows, and it is left out: its loss would rise with any good step.
+        """
+        mistaken = Samples(canary.x, self._wrong_targets(canary.y))
+        norms, mistaken_norms = self._norms_of(canary), self._norms_of(mistaken)
+        usual = max(usual_norm(norms), usual_norm(mistaken_norms))
+        if not 0 < usual < math.inf:
+            return None
+        both = zip(norms, mistaken_norms, strict=True)
+        kept = [at for at, pair in enumerate(both) if max(pair) <= self._factor * usual]
+        return Ordinary(canary.of(kept), mistaken.of(kept), usual) if kept else None
+
+    def _any_sample_does_harm(
+        self, wrong: Samples, usual: float, ordinary: Samples, before: float, wrong_loss: float
+    ) -> bool:
+        """Whether ordinary samples with wrong targets would break the model too: then the learning rate is at fault."""
+        norms = self._norms_of(wrong)
+        middle = sorted(range(len(norms)), key=lambda at: norms[at])[len(norms) // 2]
+        gradient, _ = self._try(wrong.of([middle]), use_running_stats=True)
+        return gradient is None or harmful(before, wrong_loss, self._loss_after(gradient, usual, ordinary))
+
+    def _drifts(self, samples: Samples, rest: Sequence[int], ordinary: Samples, wrong_loss: float) -> dict[int, str]:
+        """The samples of `rest` that would break the statistics of batch norm, whatever their gradient is."""
+        if not self._computer.num_buffers:
+            return {}
+        parts = [ordinary.of(range(at, min(at + 4, len(ordinary.x)))) for at in range(0, len(ordinary.x) - 1, 4)]
+        moves = [self._buffer_change(part) for part in parts]
+        calm = min(moves, default=math.inf)
+        if not calm < math.inf:
+            return {}
+        quiet = [part for part, move in zip(parts, moves, strict=True) if move <= self._factor * calm]
+        good_samples = Samples(np.concatenate([part.x for part in quiet]), np.concatenate([part.y for part in quiet]))
+        usual, _ = self._try(good_samples)
+        if usual is None:
+            return {}
+        suspects = beyond(
+            rest,
+            self._factor * usual.buffer_change,
+            lambda part: self._buffer_change(samples.of(part).joined(good_samples)),
+        )
+        before, statistics, rejected = (
+            self._computer.loss(*good_samples),
+            self._computer.buffers(usual, len(good_samples.x)),
+            {},
+        )
+        for at in suspects:
+            gradient, _ = self._try(samples.of([at]).joined(good_samples))
+            after, extreme = math.inf, True
+            if gradient is not None:
+                # An untrained model shows no harm, and would keep such statistics for hundreds of updates.
+                extreme = gradient.buffer_change > self._factor**2 * usual.buffer_change
+                count = len(good_samples.x) + 1
+                # It is one of a whole group of batches, and not of so few samples.
+                share = count / (self._config.data.batch_size * self._config.group_size)
+                change = share * (self._computer.buffers(gradient, count) - statistics)
+                with self._computer.buffers_changed_by(change):
+                    after = self._computer.loss(*good_samples)
+            if extreme or harmful(before, wrong_loss, after):
+                rejected[at] = (
+                    "it would change the statistics of normalisation so much that the loss of ordinary samples goes "
+                    f"from {before:.3g} to {after:.3g} (training.guard.spike_factor)"
+                )
+        return rejected
+
+    def _buffer_change(self, samples: Samples) -> float:
+        gradient, _ = self._try(samples)
+        return math.inf if gradient is None else gradient.buffer_change
+
+    def _norms_of(self, samples: Samples) -> list[float]:
+        return [self._norm(samples.of([at])) for at in range(len(samples.x))]
+
+    def _norm(self, samples: Samples) -> float:
+        gradient, _ = self._try(samples, use_running_stats=True)
+        return math.inf if gradient is None else gradient.norm
+
+    def _wrong_targets(self, y: Array) -> Array:
+        if self._task.num_classes is not None and self._task.num_classes > 1:
+            return (y + 1) % self._task.num_classes
+        return np.roll(y, 1, axis=0)
+
+    def _usual_with_its_target(self, sample: Samples, ordinary: Samples) -> float:
+        """A rare target makes a long gradient with ordinary features too: it is compared with those."""
+        if self._task.num_classes is None:
+            largest = max(1.0, float(np.abs(ordinary.y).max(initial=0.0)))
+            if not float(np.abs(sample.y).max(initial=0.0)) <= self._factor * largest:
+                return 0.0
+        targets = np.repeat(sample.y, len(ordinary.x), axis=0)
+        return usual_norm([norm for norm in self._norms_of(Samples(ordinary.x, targets)) if math.isfinite(norm)])
+
+    def _loss_after(self, gradient: Gradient, usual: float, ordinary: Samples) -> float:
+        """Loss of ordinary samples after the step that one sample's gradient makes by itself."""
+        training = self._config.training
+        optimizer = training.optimizer
+        batches = 1 if training.policy.sends_steps else self._config.group_size  # that one step is made of
+        share = 1.0 / (self._config.data.batch_size * batches)
+        if isinstance(optimizer, AdamConfig | AdagradConfig):
+            # Both divide by the size of the gradients so far; one number stands for all of them here: of means,
+            # so that the sample's share is one of the mean, whatever the gradients are reduced to. Adagrad's steps
+            # become shorter; what a long gradient adds to its sums stays, and is judged by the first steps' length.
+            rate = optimizer.lr * math.sqrt(gradient.num_values) / max(usual, _TINY)
+        else:
+            rate = optimizer.lr
+            share = 1.0 if training.reduction == "sum" else share
+        if isinstance(optimizer, SgdConfig | AdagradConfig):
+            rate /= 1.0 - optimizer.momentum
+        if training.clip_norm is not None:
+            share = min(share, training.clip_norm / max(gradient.norm, _TINY))
+        with self._computer.stepped_by(gradient, -rate * share):
+            return self._computer.loss(*ordinary)

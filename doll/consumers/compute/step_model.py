@@ -1,0 +1,233 @@
+"""A worker that steps itself: its view of the model is the newest weights that it has, plus its own steps that these do
+not hold yet (the seed papers' read-my-writes; docs/decisions/0034)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.config import TrainingConfig
+from doll.consumers.compute.batch_sets import grant_id_of
+from doll.consumers.compute.gradient import Gradient, GradientComputer
+from doll.consumers.compute.local_model import CachedVersion
+from doll.consumers.compute.significance_filter import Residual
+from doll.consumers.tables.table_rows import TableRows
+from doll.errors import IllegalEventError
+from doll.model import FlatModel
+from doll.optim.contribution import Contribution
+from doll.optim.optimizer import Optimizer, diverged
+from doll.records import Grant, NewVersion
+from doll.rows import Rows, add_in_order
+from doll.storage.blobs import Blobs
+
+
+class _Step(NamedTuple):
+    """What one batch has changed.
+
+    Attributes:
+        values: float32, shape (numel,): of parameters the change, of float buffers the value after the batch times its
+            samples, of other buffers the bytes after the batch.
+        rows: of tables the change, by name; the caches hold it as well.
+    """
+
+    batch: int
+    values: npt.NDArray[np.float32] | None  # None: no sample was usable
+    rows: Mapping[str, Rows]
+    grant_id: int = 0
+
+
+class StepModel:
+    """`LocalModel` and `SetContribution` of a worker that runs the optimizer on its own view.
+
+    The optimizer's state is this process's own: it begins again with each process, and never crosses the wire.
+    """
+
+    def __init__(
+        self, job: str, blobs: Blobs, training: TrainingConfig, model: FlatModel, computer: GradientComputer,
+        *, takes_steps: bool = False, rows: TableRows | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            computer: of `model`.
+            takes_steps: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
+            rows: of the model's tables, with their optimizer; None: it has none.
+        """
+        self._weights = CachedVersion(job, blobs, computer)  # below the own steps
+        self._model = model
+        self._computer = computer
+        # Rows of tables are clipped together with the rest.
+        clips_here = rows is not None and training.clip_norm is not None
+        self._optimizer = (
+            None if takes_steps else Optimizer(model, training.optimizer, None if clips_here else training.clip_norm)
+        )
+        self._clip_norm = training.clip_norm if clips_here and training.clip_norm is not None else math.inf
+        self._rows = rows
+        self._pushed_rows: Mapping[str, Rows] = {}
+        self._takes_sum = training.reduction == "sum"
+        self._term = -1
+        self._included = 0  # batches below it are in weights that were published, with their steps
+        self._pushed: deque[_Step] = deque()  # the weights that were fetched last do not hold them
+        self._kept: deque[_Step] = deque()  # behind these, and not pushed
+        self._residual = Residual(training.policy.filter_threshold, model.num_parameters)
+        self._grant: Grant | None = None  # whose batches are computed
+        self._holds: tuple[tuple[int, int], ...] = ()
+
+    # --- LocalModel ---------------------------------------------------------------------------------------------------
+
+    def offer(self, weights: NewVersion) -> None:
+        self._weights.offer(weights)
+
+    def load(self, grant: Grant) -> int | None:
+        refreshed = self._weights.refresh(grant)
+        if refreshed is None:
+            return None
+        if refreshed.is_new:
+            self._included = max(self._included, refreshed.included)
+            while self._pushed and self._pushed[0].batch < refreshed.included:
+                self._pushed.popleft()
+            parameters = self._computer.weights[: self._model.num_parameters]
+            for step in (*self._pushed, *self._kept):
+                if step.values is not None:
+                    parameters += step.values[: self._model.num_parameters]
+            self._residual.add_to(parameters)
+        # Where a later process of this worker has taken its place, these weights may hold the batch already.
+        return refreshed.version if grant.first >= self._included else None
+
+    def _forget_from(self, batch: int) -> bool:
+        """Forget the steps of batch `batch` and later ones, which are computed again; whether there were any."""
+        is_any = False
+        for steps in (self._kept, self._pushed):
+            while steps and steps[-1].batch >= batch:
+                steps.pop()
+                is_any = True
+        self._residual.take_back(batch)
+        if self._rows is not None:
+            self._rows.take_back(batch)
+        return is_any
+
+    # --- SetContribution ----------------------------------------------------------------------------------------------
+
+    @property
+    def holds(self) -> tuple[tuple[int, int], ...]:
+        return self._holds
+
+    def begin(self, grant: Grant) -> bool:
+        if grant.term != self._term:  # what was pushed to an earlier server is in its checkpoint, or computed again
+            self._term, self._included = grant.term, 0
+            self._pushed.clear()
+            self._kept.clear()
+            self._residual.clear()
+        self._included = max(self._included, grant.included)
+        if grant.first < self._included:
+            return False
+        self._grant = grant
+        if self._forget_from(grant.first):
+            self._weights.forget()  # the replica holds a step that nobody will ever apply
+        return True
+
+    def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
+        """Step on the view, at the mean (or the sum) of the batch's gradient.
+
+        Raises:
+            DivergedError: a number of the view or of the optimizer's state is not finite.
+            BlobError: the rows that are to be changed have not come.
+            IllegalEventError: the step of this batch, or of a later one, has been made.
+        """
+        self._expect_later(batch)
+        scale = 1.0 if self._takes_sum else 1.0 / num_samples
+        if (norm := scale * gradient.norm) > self._clip_norm:
+            scale *= self._clip_norm / norm
+        rows = self._step_rows(gradient.rows, scale, batch)
+        n, weights = self._model.num_parameters, self._computer.weights
+        step = np.empty_like(weights)
+        step[:n] = weights[:n]
+        step[n:] = gradient.values[n:]
+        if self._optimizer is None:
+            weights[:n] += gradient.values[:n]
+        else:
+            self._optimizer.apply([gradient.values], scale, num_samples)
+        np.subtract(weights[:n], step[:n], out=step[:n])
+        self._kept.append(_Step(batch, step, rows, grant_id_of(self._grant, batch)))
+        return True
+
+    def skip(self, batch: int) -> None:
+        self._expect_later(batch)
+        self._kept.append(_Step(batch, None, {}, grant_id_of(self._grant, batch)))
+
+    def _expect_later(self, batch: int) -> None:
+        steps = self._kept or self._pushed
+        if steps and batch <= steps[-1].batch:
+            raise IllegalEventError(f"expected a batch after {steps[-1].batch}, got {batch}: its step has been made")
+
+    def _step_rows(self, gradients: Mapping[str, Rows], scale: float, batch: int) -> Mapping[str, Rows]:
+        if self._rows is None:
+            return {}
+        seen = {name: self._rows.look_up(name, rows.ids) for name, rows in gradients.items()}
+        steps = {name: self._rows.steps[name].step(seen[name], rows, scale) for name, rows in gradients.items()}
+        if not all(np.isfinite(rows.values).all() for rows in steps.values()):
+            raise diverged("after the step the rows of a table are")
+        self._rows.inc(steps)
+        return self._rows.close(batch)
+
+    def keep(self) -> None:
+        pass  # nothing of the gradient is kept
+
+    @property
+    def holds_back(self) -> bool:
+        return self._residual.is_held
+
+    def values(self) -> Contribution | None:
+        steps = list(self._kept)
+        self._kept.clear()
+        self._holds = tuple((step.batch, step.grant_id) for step in steps)
+        names = sorted({name for step in steps for name in step.rows})
+        self._pushed_rows = {
+            name: add_in_order([step.rows[name] for step in steps if name in step.rows]) for name in names
+        }
+        total, n = self._sum([step.values for step in steps if step.values is not None]), self._model.num_parameters
+        if total is None:
+            return None
+        if self._residual.is_used:
+            total, batch = total.copy(), steps[-1].batch
+            self._residual.split(total[:n], self._computer.weights[:n], batch)
+            self._pushed.append(_Step(batch, total, {}))
+        else:
+            self._pushed += (step._replace(rows={}) for step in steps)
+        return total
+
+    def rows(self) -> Mapping[str, Rows]:
+        rows, self._pushed_rows = self._pushed_rows, {}
+        return rows
+
+    def rest(self, until: int) -> Contribution | None:
+        if self._kept:
+            return self.values()
+        self._holds = ()
+        held = self._residual.of(until)
+        if held is None:
+            return None
+        # The buffers of its batches are pushed already: it names none, and has no samples.
+        values = np.zeros_like(self._computer.weights)
+        values[: self._model.num_parameters] = held
+        return values
+
+    def rest_stored(self) -> None:
+        if not self._holds:
+            self._residual.clear()
+
+    def _sum(self, steps: Sequence[npt.NDArray[np.float32]]) -> Contribution | None:
+        if not steps:
+            return None
+        total = steps[0]
+        if len(steps) > 1:
+            floats = self._model.num_floats
+            total = total.copy()
+            for step in steps[1:]:
+                total[:floats] += step[:floats]
+                total[floats:] = step[floats:]
+        return total

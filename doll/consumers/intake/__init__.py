@@ -1,0 +1,1 @@
+"""From Kafka to decoded batches: fetching, cutting, decoding, dead letters."""

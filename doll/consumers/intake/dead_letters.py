@@ -1,0 +1,127 @@
+"""Records that cannot be learned from: a worker stores them on the `dead` topic before an update can count them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from doll.config import JobConfig
+from doll.consumers.intake.decoding import Decoded, Records, Refused, decode_records, refuse
+from doll.consumers.protocol.worker_core import Batch, ComputedBatch
+from doll.kafka.unread import UnreadValue
+from doll.process.fault_points import fault_point
+from doll.records import DeadLetter
+from doll.refusals import ReasonCounts
+from doll.task import Task
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_MAX_PAYLOAD_BYTES: Final = 65_536  # a dead letter keeps this much of the record; the rest is still at its offset
+
+
+class DeadLetterChannel(Protocol):
+    """The part of a worker's channel that dead letters need. Both calls may come from any thread."""
+
+    def send_dead_letters(self, letters: list[DeadLetter]) -> None:
+        """Store `letters`; returns when Kafka has them."""
+
+    def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
+        """What the log holds at these offsets."""
+        ...
+
+
+class UsableSamples(NamedTuple):
+    """What is left of a batch. `dead_samples` are those refused in records that are not dead as a whole;
+    `dead_reasons` say why, and how many dead letters have each."""
+
+    num_samples: int
+    dead: tuple[int, ...]
+    dead_samples: int
+    dead_reasons: tuple[tuple[str, int], ...] = ()
+
+
+def usable_samples(batch: Batch) -> UsableSamples:
+    """What decoding has left of a batch."""
+    reasons = reasons_of(batch.data.refused) if batch.dead or batch.dead_samples else ()
+    return UsableSamples(batch.num_samples, batch.dead, batch.dead_samples, reasons)
+
+
+def without_samples(batch: Batch) -> ComputedBatch:
+    """What a batch contributes of which decoding has left nothing."""
+    usable = usable_samples(batch)
+    return ComputedBatch(0, dead=usable.dead, dead_samples=usable.dead_samples, dead_reasons=usable.dead_reasons)
+
+
+def reasons_of(refused: Iterable[Refused]) -> tuple[tuple[str, int], ...]:
+    """Why these were refused, and how many dead letters have each reason."""
+    return ReasonCounts((item.reason, 1) for item in refused).in_order()
+
+
+class DeadLetters:
+    """Decodes one worker's batches and dead-letters what is refused, then or while the gradient is computed.
+
+    `decode` and `refuse_samples` may run at once, in two threads. Every call may raise ServiceUnavailableError where
+    Kafka does not take a dead letter.
+    """
+
+    def __init__(
+        self, config: JobConfig, task: Task, channel: DeadLetterChannel, worker: int, term: Callable[[], int]
+    ) -> None:
+        """
+        Args:
+            term: that of the newest server the worker knows.
+        """
+        self._data = config.data
+        self._task = task
+        self._channel = channel
+        self._topic = config.topic("samples")
+        self._worker = worker
+        self._term = term
+
+    def decode(self, records: Records) -> Decoded:
+        """The usable samples of one batch."""
+        data = self._data
+        decoded = decode_records(
+            self._task, records, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes
+        )
+        if decoded.refused:
+            values = zip(*records, strict=True)
+            self._send(decoded.refused, {offset: value for offset, value in values if value is not None})
+            fault_point("worker.after_dead_letter")
+        return decoded
+
+    def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> UsableSamples:
+        """Dead-letter the samples at these places of the batch, for these reasons. The batch stays as it is."""
+        refused = refuse(batch.data, bad)
+        # The values are no longer in memory: they are dropped once a batch is decoded.
+        values = self._channel.read_values(self._topic, self._worker, [item.offset for item in refused])
+        self._send(refused, values)
+        fault_point("worker.after_guard")
+        partly = {item.offset: item.samples for item in batch.data.refused if not item.whole}
+        for item in refused:
+            partly[item.offset] = 0 if item.whole else partly.get(item.offset, 0) + item.samples
+        dead = {*batch.dead, *(item.offset for item in refused if item.whole)}
+        reasons = reasons_of([*batch.data.refused, *refused])
+        return UsableSamples(batch.num_samples - len(bad), tuple(sorted(dead)), sum(partly.values()), reasons)
+
+    def _send(self, refused: Sequence[Refused], values: Mapping[int, bytes]) -> None:
+        heads, sizes = {}, {}
+        for item in refused:
+            value = values.get(item.offset, b"")
+            unread = value if isinstance(value, UnreadValue) else None
+            heads[item.offset] = value[:_MAX_PAYLOAD_BYTES] if unread is None else unread.head
+            sizes[item.offset] = len(value) if unread is None else unread.num_bytes
+        letters = [
+            DeadLetter(
+                worker=self._worker, partition=self._worker, offset=item.offset, code=item.code,
+                reason=item.reason, payload=heads[item.offset], payload_bytes=sizes[item.offset],
+                samples=item.samples, whole=item.whole,
+                time_s=time.time(), term=self._term(),
+            )
+            for item in refused
+        ]  # fmt: skip
+        first = refused[0]
+        log.warning("dead_lettered", records=len(letters), first_offset=first.offset, first_reason=first.reason)
+        self._channel.send_dead_letters(letters)

@@ -1,0 +1,267 @@
+"""Records to tensors: what can be used goes into the batch, what cannot is refused with a reason. Nothing raises.
+
+A task's `decode_block` and `decode_many` are tried first (`doll.consumers.intake.bulk_decoding`); what they leave is
+looked at one by one, and only there a sample is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.consumers.intake.bulk_decoding import NUMERIC_KINDS, Part, Samples, decode_in_bulk
+from doll.errors import SampleError
+from doll.kafka.unread import UnreadValue
+from doll.packing import unpack
+from doll.records import DeadLetterCode
+from doll.task import Sample, Task, as_features, as_target
+
+MAX_REASON_CHARS = 500
+_Row = tuple[int, npt.NDArray[Any], npt.NDArray[Any]]  # place in the batch, x, y
+
+
+class Records(NamedTuple):
+    """The records of one batch, not decoded: value i is the record at offset i. In offset order, of one length."""
+
+    offsets: Sequence[int]
+    values: Sequence[bytes | None]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, bytes | None]]) -> Records:
+        """From (offset, value) pairs in offset order."""
+        pairs = list(pairs)
+        return cls([offset for offset, _ in pairs], [value for _, value in pairs])
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Samples of one record that cannot be used. `whole`: none of the record's samples can."""
+
+    offset: int
+    reason: str
+    samples: int
+    whole: bool
+    code: DeadLetterCode = "undecodable"
+
+
+@dataclass(slots=True)
+class Decoded:
+    """The usable samples of a batch, in stream order: x of shape (n, ...), y of shape (n, ...).
+
+    `offsets`, int64, shape (n,): the record that each sample came in.
+    """
+
+    x: npt.NDArray[Any]
+    y: npt.NDArray[Any]
+    offsets: npt.NDArray[np.int64]
+    refused: list[Refused] = field(default_factory=list)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.x)
+
+
+def decode_records(task: Task, records: Records, *, samples_per_record: int, max_record_bytes: int) -> Decoded:
+    """Decode the records of one batch.
+
+    Args:
+        samples_per_record: m; above 1, each value is a packed record (`doll.packing`) of at most m samples.
+        max_record_bytes: a longer record is refused unread.
+    """
+    refused: list[Refused] = []
+    values, widths, offsets = _readable(records, max_record_bytes, refused)
+    if samples_per_record == 1:
+        samples = Samples.unpacked(values, widths)
+    else:
+        packs, kept = [], []
+        for at, value in enumerate(values):
+            try:
+                packs.append(unpack(value, samples_per_record))
+            except SampleError as exc:
+                refused.append(Refused(int(offsets[at]), str(exc), 1, True, "not_packed"))
+            else:
+                kept.append(at)
+        samples = Samples.packed(packs)
+        offsets = np.repeat(offsets[kept], [pack.num_samples for pack in packs])
+    with np.errstate(all="ignore"):  # a task's log of a negative number is a NaN, which is refused
+        parts, left = decode_in_bulk(task, samples)
+        reasons: dict[int, str] = {}
+        rows = _one_by_one(task, samples, left.tolist(), reasons)
+    x, y, places = _combined(parts, rows, reasons)
+    if reasons:
+        refused += _by_record(offsets, reasons)
+    refused.sort(key=lambda item: item.offset)
+    return Decoded(x, y, offsets[places], refused)
+
+
+def _readable(
+    records: Records, max_record_bytes: int, refused: list[Refused]
+) -> tuple[list[bytes], list[int], npt.NDArray[np.int64]]:
+    """The values that are neither empty nor too long, their lengths, and their offsets; the others are refused."""
+    values = list(records.values)
+    widths = [len(value) if value else 0 for value in values]
+    offsets = _int64(records.offsets)
+    if len(offsets) != len(values):
+        raise ValueError(f"expected as many offsets as values, got {len(offsets)} and {len(values)}")
+    if not widths or (min(widths) > 0 and max(widths) <= max_record_bytes):
+        return cast(list[bytes], values), widths, offsets
+    kept = []
+    for at, width in enumerate(widths):
+        if width == 0 and isinstance(value := values[at], UnreadValue):
+            refused.append(Refused(int(offsets[at]), value.reason, 1, True, value.code))
+        elif width == 0:
+            refused.append(Refused(int(offsets[at]), "empty value: expected a sample", 1, True, "empty"))
+        elif width > max_record_bytes:
+            reason = f"record of {width} bytes: expected at most {max_record_bytes} (data.max_record_bytes)"
+            refused.append(Refused(int(offsets[at]), reason, 1, True, "too_long"))
+        else:
+            kept.append(at)
+    return [cast(bytes, values[at]) for at in kept], [widths[at] for at in kept], offsets[kept]
+
+
+def _int64(offsets: Sequence[int]) -> npt.NDArray[np.int64]:
+    if isinstance(offsets, range):
+        return np.arange(offsets.start, offsets.stop, offsets.step, dtype=np.int64)
+    return np.array(offsets, np.int64)
+
+
+def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
+    """The records of the samples at these places of the batch, which are refused after decoding.
+
+    A record of which nothing is left is refused as a whole, with the samples that decoding had refused already.
+    """
+    reasons: dict[int, list[str]] = {}
+    for at, reason in sorted(bad.items()):
+        reasons.setdefault(int(decoded.offsets[at]), []).append(reason)
+    before = {item.offset: item.samples for item in decoded.refused}
+    refused = []
+    for offset, texts in sorted(reasons.items()):
+        whole = len(texts) == int((decoded.offsets == offset).sum())
+        samples = len(texts) + (before.get(offset, 0) if whole else 0)
+        refused.append(Refused(offset, texts[0][:MAX_REASON_CHARS], samples, whole, "harmful"))
+    return refused
+
+
+def _one_by_one(task: Task, samples: Samples, places: Sequence[int], reasons: dict[int, str]) -> list[_Row]:
+    """The samples at these places that can be used; `reasons` gets those of the others, by place."""
+    rows: list[_Row] = []
+    for place in places:
+        try:
+            rows.append((place, *_check(task, task.decode(samples[place]))))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exc:  # whatever the user's decode raises: also sys.exit, and a panic of a Rust library
+            text = str(exc) if isinstance(exc, SampleError) else f"{type(exc).__name__}: {exc}"
+            reasons[place] = text[:MAX_REASON_CHARS]
+    return rows
+
+
+def _combined(
+    parts: Sequence[Part], rows: list[_Row], reasons: dict[int, str]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """x, y and places of all usable samples, in order; `reasons` gets those of samples that do not suit the others."""
+    if len(parts) == 1 and not rows:
+        return parts[0].x, parts[0].y, parts[0].places
+    forms = {(part.x.dtype, part.x.shape[1:], part.y.dtype, part.y.shape[1:]) for part in parts}
+    forms |= {(x.dtype, x.shape, y.dtype, y.shape) for _, x, y in rows}
+    if len(forms) > 1:  # what most of the batch have decides, as if all of it had been decoded one by one
+        rows = rows + [row for part in parts for row in zip(part.places.tolist(), part.x, part.y, strict=True)]
+        rows = _same_kind(_same_shape(sorted(rows, key=lambda row: row[0]), reasons), reasons)
+        parts = []
+    if rows:
+        places = np.array([place for place, _, _ in rows], np.int64)
+        x = as_features(np.stack([x for _, x, _ in rows]))
+        parts = [*parts, Part(places, x, np.stack([y for _, _, y in rows]))]
+    if not parts:
+        return np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64)
+    places = np.concatenate([part.places for part in parts])
+    order = np.argsort(places)
+    x, y = (np.concatenate(arrays) for arrays in ([p.x for p in parts], [p.y for p in parts]))
+    return x[order], y[order], places[order]
+
+
+def _by_record(offsets: npt.NDArray[np.int64], reasons: Mapping[int, str]) -> list[Refused]:
+    """The refused samples of each record, with the reason that was found first.
+
+    Args:
+        offsets: of each sample's record.
+        reasons: by the sample's place.
+    """
+    texts: dict[int, list[str]] = {}
+    for place, text in reasons.items():
+        texts.setdefault(int(offsets[place]), []).append(text)
+    totals = Counter(offsets.tolist())
+    return [Refused(offset, own[0], len(own), len(own) == totals[offset]) for offset, own in texts.items()]
+
+
+def _check(task: Task, sample: Sample | tuple[Any, Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    x, y = as_features(sample[0]), as_target(sample[1])
+    for name, array in (("x", x), ("y", y)):
+        if array.dtype.kind not in NUMERIC_KINDS:
+            what = "mixed or ragged values" if array.dtype == object else f"values of type {array.dtype}"
+            raise SampleError(f"expected numbers in {name}, got {what}")
+    if task.input_shape is not None and x.shape != task.input_shape:
+        raise SampleError(f"expected x of shape {task.input_shape}, got {x.shape}")
+    if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
+        raise SampleError("x holds NaN or infinity")
+    if np.issubdtype(y.dtype, np.floating) and not np.isfinite(y).all():
+        raise SampleError("y is NaN or infinite")
+    if task.num_classes is not None and not (y.ndim == 0 and float(y).is_integer() and 0 <= y < task.num_classes):
+        raise SampleError(f"expected a class 0 to {task.num_classes - 1}, got {y.tolist()!r}"[:MAX_REASON_CHARS])
+    return x, y
+
+
+def _same_kind(rows: list[_Row], reasons: dict[int, str]) -> list[_Row]:
+    """Samples with integers among samples with floats: integers become floats, where that does not change them."""
+    xs = _one_kind([x for _, x, _ in rows], 1 << 24)  # up to there float32 holds every integer
+    ys = _one_kind([y for _, _, y in rows], 1 << 53)
+    kept = []
+    for (place, *values), x, y in zip(rows, xs, ys, strict=True):
+        if x is not None and y is not None:
+            kept.append((place, x, y))
+        else:
+            name, value = ("x", values[0]) if x is None else ("y", values[1])
+            text = f"expected integers in {name} as most of the batch, got {value.ravel()[:4].tolist()}"
+            reasons[place] = text[:MAX_REASON_CHARS]
+    return kept
+
+
+def _one_kind(arrays: list[npt.NDArray[Any]], exact: int) -> list[npt.NDArray[Any] | None]:
+    """Where most hold integers and some too large for floats (ids), floats must be whole numbers; None: it is not."""
+    integers = [array.dtype.kind in "biu" for array in arrays]
+    count = sum(integers)
+    if count == len(arrays) or 2 * count <= len(arrays) or all(
+        _within(array, exact) for array, integer in zip(arrays, integers, strict=True) if integer
+    ):  # fmt: skip
+        return list(arrays)
+    return [
+        array if integer
+        else array.astype(np.int64) if _within(array, exact) and bool((np.floor(array) == array).all())
+        else None
+        for array, integer in zip(arrays, integers, strict=True)
+    ]  # fmt: skip
+
+
+def _within(array: npt.NDArray[Any], bound: int) -> bool:
+    return array.size == 0 or bool(array.max() <= bound and array.min() >= -bound)
+
+
+def _same_shape(rows: list[_Row], reasons: dict[int, str]) -> list[_Row]:
+    """Without a declared shape, the shape that most samples of the batch have is the right one."""
+    shapes = Counter((x.shape, y.shape) for _, x, y in rows)
+    if len(shapes) <= 1:
+        return rows
+    (usual, _) = shapes.most_common(1)[0]
+    kept = []
+    for place, x, y in rows:
+        if (x.shape, y.shape) == usual:
+            kept.append((place, x, y))
+        else:
+            text = f"expected x {usual[0]} and y {usual[1]} as most of the batch, got x {x.shape} and y {y.shape}"
+            reasons[place] = text
+    return kept

@@ -1,0 +1,114 @@
+"""Records of `samples` that were deleted before this worker could read them: where to read on, or why to end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Protocol
+
+from doll.config import JobConfig
+from doll.consumers.intake.batching import Batcher
+from doll.consumers.lifecycle.exits import ProcessExit
+from doll.consumers.protocol.worker_core import WorkerCore
+from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
+from doll.kafka.samples_topic import TRUNCATED_ADVICE, lost_records, short_log_message, truncated_message
+from doll.records import AnyRecord
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_NEWER_START_TIMEOUT_S: Final = 10.0  # for the server to confirm that deleted records are in the durable model
+_RECHECK_S: Final = 0.1
+
+
+class LogChannel(Protocol):
+    """The part of a worker's channel that is needed here."""
+
+    def send(self, record: AnyRecord) -> None:
+        """Queue a record for the parameter server."""
+
+    def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
+        """(low, high) of a partition; blocks."""
+        ...
+
+    def report_lost(self, lo: int, hi: int) -> None:
+        """Report on `metrics` that offsets [lo, hi) are lost."""
+
+
+class DeletedRecords:
+    """Decides where one worker reads on when its log does not hold the next record."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        core: WorkerCore,
+        batcher: Batcher[Any],
+        channel: LogChannel,
+        process_exit: ProcessExit,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._on_data_loss = config.data.on_data_loss
+        self._records_per_batch = config.data.records_per_batch
+        self._topic = config.topic("samples")
+        self._core = core
+        self._batcher = batcher
+        self._channel = channel
+        self._exit = process_exit
+        self._sleep = sleep
+        self._clock = clock
+
+    async def resume_offset(self, offset: int) -> int | None:
+        """The log does not hold `offset`, the next one to be read: where to go on.
+
+        The same offset: ask Kafka again. None: the process ends.
+        """
+        loop = asyncio.get_running_loop()
+        worker = self._core.worker
+        try:
+            low, high = await loop.run_in_executor(None, self._channel.watermarks, self._topic, worker)
+        except ServiceUnavailableError:
+            return offset  # the client has logged that Kafka is unreachable
+        if offset > high:
+            # The leader has no such offset. One that only does not know yet that it is committed gives no error.
+            self._refuse(short_log_message(self._topic, worker, offset, high))
+            return None
+        if offset >= low or await self._has_newer_start(offset):
+            return offset
+        reason = lost_records(self._topic, worker, offset, low)
+        if self._on_data_loss == "stop":
+            self._channel.report_lost(offset, low)
+            self._exit.request(DataLossError.exit_code, reason)
+            return None
+        log.error("records_lost", reason=reason, action="going on without them (data.on_data_loss: skip)")
+        self._batcher.mark_lost(offset, low)
+        return low
+
+    def refuse_truncated(self, offset: int, reason: str) -> None:
+        """The log has lost records below `offset` that were read, though it may be as long as before by now: end.
+
+        Args:
+            reason: what shows it.
+        """
+        self._refuse(truncated_message(self._topic, self._core.worker, offset, reason))
+
+    def _refuse(self, message: str) -> None:
+        self._exit.request(ConfigError.exit_code, f"{message}; {TRUNCATED_ADVICE}")
+
+    async def _has_newer_start(self, offset: int) -> bool:
+        """Whether the durable model holds `offset` by now, which an earlier process of this worker had sent.
+
+        Then this process ends, to start behind it. The server is asked and gets time to answer: retention that deletes
+        only what is durable deletes nothing that is needed.
+        """
+        self._channel.send(self._core.join())
+        deadline_s = self._clock() + _NEWER_START_TIMEOUT_S
+        while not self._exit.is_requested and self._clock() < deadline_s:
+            if self._core.origin + self._core.reported_durable * self._records_per_batch > offset:
+                self._exit.request(
+                    1, f"the durable model holds offset {offset} by now: reading again from where it ends"
+                )
+            await self._sleep(_RECHECK_S)
+        return self._exit.is_requested

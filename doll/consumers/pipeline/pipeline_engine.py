@@ -1,0 +1,500 @@
+"""`GradientEngine` of a virtual worker: batches go through a pipeline of stages, several at once.
+
+One thread does what `doll.pipeline.runtime.virtual_worker` says: it reads weights into the memory that the stages
+share, sends samples to the first stage, judges the gradients that come back, and stores the sum of each wave's steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final, Protocol
+
+import numpy.typing as npt
+
+from doll.config import JobConfig
+from doll.consumers.compute.compressor import Compressor
+from doll.consumers.compute.gradient import Gradient, GradientComputer
+from doll.consumers.compute.gradient_engine import GoesOn
+from doll.consumers.compute.guard import Guard, Samples
+from doll.consumers.intake.dead_letters import UsableSamples, usable_samples, without_samples
+from doll.consumers.lifecycle.departure import Departure
+from doll.consumers.pipeline.flight import NO_VALUES, Flight, for_link, gradient_of, names_of
+from doll.consumers.pipeline.stage_processes import StageLostError, StageProcesses, failure
+from doll.consumers.pipeline.task_log import TaskLog
+from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
+from doll.errors import BlobError, TaskError
+from doll.pipeline.links.frames import LinkFrameError
+from doll.pipeline.links.link import LinkClosedError
+from doll.pipeline.runtime.messages import (
+    Adopted,
+    AnyMessage,
+    Backward,
+    Failed,
+    Forward,
+    Leaving,
+    Pulled,
+    Settle,
+    Stored,
+    decode,
+    encode,
+)
+from doll.pipeline.runtime.messages import Pull as PullMessage
+from doll.pipeline.runtime.virtual_worker import (
+    Action,
+    Done,
+    Missing,
+    Pull,
+    SendDown,
+    Start,
+    Submitted,
+    VirtualWorkerCore,
+    Void,
+    Wave,
+    Weights,
+)
+from doll.process.fault_points import fault_point
+from doll.records import Grant, NewVersion
+from doll.storage.blobs import Blobs, decode_blob, gradient_key
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+TICK_S: Final = 0.5
+# A thread that did not run for so long has not heard of the stages for another reason than theirs.
+_PAUSED_S: Final = 2.0
+_CLOSED: Final = "the engine is closed"
+
+
+class SampleRefusal(Protocol):
+    """The part of `DeadLetters` that is needed here."""
+
+    def refuse_samples(self, batch: Batch, bad: dict[int, str]) -> UsableSamples: ...
+
+
+class Check(Protocol):
+    """`doll.pipeline.planner.cut.check_with_samples`, of a task, its model and the stages' layers."""
+
+    def __call__(self, x: npt.NDArray[Any], *, batch: int) -> None: ...
+
+
+class PipelineGradientEngine:
+    """`GradientEngine` of stages."""
+
+    def __init__(
+        self, config: JobConfig, stages: StageProcesses, *, guard: Guard, computer: GradientComputer,
+        compressor: Compressor, blobs: Blobs, dead_letters: SampleRefusal, departure: Departure, task_log: TaskLog,
+        check: Check, clock: Callable[[], float] = time.monotonic, scope: str = "",
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            guard: of `computer`, which has the undivided model: a batch that is not as usual is inspected with it.
+            departure: is told when a stage's machine goes away.
+            check: compares the stages' layers with `computer`'s model, before anything is learned.
+            scope: as in `GrantHandler`.
+        """
+        pipeline, self._wave = config.worker.pipeline, config.training.policy.batches_per_push
+        assert pipeline is not None
+        self.depth = 2 * self._wave
+        self.ended: Future[None] = Future()
+        """Fails when the stages cannot go on, also while nothing is submitted."""
+        self._scope = scope or config.job
+        self._ttl_s = config.blobs.ttl_s
+        self._takes_sum = config.training.reduction == "sum"
+        self._clip_norm = math.inf if config.training.clip_norm is None else config.training.clip_norm
+        self._stage_timeout_s = pipeline.stage_timeout_s
+        self._stages = stages
+        self._guard = guard
+        self._computer = computer
+        self._compressor = compressor
+        self._blobs = blobs
+        self._dead_letters = dead_letters
+        self._departure = departure
+        self._task_log = task_log
+        self._check: Check | None = check  # until it has been done
+        self._clock = clock
+        self._core = VirtualWorkerCore(self._wave, self._wave)
+        self._flights: dict[int, deque[Flight]] = {}  # by batch; more than one where it is computed again
+        self._in_stages: deque[Flight] = deque()  # sent, and not back
+        self._returned: deque[Backward] = deque()  # that wait for an inspection
+        self._suspect: tuple[Flight, Backward] | None = None
+        self._is_inspecting = False
+        self._pulling: Weights | None = None
+        self._answers: dict[tuple[str, int | None], set[int]] = {}  # stages that have answered, until all have
+        self._keys: dict[int, str] = {}  # of waves, by the batch below which they end
+        self._storing: Wave | None = None
+        self._rest: tuple[int, Future[GradientDone]] | None = None  # below which batch it is
+        self._completed_s = clock()
+        self._heard_s = [clock()] * len(stages.pids)
+        self._calls: deque[tuple[Callable[[], None], Future[Any] | None]] = deque()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._is_closing = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="pipeline", daemon=True)
+        self._thread.start()
+
+    # --- GradientEngine, called from the worker's event loop ----------------------------------------------------------
+
+    def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
+        (batch,) = batches
+        future: Future[GradientDone | None] = Future()
+        samples = (
+            Samples(for_link(batch.data.x), for_link(batch.data.y))
+            if batch.num_samples
+            else Samples(NO_VALUES, NO_VALUES)
+        )
+        flight = Flight(grant, batch, goes_on, future, samples)
+
+        def submit() -> None:
+            submitted = Submitted(
+                batch.number, grant.term, grant.min_version, batch.num_samples, flight
+            )  # fmt: skip
+            self._flights.setdefault(batch.number, deque()).append(flight)
+            weights = Weights(grant.term, grant.version, grant.key, grant.included)
+            self._do(self._core.submit(submitted, weights))
+
+        self._call(submit, future)
+        return future
+
+    def offer(self, weights: NewVersion) -> None:
+        offered = Weights(weights.term, weights.version, weights.key, weights.included)
+        self._call(lambda: self._do(self._core.offer(offered)))
+
+    def store_rest(self, until: int) -> Future[GradientDone]:
+        future: Future[GradientDone] = Future()
+
+        def close_wave() -> None:
+            wave, actions = self._core.close_wave()
+            if wave is None:
+                future.set_result(GradientDone("", 0, ()))
+                return
+            self._rest = (wave, future)
+            self._do(actions)
+
+        self._call(close_wave, future)
+        return future
+
+    def stop(self) -> None:
+        self._call(lambda: self._do(self._core.stop()))
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closing = True
+        self._wake_up()
+        self._thread.join(2.0)
+        self._stages.close()
+        self._task_log.close()
+
+    def _call(self, call: Callable[[], None], future: Future[Any] | None = None) -> None:
+        with self._lock:
+            error = self._error
+            if error is None:
+                self._calls.append((call, future))
+        if error is None:
+            self._wake_up()
+        elif future is not None:
+            future.set_exception(error)
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+            self._fail(StageLostError(_CLOSED))
+        except BaseException as exc:
+            self._fail(exc)
+            if not self._is_closing:
+                self.ended.set_exception(exc)
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing more is computed."""
+        with self._lock:
+            self._error = error
+            futures = [future for _, future in self._calls]
+            self._calls.clear()
+        futures += [flight.future for flights in self._flights.values() for flight in flights]
+        futures += [None if self._rest is None else self._rest[1]]
+        for future in futures:
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ, None)
+            for number, link in enumerate((*self._stages.controls, self._stages.chain)):
+                selector.register(link, selectors.EVENT_READ, number)
+            now = self._clock()
+            while not self._is_closing:
+                ready = selector.select(TICK_S)
+                before, now = now, self._clock()
+                if now - before > _PAUSED_S:
+                    self._heard_s = [now] * len(self._heard_s)
+                for key, _ in ready:
+                    if key.data is None:
+                        with contextlib.suppress(BlockingIOError):
+                            os.eventfd_read(self._wake)
+                    else:
+                        self._receive(key.data)
+                while self._calls:
+                    with self._lock:
+                        call, _ = self._calls.popleft()
+                    call()
+                self._inspect_if_due()
+                self._check_stages(now)
+
+    def _receive(self, number: int) -> None:
+        is_chain = number == len(self._stages.controls)
+        link = self._stages.chain if is_chain else self._stages.controls[number]
+        try:
+            header, _ = link.receive()
+        except LinkClosedError as exc:
+            raise self._stages.why_closed(0 if is_chain else number) from exc
+        message = decode(header)
+        if is_chain:
+            if not isinstance(message, Backward):
+                raise ValueError(f"expected Backward from the first stage, got {type(message).__name__}")
+            self._returned.append(message)
+            self._judge_returned()
+        else:
+            self._heard_s[number] = self._clock()
+            self._hear(message)
+
+    def _check_stages(self, now: float) -> None:
+        for number, heard_s in enumerate(self._heard_s):
+            if now - heard_s > self._stage_timeout_s:
+                raise StageLostError(
+                    f"stage {number + 1} (pid {self._stages.pids[number]}) has been silent for {now - heard_s:.0f} s "
+                    "(worker.pipeline.stage_timeout_s): its worker ends with it"
+                )
+
+    def _hear(self, message: AnyMessage) -> None:
+        match message:
+            case Pulled(stage=stage, version=version):
+                if self._all_have(stage, "pulled", version) and self._pulling is not None:
+                    self._do(self._core.pulled(self._pulling, is_there=True))
+            case Adopted(stage=stage, version=version):
+                if self._all_have(stage, "adopted", version):
+                    self._do(self._core.adopted(version))
+            case Stored(stage=stage, until=until):
+                if self._all_have(stage, "stored", until):
+                    self._stored(until)
+            case Leaving(stage=stage, within_s=within_s, cause=cause):
+                log.info("stage_leaves", stage=stage + 1, cause=cause, within_s=within_s)
+                self._departure.leave_within(within_s, cause)
+            case Failed():
+                raise failure(message)
+            case _:
+                pass
+
+    def _all_have(self, stage: int, what: str, which: int | None) -> bool:
+        """This stage has answered; whether all have."""
+        have = self._answers.setdefault((what, which), set())
+        have.add(stage)
+        if len(have) < len(self._stages.pids):
+            return False
+        del self._answers[what, which]
+        return True
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Pull(weights):
+                    self._pull(weights)
+                case Start(message, submitted):
+                    flight = submitted.token
+                    flight.started_s = self._clock()
+                    self._send(message, flight)
+                case SendDown(message, wave):
+                    self._storing = wave or self._storing
+                    self._send_down(message, [])
+                case Done(submitted, version, wave, members):
+                    self._answer(submitted.token, version, wave, names_of(members))
+                case Void(submitted):
+                    self._resolve(submitted.token, GradientDone("", 0, ()))
+                case Missing(submitted):
+                    self._resolve(submitted.token, None)
+
+    def _send(self, message: Forward, flight: Flight) -> None:
+        self._in_stages.append(flight)
+        self._send_down(message, [flight.samples.x, flight.samples.y])
+
+    def _send_down(self, message: Forward | Settle, arrays: Sequence[npt.NDArray[Any]]) -> None:
+        try:
+            self._stages.chain.send(encode(message), arrays)
+        except LinkClosedError as exc:
+            raise self._stages.why_closed(0) from exc
+        except LinkFrameError as exc:
+            raise TaskError(f"a batch cannot be sent to the first stage: {exc}; set a smaller data.batch_size") from exc
+
+    def _pull(self, weights: Weights) -> None:
+        blob = self._blobs.get(weights.key)
+        values = None
+        if blob is not None:
+            numel = self._computer.weights.size
+            try:
+                values = decode_blob(blob, job=self._scope, kind="w", version=weights.version, numel=numel)
+            except BlobError as exc:
+                log.warning("weights_refused", key=weights.key, reason=str(exc))
+        if values is None:
+            self._do(self._core.pulled(weights, is_there=False))
+            return
+        self._stages.shared.pulled[:] = values
+        self._pulling = weights
+        for number, link in enumerate(self._stages.controls):
+            try:
+                link.send(encode(PullMessage(version=weights.version)))
+            except LinkClosedError as exc:
+                raise self._stages.why_closed(number) from exc
+
+    def _stored(self, until: int | None) -> None:
+        if until is None:
+            self._computer.load(self._stages.shared.pushed)
+            self._do(self._core.stored(None))
+            self._inspect()
+            return
+        wave = self._storing
+        assert wave is not None
+        grant = wave.last.token.grant
+        is_rest = self._rest is not None and self._rest[0] == until
+        key = gradient_key(self._scope, grant.term, grant.grant_ids[0]) + (":rest" if is_rest else "")
+        begun_s = self._clock()
+        parts = self._compressor.compress(self._stages.shared.pushed, version=wave.version, rows={})
+        self._blobs.put(key, parts, self._ttl_s)
+        fault_point("worker.after_blob")
+        store_s = self._clock() - begun_s
+        if is_rest and self._rest is not None:
+            done = GradientDone(key, wave.version, (), store_s=store_s, holds=names_of(wave.members))
+            self._rest[1].set_result(done)
+            self._rest = None
+        else:
+            self._keys[until] = key
+        self._do(self._core.pushed(until))
+
+    def _answer(self, flight: Flight, version: int, wave: int | None, holds: tuple[tuple[int, int], ...]) -> None:
+        computed = flight.computed
+        if computed is None:  # no usable sample was in it
+            computed = without_samples(flight.batch)
+        is_kept = (flight.batch.number + 1) % self._wave != 0
+        key = "" if wave is None else self._keys.pop(wave, "")
+        self._resolve(flight, GradientDone(key, version, (computed,), is_kept=is_kept, holds=holds))
+
+    def _resolve(self, flight: Flight, done: GradientDone | None) -> None:
+        flights = self._flights[flight.batch.number]
+        flights.remove(flight)
+        if not flights:
+            del self._flights[flight.batch.number]
+        flight.future.set_result(done)
+
+    # --- gradients that come back -------------------------------------------------------------------------------------
+
+    def _judge_returned(self) -> None:
+        while self._in_stages and self._suspect is None:
+            # In order, but for one that was computed again: it is behind others.
+            number = self._in_stages[0].batch.number
+            at = next((at for at, message in enumerate(self._returned) if message.batch == number), None)
+            if at is None:
+                return
+            message = self._returned[at]
+            del self._returned[at]
+            flight = self._in_stages.popleft()
+            self._task_log.add(message.tasks)
+            self._judge(flight, message)
+
+    def _judge(self, flight: Flight, message: Backward) -> None:
+        batch = flight.batch
+        if not flight.goes_on(batch.number, flight.grant.grant_ids[0]) and not self._departure():
+            self._complete(flight, 0.0, 0, is_void=True)
+            return
+        n = message.num_samples
+        gradient = gradient_of(message)
+        problem = message.problem or gradient.problem()
+        if flight.bad is None and (problem or self._guard.is_unusual(gradient, n)):
+            self._suspect = (flight, message)
+            self._core.hold()
+            return
+        if problem:
+            raise TaskError(f"batch {batch.number}: {problem}, and on the undivided model there is no such problem")
+        if flight.bad is None:
+            self._guard.learned(gradient, flight.samples)
+        self._accept(flight, gradient, n)
+
+    def _accept(self, flight: Flight, gradient: Gradient, n: int) -> None:
+        if self._check is not None:
+            self._computer.load(self._stages.shared.pulled)
+            self._check(flight.samples.few().x, batch=flight.batch.number)
+            self._check = None
+        scale = 1.0 if self._takes_sum else 1.0 / n
+        if (norm := scale * gradient.norm) > self._clip_norm:
+            scale *= self._clip_norm / norm
+        flight.computed = self._computed(flight, gradient.loss_sum, gradient.metric_sums, n)
+        self._complete(flight, scale, n)
+
+    def _computed(
+        self, flight: Flight, loss_sum: float, metric_sums: dict[str, float], num_samples: int
+    ) -> ComputedBatch:
+        batch = flight.batch
+        usable = usable_samples(batch)._replace(num_samples=num_samples)
+        if flight.bad:
+            usable = self._dead_letters.refuse_samples(batch, flight.bad)
+        now = self._clock()
+        compute_s = now - max(flight.started_s, self._completed_s)  # batches overlap: what it has added
+        self._completed_s = now
+        return ComputedBatch(
+            usable.num_samples, loss_sum, metric_sums, usable.dead, usable.dead_samples, compute_s,
+            self._core.version_of(batch.number), usable.dead_reasons,
+        )  # fmt: skip
+
+    def _complete(self, flight: Flight, scale: float, num_samples: int, *, is_void: bool = False) -> None:
+        number = flight.batch.number
+        self._do(self._core.completed(number, scale=scale, num_samples=num_samples, is_void=is_void))
+
+    # --- inspection ---------------------------------------------------------------------------------------------------
+
+    def _inspect_if_due(self) -> None:
+        """With no other batch in the stages, have them show the weights: the undivided model inspects the suspect."""
+        all_back = self._suspect is not None and len(self._in_stages) == len(self._returned)
+        if all_back and not self._is_inspecting and not self._core.is_storing:
+            self._is_inspecting = True
+            self._do(self._core.show())
+
+    def _inspect(self) -> None:
+        assert self._suspect is not None
+        flight, message = self._suspect
+        number = flight.batch.number
+        self._suspect, self._is_inspecting = None, False
+        if self._core.is_void(number):
+            self._complete(flight, 0.0, 0, is_void=True)
+            self._go_on()
+            return
+        gradient, bad = self._guard.compute(*flight.samples, batch=number)
+        flight.bad = bad
+        seen = gradient_of(message)
+        if gradient is None:
+            flight.computed = self._computed(flight, 0.0, {}, 0)
+            self._complete(flight, 0.0, 0)
+        elif bad or message.problem or seen.problem():
+            left = [at for at in range(len(flight.samples.x)) if at not in bad]
+            flight.samples = flight.samples.of(left)
+            self._in_stages.appendleft(flight)
+            self._send_down(self._core.again(number, len(left)), [flight.samples.x, flight.samples.y])
+        else:
+            self._accept(flight, seen, message.num_samples)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._do(self._core.go_on())
+        self._judge_returned()

@@ -1,0 +1,281 @@
+"""The stage processes of a virtual worker: forked from the worker at its start, before it has threads and connections.
+
+They end with the worker, however it ends. The worker ends when one of them does
+(`doll.consumers.pipeline.pipeline_engine`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import mmap
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+import numpy as np
+import torch
+
+import doll
+from doll.config import JobConfig
+from doll.config.pipeline import PipelineConfig
+from doll.errors import ConfigError, DollError, TaskError
+from doll.local.processes import die_with_parent
+from doll.model import FlatModel, fingerprint
+from doll.pipeline.links.device import open_device
+from doll.pipeline.links.link import Link, LinkClosedError, shared_pair, socket_pair
+from doll.pipeline.profiling.layers import Layer
+from doll.pipeline.runtime.messages import Failed, Ready, Stop, decode, encode
+from doll.pipeline.runtime.stage import Stage
+from doll.pipeline.runtime.stage_process import Links, SharedMemory, StageProcess
+from doll.process.memory import return_freed_memory
+from doll.task import Task
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_READY_S: Final = 120.0
+_END_S: Final = 1.0
+_SEGMENT_BYTES: Final = 64 * 1024 * 1024  # of address space: pages that no message has touched take no memory
+
+
+class StageLostError(DollError):
+    """A stage has ended, or does not run any more: its virtual worker ends as well."""
+
+
+def failure(message: Failed) -> DollError:
+    """What a stage has reported."""
+    return (TaskError if message.is_task else StageLostError)(f"stage {message.stage + 1}: {message.error}")
+
+
+@dataclass(frozen=True)
+class StageProcesses:
+    """The running stages of one virtual worker.
+
+    Attributes:
+        pids: their processes, first stage first.
+        controls: one link to each.
+        chain: to the first stage.
+        shared: weights that are pulled, steps that are pushed.
+    """
+
+    pids: tuple[int, ...]
+    controls: tuple[Link, ...]
+    chain: Link
+    shared: SharedMemory
+
+    def wait_until_ready(self, expected: str, within_s: float = _READY_S) -> None:
+        """Wait until all stages run, and run what this process runs.
+
+        Raises:
+            ConfigError: a stage runs something else, or cannot be made.
+            StageLostError: a stage has ended, or is not ready in time.
+        """
+        waiting = set(range(len(self.pids)))
+        until_s = time.monotonic() + within_s
+        with selectors.DefaultSelector() as selector:
+            for number, link in enumerate(self.controls):
+                selector.register(link, selectors.EVENT_READ, number)
+            while waiting:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise StageLostError(f"stage {min(waiting) + 1} is not ready after {within_s:g} s")
+                for key, _ in selector.select(left_s):
+                    if key.data in waiting:
+                        self._greet(key.data, expected)
+                        waiting.discard(key.data)
+
+    def _greet(self, number: int, expected: str) -> None:
+        try:
+            message = decode(self.controls[number].receive()[0])
+        except LinkClosedError as exc:
+            at, how = self.first_end(number)
+            raise StageLostError(f"stage {at + 1} {how} while it started") from exc
+        if isinstance(message, Failed):
+            raise ConfigError(f"stage {number + 1}: {message.error}")
+        if not isinstance(message, Ready) or message.fingerprint != expected:
+            got = message.fingerprint if isinstance(message, Ready) else type(message).__name__
+            raise ConfigError(
+                f"stage {number + 1} runs another version: expected {expected!r}, got {got!r}; install the same DOLL "
+                "and torch, and the same task, on all machines of a worker"
+            )
+
+    def first_end(self, number: int) -> tuple[int, str]:
+        """Which stage has ended, and how, in words; waits a moment for its end.
+
+        The neighbours of a stage end after it, with a code: one that a signal has ended was the first.
+
+        Args:
+            number: a stage whose link is closed.
+        """
+        ends: dict[int, str] = {}
+        until_s = time.monotonic() + _END_S
+        while time.monotonic() < until_s and len(ends) < len(self.pids):
+            for at in set(range(len(self.pids))) - set(ends):
+                code = _exit_code(self.pids[at])
+                if code is not None and code < 0:
+                    return at, f"was ended by {signal.Signals(-code).name}"
+                if code is not None:
+                    ends[at] = f"has exited with code {code}"
+            time.sleep(0.01)
+        return number, ends.get(number, "has closed its link")
+
+    def why_closed(self, number: int) -> DollError:
+        """Why the link to this stage, or to the first one, is closed.
+
+        Returns:
+            TaskError: a stage has said that the fault is the task's. StageLostError: any other.
+        """
+        at, how = self.first_end(number)
+        for link in self.controls:  # one may have said why; its message may be behind others
+            with contextlib.suppress(LinkClosedError), selectors.DefaultSelector() as selector:
+                selector.register(link, selectors.EVENT_READ)
+                while selector.select(0):
+                    message = decode(link.receive()[0])
+                    if isinstance(message, Failed):
+                        return failure(message)
+        return StageLostError(f"stage {at + 1} (pid {self.pids[at]}) {how}: its worker ends with it")
+
+    def close(self) -> None:
+        """End the stages; those that do not end by themselves are killed. May be repeated."""
+        for link in self.controls:
+            with contextlib.suppress(LinkClosedError):
+                link.send(encode(Stop()))
+        until_s = time.monotonic() + _END_S
+        left = set(self.pids)
+        while left and time.monotonic() < until_s:
+            left = {pid for pid in left if not _has_ended(pid)}
+            if left:
+                time.sleep(0.01)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            _has_ended(pid, wait=True)
+        for link in (*self.controls, self.chain):
+            link.close()
+
+
+def start_stages(
+    config: JobConfig, task: Task, model: FlatModel, parts: Sequence[Sequence[Layer]], worker: int, *, in_flight: int,
+) -> StageProcesses:  # fmt: skip
+    """Fork a process for each of `parts`, the layers of `model`'s module by stage.
+
+    Call it where this process has one thread.
+
+    Raises:
+        ConfigError: a stage cannot be made here, such as on a device that is not there.
+        StageLostError: a stage has ended, or is not ready in time.
+    """
+    pipeline = config.worker.pipeline
+    assert pipeline is not None
+    shared = SharedMemory(*(_shared_vector(model.flat.numel()) for _ in range(2)))
+    controls = [socket_pair() for _ in parts]
+    chain = [
+        shared_pair(in_flight + 2, _SEGMENT_BYTES) for _ in parts
+    ]  # the first is between the worker and the first stage
+    ends = [end for pair in (*controls, *chain) for end in pair]
+    for end in ends:
+        end.limit_sending(pipeline.stage_timeout_s)
+    expected = stage_fingerprint(config, model)
+    parent, pids = os.getpid(), []
+    # The first backward pass from a given gradient imports it: 0.4 s and 30 MB in each stage, unless they share it.
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number, layers in enumerate(parts):
+        links = Links(controls[number][1], chain[number][1], chain[number + 1][0] if number + 1 < len(parts) else None)
+        pid = os.fork()
+        if pid == 0:
+            make = _maker(config, task, model, layers, number, worker, in_flight, pipeline)
+            _become_stage(parent, make, links, ends, shared, number, expected, pipeline, worker, config)
+        pids.append(pid)
+    for pair in controls:
+        pair[1].forget()
+    for number, (before, after) in enumerate(chain):
+        after.forget()
+        if number:
+            before.forget()
+    stages = StageProcesses(tuple(pids), tuple(pair[0] for pair in controls), chain[0][0], shared)
+    try:
+        stages.wait_until_ready(expected)
+    except BaseException:
+        stages.close()
+        raise
+    log.info("stages_started", pids=pids, layers=[f"{part[0].name}..{part[-1].name}" for part in parts])
+    return stages
+
+
+def stage_fingerprint(config: JobConfig, model: FlatModel) -> str:
+    """What must agree between the stages of a worker: the job, the model, DOLL and torch."""
+    return f"doll {doll.__version__}, torch {torch.__version__}, {fingerprint(config, model)}"
+
+
+def _maker(
+    config: JobConfig, task: Task, model: FlatModel, layers: Sequence[Layer], number: int, worker: int,
+    in_flight: int, pipeline: PipelineConfig,
+) -> Callable[[], Stage]:  # fmt: skip
+    def make() -> Stage:
+        torch.manual_seed(config.seed + 1_000 * (worker + 1) + number)  # stages draw different numbers
+        modules = [layer.module for layer in layers]
+        device = open_device(pipeline.devices_of(worker)[number].device)
+        return Stage(
+            task, model, modules, training=config.training, slots=in_flight, is_first=number == 0,
+            is_last=number == pipeline.stages - 1, device=device,
+        )  # fmt: skip
+
+    return make
+
+
+def _become_stage(
+    parent: int, make: Callable[[], Stage], links: Links, ends: Sequence[Link], shared: SharedMemory, number: int,
+    expected: str, pipeline: PipelineConfig, worker: int, config: JobConfig,
+) -> NoReturn:  # fmt: skip
+    code = 1
+    try:
+        die_with_parent(parent)
+        own = {id(link) for link in (links.control, links.before, links.following)}
+        for end in ends:
+            if id(end) not in own:
+                end.forget()
+        device = pipeline.devices_of(worker)[number]
+        if device.memory_bytes is not None:
+            return_freed_memory()
+        gc.freeze()  # what the worker has made stays shared with it
+        process = StageProcess(
+            make, links, shared, number=number, fingerprint=expected,
+            slowdown=device.slowdown,
+        )  # fmt: skip
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's launcher handles Ctrl-C
+        signal.signal(signal.SIGTERM, lambda *_: process.leave_within(config.worker.drain_s, "sigterm"))
+        code = process.run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _shared_vector(numel: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.frombuffer(mmap.mmap(-1, max(1, numel) * 4), np.float32)[:numel]
+
+
+def _has_ended(pid: int, *, wait: bool = False) -> bool:
+    return _exit_code(pid, wait=wait) is not None
+
+
+def _exit_code(pid: int, *, wait: bool = False) -> int | None:
+    """Of a child; minus the signal that has ended it; None: it runs. 0 where it was asked for before."""
+    try:
+        done, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    return os.waitstatus_to_exitcode(status) if done else None

@@ -1,0 +1,500 @@
+"""A worker's protocol with the parameter server: events in, actions out, no I/O, no clock.
+
+It keeps every batch until the server reports it durable, announces it, answers grants and joins again when a new server
+sends Hello. Announcing again makes up for any lost message. A message may come twice, and late: grants are sent again
+when the channel changes, while the other channel still carries the first copy. The server refuses a push that comes
+again. The worker computes a grant once, and knows its answer until the batch is durable (docs/decisions/0042).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from doll.consumers.protocol.grants import Grants
+from doll.consumers.protocol.skipped_batches import Skipped, SkippedBatches
+from doll.fingerprint import difference
+from doll.records import (
+    Alive,
+    Announce,
+    AnyRecord,
+    Durable,
+    Fence,
+    Grant,
+    Hello,
+    Join,
+    Leave,
+    Nack,
+    NewVersion,
+    Push,
+    PushedBatch,
+    Settle,
+    Stop,
+    Welcome,
+)
+
+ALIVE_EVERY_S = 1.0
+ANNOUNCE_EVERY_S = 3.0  # a lost announcement is repeated within this time; one small message per worker
+# An announcement takes milliseconds through Kafka. With so many batches announced, no group waits for one.
+_ENOUGH_ANNOUNCED = 8
+
+
+@dataclass(slots=True)
+class Batch:
+    """A decoded batch that the worker holds until it is durable.
+
+    `data` is what the gradient needs (opaque here), `num_samples` how many usable samples it has.
+    """
+
+    number: int
+    data: Any
+    num_samples: int
+    complete_at_s: float
+    dead: tuple[int, ...] = ()
+    gaps: tuple[tuple[int, int], ...] = ()
+    lost: tuple[tuple[int, int], ...] = ()
+    dead_samples: int = 0
+    leader_epoch: int = -1  # see `doll.consumers.intake.batching.RawBatch`
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBatch:
+    """What one batch of a set contributes; `dead`, `dead_samples` and `num_samples` are of this computation: at another
+    version they may differ."""
+
+    num_samples: int
+    loss_sum: float = 0.0
+    metric_sums: Mapping[str, float] = field(default_factory=dict)
+    dead: tuple[int, ...] = ()
+    dead_samples: int = 0
+    compute_s: float = 0.0
+    version: int = -1  # of the weights that it was computed at; -1: no weights were needed
+    dead_reasons: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDone:
+    """The sum of the gradients of a grant's first batches is in the blob store under `key`.
+
+    `key` is \"\" when none of them holds a usable sample. `is_kept`: nothing is stored yet, since more batches belong
+    to the same push; the next that is stored holds these as well.
+
+    Attributes:
+        holds: (batch, grant id) of all batches that are in what is stored, in their order, as the object that made the
+            sum knows them (`doll.consumers.compute.batch_sets`): the push names these. Empty: it is those of `batches`.
+    """
+
+    key: str
+    version: int  # of the weights that it was computed at
+    batches: tuple[ComputedBatch, ...]  # at least one, but for the rest that is pushed when the worker leaves
+    fetch_s: float = 0.0
+    store_s: float = 0.0
+    is_kept: bool = False
+    holds_back: bool = False  # a part of the steps stays in the worker (`doll.ps.settling`)
+    holds: tuple[tuple[int, int], ...] = ()
+
+
+# --- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this record to the parameter server, in order."""
+
+    record: AnyRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute this grant's gradients on these batches; report `gradient_done`, also in parts, or `weights_missing`."""
+
+    grant: Grant
+    batches: tuple[Batch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """There are newer weights than a grant may ask for: compute on nothing older from now on."""
+
+    weights: NewVersion
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRest:
+    """Store what is held back of the steps of batches below `until`; report `rest_stored`."""
+
+    term: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Batches below `until` are durable: acknowledge their offsets to Kafka, in order."""
+
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End this process. `code` 0: the job is over or another took this place; 1: restart me."""
+
+    code: int
+    reason: str
+
+
+WorkerAction = Send | Compute | Offer | StoreRest | Acknowledge | Exit
+
+
+class WorkerCore:
+    """One process of a worker, from its Welcome on."""
+
+    def __init__(
+        self, welcome: Welcome, *, max_pending: int, now: float, market: str = "", incarnation: int = 0
+    ) -> None:
+        self.worker = welcome.worker
+        self.process = welcome.process
+        self.session = welcome.session
+        self.term = welcome.term
+        self.origin = welcome.origin
+        self.generation = welcome.generation
+        self.fingerprint = welcome.fingerprint
+        self.run_id = welcome.run_id
+        self.max_pending = max_pending
+        self.market = market
+        self.incarnation = incarnation
+        self.draining = False
+        self._batches: deque[Batch] = deque()  # not durable, consecutive numbers from self._durable
+        self.skipped = SkippedBatches()  # behind `_batches`
+        self._durable = welcome.next_batch
+        # What the server reports durable; ahead of `_durable` while batches that a predecessor announced are unread.
+        self._reported_durable = welcome.next_batch
+        self._announced = welcome.next_batch
+        self._granted_until = welcome.next_batch  # behind the last batch that was granted
+        self._grants = Grants()  # of this server
+        self._applied = 0  # batches below it are in the model
+        self._held_back_until = 0  # of batches below it a part of the steps is only here; 0: of none
+        self._rest: Push | None = None  # the newest, until it is durable
+        self._settling_until = 0  # the rest of batches below it is being stored; 0: none is
+        self._settled_until = 0  # the rest of batches below it has been stored
+        self._alive_at_s = now
+        self._announced_at_s = now
+        self.next_offset = 0
+        self.lag = 0
+
+    @property
+    def retained(self) -> int:
+        """Batches held that are not durable."""
+        return len(self._batches)
+
+    @property
+    def reported_durable(self) -> int:
+        """Batches below this one are in the durable model, by the server's last report."""
+        return self._reported_durable
+
+    @property
+    def next_batch(self) -> int:
+        """The batch that comes next out of the stream."""
+        return self._durable + len(self._batches)
+
+    @property
+    def has_room(self) -> bool:
+        """May another batch be read? Otherwise the stream waits (back-pressure)."""
+        return len(self._batches) < self.max_pending
+
+    @property
+    def busy(self) -> bool:
+        """A granted gradient has not been computed yet, or a rest is being stored."""
+        return self._settling_until > 0 or self._grants.is_busy
+
+    @property
+    def rest(self) -> StoreRest | None:
+        """What must be stored before the worker leaves: contributions that are computed, and not sent whole."""
+        if self._grants.is_any_kept or self._held_back_until:
+            return StoreRest(self.term, self._held_back_until)
+        return None
+
+    def batch_ready(self, batch: Batch) -> list[WorkerAction]:
+        """The next batch of the stream is complete and decoded.
+
+        It is announced immediately where nothing is being computed, or where the server has few announced batches left
+        to grant; else after a tick, with those that come until then: a message for each batch would cost more than it.
+
+        Raises:
+            ValueError: it is not the next one.
+        """
+        if batch.number != self.next_batch:
+            raise ValueError(f"expected batch {self.next_batch}, got {batch.number}")
+        self._batches.append(batch)
+        if batch.number < self._reported_durable:
+            return self._forget_durable()  # the server does not report it again
+        return self._announce_if_few()
+
+    def skip(self, skipped: Skipped) -> list[WorkerAction]:
+        """The next batches of the stream hold no record; while `skipped`, no batch behind them may be given."""
+        self.skipped.put(skipped, self.next_batch)
+        return self._forget_durable() or self._announce_skipped()
+
+    def next_of_skipped(self, now: float, records_per_batch: int) -> Skipped | None:
+        """One of the skipped batches, if it must be given to `batch_ready` now: see `SkippedBatches.take`."""
+        if not self.has_room or self.busy or self.draining:
+            return None
+        hi = self.origin + (self.next_batch + 1) * records_per_batch
+        waiting = max(0, self.next_batch - max(self._granted_until, self._durable))
+        return self.skipped.take(now, self._reported_durable, hi, waiting=waiting, granted=self.retained - waiting)
+
+    def on_record(self, record: AnyRecord, now: float) -> list[WorkerAction]:
+        """A record came on this worker's `commands` partition."""
+        match record:
+            case Fence() if record.process == self.process:
+                return [Exit(0, "fenced: a newer process of this worker has joined")]
+            case Fence():
+                return []
+            case Hello() if record.term >= self.term:
+                # Old grants are void: their server is gone, or it has lost track of us.
+                self._void_grants()
+                self._follow(record.term)
+                return [] if self.draining else [Send(self.join())]
+            case Welcome() if record.term >= self.term:
+                return self._on_welcome(record)
+            case Grant() if record.term == self.term and record.session == self.session and record.grant_ids:
+                return self._on_grant(record)
+            case NewVersion() if record.term == self.term:
+                return [Offer(record)]
+            case Settle() if record.term == self.term and record.session == self.session:
+                return self._on_settle(record)
+            case Durable() if record.term == self.term:
+                return self._on_durable(record.until)
+            case Stop() if record.term >= self.term:
+                return [Exit(0, f"job ended ({record.reason})")]
+        return []
+
+    def join(self) -> Join:
+        """What to answer to a Hello."""
+        return Join(worker=self.worker, process=self.process, session=self.session, incarnation=self.incarnation)
+
+    def _on_welcome(self, record: Welcome) -> list[WorkerAction]:
+        if record.process != self.process:
+            if 0 < record.incarnation < self.incarnation:
+                # The server has restarted and forgotten this machine, so it gave the slot back to an older one.
+                return [] if self.draining else [Send(self.join())]
+            if record.session > self.session:
+                return [Exit(0, "fenced: a newer process of this worker has been welcomed")]
+            return []
+        if record.session != self.session:
+            self._void_grants()
+        self._follow(record.term)
+        self.session = record.session
+        if changed := difference(record.fingerprint, self.fingerprint):
+            return [Exit(1, f"the parameter server runs another job file now: {changed}: reading it again")]
+        if (record.generation, record.run_id) != (self.generation, self.run_id):
+            # The dead letters of the batches held here belong to the run before.
+            return [Exit(1, "another run of the job has begun: reading again")]
+        if record.origin != self.origin:
+            # The same batch number would be other offsets: what is held here must not be announced.
+            return [Exit(1, f"the job now begins at offset {record.origin}, not at {self.origin}: reading again")]
+        if record.next_batch < self._durable:
+            return [Exit(1, f"the durable model is back at {record.next_batch} of {self._durable}: reading again")]
+        if record.next_batch > self.skipped.end(self.next_batch):
+            return [Exit(1, f"the durable model is at {record.next_batch}, {self.next_batch} were read: reading again")]
+        self._reported_durable = record.next_batch
+        return [*self._forget_durable(), *self._announce_all()]
+
+    def _on_grant(self, grant: Grant) -> list[WorkerAction]:
+        """Compute what is new. A grant may come again, also when its batches are in the model: what is being computed
+        is not begun a second time, and what was answered is answered again."""
+        self._applied = max(self._applied, grant.included)
+        end = grant.first + len(grant.grant_ids)
+        if not self._durable <= grant.first < end <= self.next_batch:
+            return [self._nack(grant, "batch")]
+        self._granted_until = max(self._granted_until, end)
+        answers, orders = self._grants.take(grant)
+        return [*map(Send, answers), *(self._compute(order, batches) for order, batches in orders)]
+
+    def _compute(self, grant: Grant, batches: range) -> Compute:
+        part = grant
+        if len(batches) < len(grant.grant_ids):  # those that are new, or are computed again
+            ids = grant.grant_ids[batches.start - grant.first : batches.stop - grant.first]
+            part = msgspec.structs.replace(grant, first=batches.start, grant_ids=ids)
+        return Compute(part, tuple(self._batches[number - self._durable] for number in batches))
+
+    def _nack(self, grant: Grant, reason: Literal["weights", "batch"]) -> Send:
+        return Send(
+            Nack(
+                worker=self.worker, session=self.session, batch=grant.first, term=grant.term,
+                grant_id=grant.grant_ids[0], reason=reason,
+            )
+        )  # fmt: skip
+
+    def is_wanted(self, term: int, batch: int, grant_id: int) -> bool:
+        """Is this batch's gradient still to be computed for this grant, as far as this worker knows?
+
+        A later grant replaces it; that of a later server may have the same number. May be called from any thread.
+        """
+        return term == self.term and self._grants.is_wanted(batch, grant_id)
+
+    def is_current(self, grant: Grant) -> bool:
+        """Is any gradient of this grant still wanted?"""
+        return any(self.is_wanted(grant.term, *item) for item in enumerate(grant.grant_ids, grant.first))
+
+    def gradient_done(
+        self, grant: Grant, batches: Sequence[Batch], done: GradientDone, begun_at_s: float
+    ) -> list[WorkerAction]:
+        """The gradient of the first batches of `grant` is in the blob store: of as many as `done` names.
+
+        Args:
+            batches: those of `grant`.
+            begun_at_s: when their computation began.
+        """
+        computed = tuple(
+            PushedBatch(
+                batch=batch.number, grant_id=number, n_samples=item.num_samples, loss_sum=item.loss_sum,
+                metric_sums=item.metric_sums, dead=item.dead, gaps=batch.gaps, lost=batch.lost,
+                dead_samples=item.dead_samples, dead_reasons=item.dead_reasons, compute_s=item.compute_s,
+                wait_s=max(0.0, begun_at_s - batch.complete_at_s),
+                version=item.version if done.is_kept or item.version != done.version else -1,
+                leader_epoch=batch.leader_epoch,
+            )
+            for batch, number, item in zip(batches, grant.grant_ids, done.batches, strict=False)
+        )  # fmt: skip
+        if grant.term != self.term:
+            return []
+        names = done.holds or tuple((item.batch, item.grant_id) for item in computed)
+        self._grants.computed(computed)
+        return self._announce_if_few() if done.is_kept else self._push(names, done)
+
+    def rest_stored(self, order: StoreRest, done: GradientDone) -> list[WorkerAction]:
+        """What the worker had computed and not sent is in the blob store."""
+        if order.term != self.term:
+            return []
+        self._settling_until = 0
+        if done.holds:
+            return self._push(done.holds, done)
+        if not done.key and order.until <= self._settled_until:
+            return []  # what was held back is in the rest that was stored before
+        self._held_back_until, self._settled_until = 0, order.until
+        self._rest = Push(
+            worker=self.worker, session=self.session, term=self.term, version=done.version, key=done.key, batches=(),
+            store_s=done.store_s, market=self.market, settles=order.until,
+        )  # fmt: skip
+        return [Send(self._rest)]
+
+    def rest_not_stored(self, order: StoreRest) -> None:
+        """The blob store did not take it: it is still held back, and stored when the server asks again."""
+        if order.term == self.term:
+            self._settling_until = 0
+
+    def _on_settle(self, order: Settle) -> list[WorkerAction]:
+        """A Settle may come again, also late: what is held back by then belongs to another one."""
+        if order.until <= self._settled_until:
+            return [] if self._rest is None else [Send(self._rest)]  # the server may not have it
+        if order.until <= self._settling_until:
+            return []
+        self._settling_until = order.until
+        return [StoreRest(order.term, order.until)]
+
+    def _push(self, names: Sequence[tuple[int, int]], done: GradientDone) -> list[WorkerAction]:
+        """Push what is stored: the sum of the batches and grants `names`."""
+        batches = self._grants.take_computed(names)
+        if not batches:
+            return []
+        # Where only a part of them is void the server takes none, and grants the others again: it must hear of it.
+        push = Push(
+            worker=self.worker, session=self.session, term=self.term, version=done.version, key=done.key,
+            batches=batches, fetch_s=done.fetch_s, store_s=done.store_s, market=self.market,
+            holds_back=done.holds_back,
+        )  # fmt: skip
+        self._held_back_until = batches[-1].batch + 1 if done.holds_back else 0
+        self._grants.answer(push)
+        return [*self._announce_if_few(), Send(push)]
+
+    def weights_missing(self, grant: Grant) -> list[WorkerAction]:
+        """The weights of this grant are not in the blob store: never compute on others."""
+        if not self.is_current(grant):
+            return []
+        self.not_begun(grant)
+        return [self._nack(grant, "weights")]
+
+    def not_begun(self, grant: Grant) -> None:
+        """This grant's batches are not computed: the worker does not owe them."""
+        if grant.term == self.term:
+            for batch, number in enumerate(grant.grant_ids, grant.first):
+                self._grants.give_back(batch, number)
+
+    def resend(self) -> list[WorkerAction]:
+        """What was sent may be lost: send again the pushes that are not known to be in the model, and the rest."""
+        pushes = self._grants.unconfirmed(self._applied)
+        return [Send(push) for push in (*pushes, *([] if self._rest is None else [self._rest]))]
+
+    def _void_grants(self) -> None:
+        self._grants.void()
+        self._granted_until = self._durable
+
+    def _follow(self, term: int) -> None:
+        """Nothing of an earlier server counts for the next one, which numbers its grants from one again."""
+        if term > self.term:
+            self.term, self._grants = term, Grants()
+            self._applied = self._held_back_until = self._settling_until = self._settled_until = 0
+            self._rest = None
+
+    def _on_durable(self, until: int) -> list[WorkerAction]:
+        self._reported_durable = max(self._reported_durable, until)
+        return self._forget_durable()
+
+    def _forget_durable(self) -> list[WorkerAction]:
+        before = self._durable
+        while self._batches and self._durable < self._reported_durable:
+            number = self._batches.popleft().number
+            self._grants.forget(number)
+            self._durable += 1
+        if not self._batches:
+            self._durable = self.skipped.passed(self._durable, self._reported_durable)
+        if self._rest is not None and self._rest.settles <= self._durable:
+            self._rest = None
+        self._announced = max(self._announced, self._durable)
+        self._granted_until = max(self._granted_until, self._durable)
+        return [Acknowledge(self._durable), *self._announce_skipped()] if self._durable > before else []
+
+    def _announce_all(self) -> list[WorkerAction]:
+        self._announced = self._durable
+        return [*self._announce_new(), *self._announce_skipped()]
+
+    def _announce_if_few(self) -> list[WorkerAction]:
+        """Announce what is new, unless the server has enough to grant until the next tick."""
+        is_enough = self.busy and self._announced - self._granted_until >= _ENOUGH_ANNOUNCED
+        return [] if is_enough else self._announce_new()
+
+    def _announce_new(self) -> list[WorkerAction]:
+        if self.draining or self._announced == self.next_batch:
+            return []
+        first, self._announced = self._announced, self.next_batch
+        return [Send(Announce(worker=self.worker, session=self.session, first=first, until=self.next_batch))]
+
+    def _announce_skipped(self) -> list[WorkerAction]:
+        is_next = self.skipped and not self._batches and not self.draining
+        return [Send(self.skipped.record(self.worker, self.session))] if is_next else []
+
+    def tick(self, now: float) -> list[WorkerAction]:
+        """Time has passed: announce what is new, repeat now and then what is not durable, and report being alive."""
+        actions = self._announce_new()
+        if now - self._alive_at_s >= ALIVE_EVERY_S:
+            self._alive_at_s = now
+            retained, offset = self.retained, self.next_offset
+            alive = Alive(worker=self.worker, session=self.session, retained=retained, next_offset=offset, lag=self.lag)
+            actions.append(Send(alive))
+        if now - self._announced_at_s >= ANNOUNCE_EVERY_S:
+            self._announced_at_s = now
+            actions += self._announce_all()
+        return actions
+
+    def drain(self) -> None:
+        """This process must leave (SIGTERM, a spot notice): announce nothing more; finish what is under way."""
+        self.draining = True
+
+    def leave(self, cause: str) -> Sequence[WorkerAction]:
+        """Leave the job: what is held goes back to the queue and waits for the next process of this worker."""
+        self._void_grants()
+        return [Send(Leave(worker=self.worker, session=self.session, cause=cause))]

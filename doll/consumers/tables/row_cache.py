@@ -1,0 +1,215 @@
+"""A worker's cache of one table's rows: bounded, least recently used out first (approximately), never too old. Pure.
+
+The rule (ESSP, Dai et al., AAAI 2015; it differs from the paper, whose `>` stops all workers at staleness 0): a row may
+be used if it is known to be as it was in version v, and v is at least the grant's minimum version. The policy turns
+clocks into versions. A row is known as of the version that it was fetched in, and as of later ones for which the server
+has said that it has not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.consumers.tables.op_log import OpLog
+from doll.errors import BlobError
+from doll.id_index import IdIndex
+from doll.rows import Floats, Ids, Rows, TableShape, no_rows
+from doll.storage.sections import RowRequest
+
+_PLACE_BYTES: Final = 8 + 8 + 1 + 9 + 16  # version, place in the index and its cells, beside the values
+
+
+def cached_row_bytes(width: int) -> int:
+    """Memory for one row in a cache."""
+    return 4 * width + _PLACE_BYTES
+
+
+class FetchedRows(NamedTuple):
+    """An answer of the server.
+
+    Attributes:
+        rows: all that were asked for in full, and those of the known ones that have changed.
+        version: that they are of.
+        included: how many of the worker's batches `version` contains.
+    """
+
+    rows: Rows
+    version: int
+    included: int = 0
+
+
+Fetch: TypeAlias = Callable[[RowRequest], FetchedRows]
+
+
+class RowCache:
+    """Rows of one table, with the worker's own steps on top (read-my-writes). Not thread-safe.
+
+    Attributes:
+        own: steps that fetched rows may lack. `inc` adds to it and to the rows that are here.
+        num_hits, num_misses: rows that `get` has found here, and that it has fetched or asked about.
+    """
+
+    def __init__(self, shape: TableShape, max_bytes: int) -> None:
+        """
+        Args:
+            max_bytes: of the cache, without `own`. It holds one row at least.
+        """
+        self.own = OpLog(shape.width)
+        self.num_hits = self.num_misses = 0
+        self._shape = shape
+        self._capacity = capacity = max(1, min(shape.num_rows, max_bytes // cached_row_bytes(shape.width)))
+        self._index = IdIndex(capacity)
+        self._values = np.empty((capacity, shape.width), np.float32)
+        self._version = np.full(capacity, -1, np.int64)  # that the row is known as of; -1: the place is free
+        self._is_recent = np.zeros(capacity, np.bool_)
+        self._num_used = 0
+        self._hand = 0
+        self._newest = -1  # version of the newest grant, answer or push
+        # Pushes that follow each other without a gap: a row that is known as of `_from` or later is known as of `_to`.
+        self._from = self._to = -1
+
+    def __len__(self) -> int:
+        return self._num_used
+
+    def no_rows(self) -> Rows:
+        """None of this table's rows."""
+        return no_rows(self._shape.width)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory for rows, whether they are there or not."""
+        return self._capacity * cached_row_bytes(self._shape.width)
+
+    def granted(self, version: int, included: int) -> None:
+        """A grant says that `version` is the newest, and contains `included` of the worker's batches."""
+        if version >= self._newest:
+            self._newest = version
+            self.own.forget(included)
+
+    def get(self, ids: Ids, min_version: int, fetch: Fetch) -> Floats:
+        """GET: rows `ids`, strictly increasing, as of `min_version` or later; float32, shape (n, width), a copy.
+
+        `fetch` is called at most once, and not where all are here.
+
+        Raises:
+            BlobError: the answer is older than asked, or lacks rows: ask again.
+        """
+        out = np.empty((len(ids), self._shape.width), np.float32)
+        slots = self._index.find(ids)
+        is_here = slots >= 0
+        known = np.where(is_here, self._known_as_of(slots), -1)
+        is_fresh = is_here & (known >= min_version)
+        out[is_fresh] = self._values[slots[is_fresh]]
+        self._is_recent[slots[is_fresh]] = True
+        self.num_hits += (hits := int(np.count_nonzero(is_fresh)))
+        self.num_misses += len(ids) - hits
+        if hits == len(ids):
+            return out
+        is_old = is_here & ~is_fresh
+        since = int(known[is_old].min()) if is_old.any() else 0
+        answer = fetch(RowRequest(ids[~is_here], ids[is_old], since))
+        if answer.version < max(min_version, self._newest):
+            raise BlobError(f"expected rows of version {max(min_version, self._newest)} or later, got {answer.version}")
+        self._newest = answer.version
+        asked = ids[~is_fresh]
+        at = np.minimum(np.searchsorted(answer.rows.ids, asked), max(len(answer.rows.ids) - 1, 0))
+        has_come = answer.rows.ids[at] == asked if len(answer.rows.ids) else np.zeros(len(asked), np.bool_)
+        if (lacking := ~has_come & ~is_here[~is_fresh]).any():
+            raise BlobError(f"expected all rows that were asked for, got none for {np.count_nonzero(lacking)} of them")
+        new = asked[has_come]
+        values = answer.rows.values[at[has_come]]
+        self.own.add_to(new, values, answer.included)
+        fetched = np.empty((len(asked), self._shape.width), np.float32)
+        fetched[has_come] = values
+        old_slots = slots[~is_fresh]
+        fetched[~has_come] = self._values[old_slots[~has_come]]  # as they were: own steps are on them already
+        out[~is_fresh] = fetched
+        self._put(asked, fetched, old_slots, answer.version)
+        return out
+
+    def inc(self, steps: Rows) -> None:
+        """INC: add own steps to the open batch's, and to the rows that are here."""
+        self.own.inc(steps)
+        slots = self._index.find(steps.ids)
+        is_here = slots >= 0
+        self._values[slots[is_here]] += steps.values[is_here]
+
+    def take_back(self, batch: int) -> None:
+        """Own steps of `batch` and later ones do not count any more: rows with them are dropped."""
+        self._drop(self._index.find(self.own.take_back(batch)))
+
+    def merge(self, since: int, version: int, included: int, rows: Rows) -> bool:
+        """The server pushes the rows that have changed after `since`, of those that were fetched, as of `version`.
+
+        Only rows that are here are taken. False: it came late, behind a later one, and is ignored.
+        """
+        if version < self._newest:
+            return False
+        self._newest = version
+        self.own.forget(included)
+        slots = self._index.find(rows.ids)
+        is_here = slots >= 0
+        slots, values = slots[is_here], rows.values[is_here]
+        self.own.add_to(rows.ids[is_here], values, included)
+        self._values[slots] = values
+        self._version[slots] = version
+        if not self._from <= since <= self._to:
+            self._from = since
+        self._to = version
+        return True
+
+    def clear(self) -> None:
+        """Forget all rows, as for a new term: versions of an earlier one may be void. Own steps are forgotten too."""
+        self._drop(np.flatnonzero(self._version >= 0))
+        self.own = OpLog(self._shape.width)
+        self._newest = self._from = self._to = -1
+
+    def _known_as_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        version = self._version[slots]
+        return np.where((version >= self._from) & (version < self._to), self._to, version)
+
+    def _put(self, ids: Ids, values: Floats, slots: npt.NDArray[np.int64], version: int) -> None:
+        """Keep rows; `slots` is -1 for those that have no place yet."""
+        is_here = slots >= 0
+        self._values[slots[is_here]] = values[is_here]
+        self._version[slots[is_here]] = version
+        self._is_recent[slots[is_here]] = True
+        ids, values = ids[~is_here][-self._capacity :], values[~is_here][-self._capacity :]
+        if not len(ids):
+            return
+        places = self._free_places(len(ids))
+        self._index.insert(ids, places)
+        self._values[places] = values
+        self._version[places] = version
+        self._is_recent[places] = True
+        self._num_used += len(ids)
+
+    def _free_places(self, count: int) -> npt.NDArray[np.int64]:
+        """Places without rows; rows that were not used lately make room (the clock algorithm: a hand goes round, takes
+        what has not been used since it was here last, and marks the rest as not used)."""
+        places = np.empty(0, np.int64)
+        while len(places) < count:
+            end = min(self._hand + 2 * count + 64, self._capacity)
+            is_next = ~self._is_recent[self._hand : end]
+            taken = np.flatnonzero(is_next)[: count - len(places)]
+            # The hand stops behind the last one that it takes, if these are all.
+            if len(places) + len(taken) == count:
+                end = self._hand + int(taken[-1]) + 1
+            self._is_recent[self._hand : end] = False
+            taken += self._hand
+            self._is_recent[taken] = True  # not to be taken twice
+            places = np.concatenate([places, taken])
+            self._hand = end % self._capacity
+        self._drop(places[self._version[places] >= 0])
+        return places
+
+    def _drop(self, slots: npt.NDArray[np.int64]) -> None:
+        slots = slots[slots >= 0]
+        self._index.remove(slots)
+        self._version[slots] = -1
+        self._is_recent[slots] = False
+        self._num_used -= len(slots)

@@ -1,0 +1,125 @@
+"""Asks the parameter server for rows of tables, from the thread that computes, and waits for them."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from typing import Final
+
+from doll.config import JobConfig
+from doll.consumers.tables.row_cache import FetchedRows
+from doll.errors import BlobError, NotFiniteError
+from doll.records import GetRows, Grant, RowsStored
+from doll.rows import TableShape, no_rows
+from doll.storage.blobs import Blobs, row_request_key
+from doll.storage.sections import RowRequest, decode_rows, encode_row_request
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_ASK_AGAIN_S: Final = 1.0
+_GIVE_UP_S: Final = 20.0  # below the default time after which a grant is replaced
+
+
+class RowClient:
+    """One worker process's requests, one at a time. `deliver` and `look_again` are for any thread, the rest for one."""
+
+    def __init__(self, config: JobConfig, blobs: Blobs, tables: dict[str, TableShape], scope: str = "") -> None:
+        """
+        Args:
+            tables: shapes of all tables, by name.
+            scope: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id.
+        """
+        self._scope = scope or config.job
+        self._ttl_s = config.blobs.ttl_s
+        self._blobs = blobs
+        self._tables = tables
+        self._send: Callable[[GetRows], object] | None = None
+        self._answers: queue.SimpleQueue[RowsStored | None] = queue.SimpleQueue()  # None: look whether to wait on
+        self._is_waiting = False
+        self._number = 0
+        self._grant: Grant | None = None
+        self._is_wanted: Callable[[], bool] = lambda: True
+
+    def connect(self, send: Callable[[GetRows], object]) -> None:
+        """Send requests with `send`, which is called from the thread that computes."""
+        self._send = send
+
+    def deliver(self, answer: RowsStored) -> None:
+        """An answer has come."""
+        self._answers.put(answer)
+
+    def look_again(self) -> None:
+        """Grants may have become void: who waits for rows of such a one is to give up now."""
+        if self._is_waiting:
+            self._answers.put(None)
+
+    def begin(self, grant: Grant, is_wanted: Callable[[], bool]) -> None:
+        """Ask for rows as `grant` allows them from now on, while `is_wanted`."""
+        self._grant, self._is_wanted = grant, is_wanted
+
+    def fetch(self, name: str, request: RowRequest) -> FetchedRows:
+        """The rows of table `name` that `request` is for, as of the grant's `min_version` or later.
+
+        A request or an answer may be lost: it is asked again every second.
+
+        Raises:
+            BlobError: the grant is not wanted any more, or there was no answer for 20 s.
+            ServiceUnavailableError: waiting for the blob store was given up.
+        """
+        assert self._send is not None, "connect() comes first"
+        assert self._grant is not None, "begin() comes first"
+        grant, begun_s = self._grant, time.monotonic()
+        blob = encode_row_request({name: request}, self._tables, job=self._scope, version=grant.min_version)
+        while True:
+            self._number += 1
+            key = row_request_key(self._scope, grant.term, grant.worker, grant.session, self._number)
+            self._blobs.put(key, blob.parts, self._ttl_s)
+            self._send(
+                GetRows(worker=grant.worker, session=grant.session, term=grant.term, number=self._number, key=key)
+            )
+            self._is_waiting = True
+            try:
+                answer = self._wait(grant)
+            finally:
+                self._is_waiting = False
+            if answer is not None and (rows := self._read(name, answer)) is not None:
+                return rows
+            waited_s = time.monotonic() - begun_s
+            if waited_s >= _GIVE_UP_S or not self._is_wanted():
+                raise BlobError(f"no rows of table {name!r} from the parameter server for {waited_s:.1f} s")
+            log.info("rows_asked_again", table=name, waited_s=round(waited_s, 1))
+
+    def _wait(self, grant: Grant) -> RowsStored | None:
+        deadline_s = time.monotonic() + _ASK_AGAIN_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                answer = self._answers.get(timeout=left_s)
+            except queue.Empty:
+                return None
+            if answer is None:
+                if not self._is_wanted():
+                    return None
+                continue
+            if (answer.term, answer.session, answer.number) == (grant.term, grant.session, self._number):
+                return answer
+            self._blobs.delete(answer.key)  # to a request that was made again
+        return None
+
+    def _read(self, name: str, answer: RowsStored) -> FetchedRows | None:
+        """The rows of an answer; None where the blob store does not hold them whole."""
+        blob = self._blobs.get(answer.key)
+        try:
+            if blob is None:
+                raise BlobError("not in the blob store (any more)")
+            tables, version = decode_rows(blob, self._tables, job=self._scope)
+        except NotFiniteError:
+            raise
+        except BlobError as exc:
+            log.warning("rows_refused", key=answer.key, reason=str(exc))
+            return None
+        # What is kept of the rows is copied: nobody reads the blob again.
+        self._blobs.delete(answer.key)
+        rows = tables.get(name, no_rows(self._tables[name].width))
+        return FetchedRows(rows, version, answer.included)

@@ -1,0 +1,157 @@
+"""The rows of a worker's tables: a cache for each, filled by requests and by what the server sends without asking."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from doll.consumers.tables.row_cache import FetchedRows, RowCache, cached_row_bytes
+from doll.consumers.tables.row_client import RowClient
+from doll.consumers.tables.row_steps import RowSteps, state_row_bytes
+from doll.errors import BlobError
+from doll.optim.row_optimizer import RowOptimizer
+from doll.records import Grant, NewVersion
+from doll.rows import Floats, Ids, Rows, TableShape
+from doll.storage.blobs import Blobs
+from doll.storage.sections import RowRequest, decode_rows
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_MIN_TABLE_BYTES: Final = 1 << 16
+_REPORT_EVERY_S: Final = 10.0
+
+
+class TableRows:
+    """All tables of one worker. Not thread-safe, but for `offer`: the thread that computes owns it."""
+
+    def __init__(
+        self, job: str, blobs: Blobs, client: RowClient, tables: Mapping[str, TableShape], max_bytes: int,
+        *, optimizer: RowOptimizer | None = None, report: Callable[[dict[str, float]], object] = lambda values: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            tables: shapes, by name.
+            max_bytes: of all caches and `steps` together; each table has a share by its size, and holds as many rows as
+                states of rows.
+            optimizer: of rows, where this worker steps itself; None: it sends gradients.
+            report: is called with `measures` now and then.
+        """
+        self._job = job
+        self._blobs = blobs
+        self._client = client
+        self._shapes = tables
+        total = sum(shape.num_rows * shape.width for shape in tables.values())
+        self._caches: dict[str, RowCache] = {}
+        self.steps: dict[str, RowSteps] = {}
+        for name, shape in tables.items():
+            share = max(_MIN_TABLE_BYTES, max_bytes * shape.num_rows * shape.width // max(total, 1))
+            row = cached_row_bytes(shape.width)
+            state = 0 if optimizer is None else state_row_bytes(shape.width, len(optimizer.state_names))
+            self._caches[name] = RowCache(shape, share * row // (row + state))
+            if optimizer is not None:
+                self.steps[name] = RowSteps(shape.width, optimizer, share * state // (row + state))
+        self._report = report
+        self._clock = clock
+        self._reported_s = clock()
+        self._has_warned = False
+        self._offered: deque[NewVersion] = deque()
+        self._term = -1
+        self._min_version = 0
+
+    def offer(self, weights: NewVersion) -> None:
+        """The server has sent rows that have changed."""
+        if weights.rows_key:
+            self._offered.append(weights)
+
+    def begin(self, grant: Grant, is_wanted: Callable[[], bool]) -> None:
+        """What is looked up next is for `grant`; where that is not wanted any more, nobody waits for rows."""
+        if grant.term != self._term:  # versions of an earlier term may be void
+            self._term = grant.term
+            for cache in self._caches.values():
+                cache.clear()
+        self._client.begin(grant, is_wanted)
+        self._min_version = grant.min_version
+        self._merge_offered()
+        for cache in self._caches.values():
+            cache.granted(grant.version, grant.included)
+        if self._clock() - self._reported_s >= _REPORT_EVERY_S:
+            self._reported_s = self._clock()
+            self._report(self.measures())
+
+    def measures(self) -> dict[str, float]:
+        """Rows, states of rows and their memory, over all tables, as `Metric` values."""
+        caches, steps = self._caches.values(), self.steps.values()
+        evicted = sum(table.num_evicted for table in steps)
+        if evicted and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "row_states_evicted", rows=evicted, kept=sum(map(len, steps)),
+                action="these rows' optimizer state begins again; set worker.row_cache_bytes higher to keep it",
+            )  # fmt: skip
+        return {
+            "row_cache_rows": float(sum(map(len, caches))),
+            "row_cache_bytes": float(sum(cache.num_bytes for cache in caches)),
+            "row_state_rows": float(sum(map(len, steps))),
+            "row_state_bytes": float(sum(table.num_bytes for table in steps)),
+            "row_states_evicted_total": float(evicted),
+            "row_hits_total": float(sum(cache.num_hits for cache in caches)),
+            "row_misses_total": float(sum(cache.num_misses for cache in caches)),
+        }
+
+    def look_up(self, name: str, ids: Ids) -> Floats:
+        """Rows `ids` of a table, strictly increasing, with the worker's own steps; float32, shape (n, width), a copy.
+
+        Raises:
+            BlobError: the server does not answer, or the grant is void.
+            ServiceUnavailableError: waiting for the blob store was given up.
+        """
+
+        def fetch(request: RowRequest) -> FetchedRows:
+            answer = self._client.fetch(name, request)
+            # Those before the answer. Later ones would say that own steps are in the rows, which this answer lacks.
+            self._merge_offered(answer.version)
+            return answer
+
+        return self._caches[name].get(ids, self._min_version, fetch)
+
+    # --- own steps ----------------------------------------------------------------------------------------------------
+
+    def inc(self, steps: Mapping[str, Rows]) -> None:
+        """Add own steps to the rows, by table."""
+        for name, rows in steps.items():
+            self._caches[name].inc(rows)
+
+    def close(self, batch: int) -> dict[str, Rows]:
+        """End batch `batch`: its steps, by table, to be pushed."""
+        closed = {name: cache.own.close(batch) for name, cache in self._caches.items()}
+        return {name: rows for name, rows in closed.items() if len(rows.ids)}
+
+    def take_back(self, batch: int) -> None:
+        """Own steps of `batch` and later ones do not count any more: they are computed again."""
+        for cache in self._caches.values():
+            cache.take_back(batch)
+
+    # --- eager rows ---------------------------------------------------------------------------------------------------
+
+    def _merge_offered(self, until: float = math.inf) -> None:
+        """Take what the server has sent, up to version `until`."""
+        while self._offered and not (self._offered[0].term == self._term and self._offered[0].version > until):
+            weights = self._offered.popleft()
+            if weights.term != self._term:
+                continue
+            blob = self._blobs.get(weights.rows_key)
+            try:
+                if blob is None:
+                    raise BlobError("not in the blob store (any more)")
+                tables, version = decode_rows(blob, self._shapes, job=self._job)
+            except BlobError as exc:  # rows that are missed are asked for when they are too old
+                log.warning("rows_refused", key=weights.rows_key, reason=str(exc))
+                continue
+            self._blobs.delete(weights.rows_key)
+            for name, cache in self._caches.items():
+                cache.merge(weights.rows_since, version, weights.included, tables.get(name, cache.no_rows()))

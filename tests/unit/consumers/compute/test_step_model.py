@@ -1,0 +1,262 @@
+"""A worker that steps itself: what its view holds, and what it pushes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from doll.config import TrainingConfig
+from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.step_model import StepModel
+from doll.errors import IllegalEventError
+from doll.model import FlatModel
+from doll.optim.optimizer import DivergedError, Optimizer
+from doll.records import Grant, NewVersion
+from doll.storage.blobs import encode_blob
+from doll.task import Task
+from doll.testing import MemoryBlobs
+from worker_fakes import grant
+
+LR = 0.5
+
+
+class Regression(Task):
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return ((output - target) ** 2).mean()
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, float]:
+        return {}
+
+
+class Rig:
+    def __init__(self, *, norm: bool = False, lr: float = LR, **training: Any) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(4, 3), *([torch.nn.BatchNorm1d(3)] if norm else [])]
+        self.model = FlatModel(torch.nn.Sequential(*layers))
+        self.blobs = MemoryBlobs()
+        self.computer = GradientComputer(Regression(), self.model)
+        self.training = TrainingConfig.model_validate({"optimizer": {"name": "sgd", "lr": lr}, **training})
+        self.steps = StepModel("unit", self.blobs, self.training, self.model, self.computer)
+
+    @property
+    def view(self) -> np.ndarray[Any, Any]:
+        return self.computer.weights[: self.model.num_parameters].copy()
+
+    def publish(self, version: int, **changes: Any) -> Grant:
+        """A grant of `version`, whose weights are all equal to it."""
+        key = f"doll:unit:w:{changes.get('term', 3)}:{version}"
+        weights = np.full(self.computer.weights.size, version, np.float32)
+        self.blobs.put(key, encode_blob(weights, job="unit", kind="w", version=version), 60.0)
+        return grant(
+            changes.pop("first", 5), version, version=version, min_version=changes.pop("min_version", version), key=key,
+            **changes,
+        )  # fmt: skip
+
+    def learn(self, batch: int, n: int = 8) -> None:
+        """One step of a batch whose content depends on its number only."""
+        rng = np.random.default_rng(batch)
+        x, y = rng.normal(size=(n, 4)).astype(np.float32), rng.normal(size=(n, 3)).astype(np.float32)
+        gradient = self.computer.compute(x, y)
+        assert self.steps.add(gradient, batch=batch, num_samples=n)
+
+    def load(self, order: Grant) -> int | None:
+        """As `GrantHandler`."""
+        return self.steps.load(order) if self.steps.begin(order) else None
+
+
+def pushed(rig: Rig) -> np.ndarray[Any, Any]:
+    values = rig.steps.values()
+    assert values is not None
+    return values[: rig.model.num_parameters].copy()
+
+
+def test_a_step_is_the_optimizers_and_the_view_holds_it_at_once() -> None:
+    rig, other = Rig(), Rig()
+    rig.load(rig.publish(1))
+    before = rig.view
+    rig.learn(5)
+    other.computer.weights[:] = 1
+    rng = np.random.default_rng(5)
+    x, y = rng.normal(size=(8, 4)).astype(np.float32), rng.normal(size=(8, 3)).astype(np.float32)
+    Optimizer(other.model, other.training.optimizer).apply([other.computer.compute(x, y).values], 1 / 8, 8)
+    assert np.array_equal(rig.view, other.view)
+    assert np.array_equal(pushed(rig), rig.view - before)
+
+
+@pytest.mark.parametrize("included", [5, 6])
+def test_newer_weights_get_the_own_steps_that_they_do_not_hold(included: int) -> None:
+    rig = Rig()
+    rig.load(rig.publish(1))
+    rig.learn(5)
+    step = pushed(rig)
+    assert rig.load(rig.publish(2, first=6, included=included)) == 2
+    expected = np.full_like(step, 2) + (step if included == 5 else 0)
+    assert np.array_equal(rig.view, expected)
+
+
+def test_weights_that_are_kept_keep_the_own_steps_on_top() -> None:
+    rig = Rig()
+    rig.load(rig.publish(1))
+    rig.learn(5)
+    pushed(rig)
+    view = rig.view
+    rig.blobs.wipe()
+    newer = grant(6, 9, version=9, min_version=1, key="gone", included=6)
+    assert rig.load(newer) == 1
+    assert np.array_equal(rig.view, view)
+
+
+def test_a_batch_that_is_granted_again_is_computed_without_its_own_lost_step() -> None:
+    rig = Rig()
+    rig.load(rig.publish(1))
+    rig.learn(5)
+    pushed(rig)
+    rig.learn(6)
+    pushed(rig)
+    values = rig.steps._pushed[0].values
+    assert values is not None
+    five = values[: rig.model.num_parameters]
+    assert rig.load(rig.publish(1, first=6, included=5)) == 1
+    assert np.array_equal(rig.view, np.ones_like(five) + five)
+
+
+def test_a_new_server_has_none_of_the_steps() -> None:
+    rig = Rig()
+    rig.load(rig.publish(7))
+    rig.learn(5)
+    pushed(rig)
+    rig.learn(6)
+    assert rig.load(rig.publish(4, term=4, first=5, included=5)) == 4
+    assert (rig.view == 4).all()
+    assert rig.steps.values() is None
+
+
+def test_a_wave_is_the_sum_of_its_steps_and_is_pushed_once() -> None:
+    rig = Rig()
+    rig.load(rig.publish(1))
+    before = rig.view
+    for batch in (5, 6, 7):
+        rig.learn(batch)
+    assert np.allclose(pushed(rig), rig.view - before, atol=1e-5)
+    assert rig.steps.values() is None
+    rig.learn(8)
+    assert len(rig.steps._pushed) == 3
+    assert np.abs(pushed(rig)).max() > 0
+
+
+def test_weights_that_are_offered_are_used_and_older_ones_never_come_back() -> None:
+    rig = Rig()
+    rig.load(rig.publish(1))
+    rig.learn(5)
+    pushed(rig)
+    offered = rig.publish(8)
+    rig.steps.offer(NewVersion(term=3, worker=1, version=8, key=offered.key, included=6))
+    rig.steps.offer(NewVersion(term=3, worker=1, version=7, key="late", included=5))
+    assert rig.load(grant(6, 2, version=6, min_version=0, key="doll:unit:w:3:6", included=6)) == 8
+    assert (rig.view == 8).all()
+    assert rig.load(grant(7, 3, version=8, min_version=0, key=offered.key, included=6)) == 8
+
+
+def test_weights_that_are_offered_and_gone_do_not_stop_the_worker() -> None:
+    rig = Rig()
+    rig.load(rig.publish(1))
+    rig.steps.offer(NewVersion(term=3, worker=1, version=8, key="gone"))
+    assert rig.load(grant(5, 2, version=2, min_version=1, key="gone too")) == 1
+    assert rig.load(grant(5, 3, version=9, min_version=9, key="gone too")) is None
+
+
+def test_buffers_are_pushed_as_sums_and_the_own_ones_go_on() -> None:
+    rig = Rig(norm=True)
+    rig.load(rig.publish(1))
+    floats = slice(rig.model.num_parameters, rig.model.num_floats)
+    before = rig.computer.weights[floats].copy()
+    rig.learn(5)
+    own = rig.computer.weights[floats].copy()
+    assert not np.array_equal(own, before)
+    values = rig.steps.values()
+    assert values is not None
+    assert np.allclose(values[floats], 8 * own)
+
+
+def test_the_sum_is_a_step_that_is_as_many_times_longer() -> None:
+    steps = []
+    for reduction in ("mean", "sum"):
+        rig = Rig(reduction=reduction, lr=2.0**-6)
+        rig.load(rig.publish(1))
+        rig.learn(5)
+        steps.append(pushed(rig))
+    assert np.allclose(steps[1], 8 * steps[0], rtol=1e-3, atol=1e-6)
+
+
+def test_a_view_that_is_not_finite_ends_the_worker() -> None:
+    rig = Rig(lr=1e30)
+    rig.load(rig.publish(1))
+
+    def learn() -> None:
+        for batch in range(5, 30):
+            rig.learn(batch)
+
+    with pytest.raises(DivergedError, match="not finite"):
+        learn()
+
+
+def test_a_push_names_what_it_holds() -> None:
+    rig = Rig()
+    order = rig.publish(1)
+    for batch in (5, 6, 7):
+        rig.load(msgspec.structs.replace(order, first=batch, grant_ids=(100 + batch,)))
+        rig.steps.skip(6) if batch == 6 else rig.learn(batch)
+    pushed(rig)
+    assert rig.steps.holds == ((5, 105), (6, 106), (7, 107))
+    rig.load(msgspec.structs.replace(order, first=8, grant_ids=(108,)))
+    rig.steps.skip(8)
+    assert rig.steps.values() is None
+    assert rig.steps.holds == ((8, 108),), "without a step, and the server waits for it"
+    assert rig.steps.rest(0) is None
+    assert rig.steps.holds == ()
+
+
+@pytest.mark.parametrize("again", [5, 6])
+def test_a_step_that_was_made_is_not_made_again(again: int) -> None:
+    rig = Rig()
+    rig.load(rig.publish(1))
+    rig.learn(5)
+    pushed(rig)
+    rig.learn(6)
+    with pytest.raises(IllegalEventError, match="expected a batch after 6"):
+        rig.learn(again)
+
+
+def test_a_batch_that_is_in_the_model_is_not_computed_whatever_grant_names_it() -> None:
+    rig = Rig()
+    rig.load(rig.publish(1))
+    for batch in (5, 6, 7):
+        rig.learn(batch)
+        pushed(rig)
+    rig.load(rig.publish(2, first=8, included=7))
+    assert not rig.steps.begin(rig.publish(1, first=6)), "a late copy of the grant of batch 6"
+    assert [step.batch for step in rig.steps._pushed] == [7]
+    step = rig.steps._pushed[0].values
+    assert step is not None
+    assert np.array_equal(rig.view, 2 + step[: rig.model.num_parameters])
+
+
+def test_what_is_held_back_stays_until_its_rest_is_stored() -> None:
+    """The blob store may be away: the server asks again, and the rest must be the same."""
+    rig = Rig(policy={"name": "isp", "significance": 1000.0})
+    rig.load(rig.publish(1))
+    before = rig.view
+    rig.learn(5)
+    sent = pushed(rig)
+    assert rig.steps.holds_back
+    first, second = rig.steps.rest(6), rig.steps.rest(6)
+    assert first is not None
+    assert second is not None
+    assert np.array_equal(first, second)
+    assert np.allclose(sent + first[: rig.model.num_parameters], rig.view - before, atol=1e-6)
+    rig.steps.rest_stored()
+    assert rig.steps.rest(6) is None
+    assert not rig.steps.holds_back

@@ -1,0 +1,107 @@
+"""What waits between the stream and the gradient: in order, bounded, and kept until it is durable."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from doll.config import parse
+from doll.consumers.intake.batch_buffer import BatchBuffer, buffer_capacity, stream_buffer_records
+from doll.consumers.intake.batching import Batcher
+
+JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 4}\n'
+
+
+def buffer(capacity: int = 3, max_bytes: int = 1000) -> BatchBuffer:
+    return BatchBuffer(Batcher(origin=10, records_per_batch=2, next_batch=1), capacity, max_bytes)
+
+
+def feed(made: BatchBuffer, until: int) -> list[bool]:
+    """One record a chunk; whether the buffer was full behind each."""
+    return [made.feed([offset], [b"%d" % offset]) for offset in range(made.batcher.next_offset, until)]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+def test_records_come_out_as_batches_in_order(chunk: int) -> None:
+    made = buffer()
+    for first in range(12, 17, chunk):
+        offsets = range(first, min(first + chunk, 17))
+        made.feed(offsets, [b"%d" % offset for offset in offsets])
+    assert len(made) == 2
+    assert [(raw.number, raw.offsets, raw.values) for raw in (made.take(), made.take())] == [
+        (1, range(12, 14), [b"12", b"13"]),
+        (2, range(14, 16), [b"14", b"15"]),
+    ]
+    with pytest.raises(IndexError):
+        made.take()
+
+
+def test_the_reader_learns_when_to_pause_and_when_to_resume() -> None:
+    made = buffer(capacity=3)
+    assert feed(made, 20) == [False] * 5 + [True] * 3
+    made.take()
+    assert not made.is_half_empty
+    made.take(), made.take()
+    assert made.is_half_empty
+
+
+async def test_whoever_waits_goes_on_with_the_next_batch_also_an_empty_one() -> None:
+    made = buffer()
+    waiter = asyncio.ensure_future(made.wait())
+    await asyncio.sleep(0)
+    assert not waiter.done()
+    made.skip_to(14)  # offsets 12 and 13 hold no record
+    await waiter
+    assert (made.take().number, made.batcher.next_offset) == (1, 14)
+    waiter = asyncio.ensure_future(made.wait())
+    await asyncio.sleep(0)
+    assert not waiter.done()
+    feed(made, 16)
+    await waiter
+
+
+def test_bytes_in_whole_batches_count_too() -> None:
+    made = buffer(capacity=100, max_bytes=40)
+    full = [made.feed([offset], [value]) for offset, value in zip(range(12, 18), [b"x" * 10] * 6, strict=True)]
+    assert full == [False, False, False, True, True, True]  # 20 bytes each two records
+    made.take()
+    assert not made.is_half_empty  # 40 of 60 are left
+    made.take()
+    assert made.is_half_empty
+
+
+def test_a_batch_larger_than_the_bound_still_comes_out_and_reading_goes_on() -> None:
+    made = buffer(capacity=100, max_bytes=40)
+    assert made.feed(range(12, 14), [b"x" * 100, None])
+    assert not made.is_half_empty
+    assert made.take().values == [b"x" * 100, None]
+    assert made.is_half_empty
+
+
+@pytest.mark.parametrize(
+    ("overrides", "records", "batches"),
+    [
+        ((), 4096, 1024),
+        (("data.batch_size=8192",), 4096, 2),
+        (("data.samples_per_record=4",), 1024, 1024),
+        (("worker.stream_buffer_records=100",), 100, 25),
+    ],
+)
+def test_how_much_may_wait_follows_the_batch(overrides: tuple[str, ...], records: int, batches: int) -> None:
+    config = parse(JOB, overrides)
+    assert (stream_buffer_records(config), buffer_capacity(config)) == (records, batches)
+
+
+def test_records_far_apart_are_cut_as_there_is_room() -> None:
+    made = BatchBuffer(Batcher(origin=0, records_per_batch=1, next_batch=0), 64)
+    offsets = range(0, 200 * 500, 200)  # 199 empty batches before each
+    assert made.feed(offsets, [b"x"] * 500)
+    assert len(made) == 64 + 1024
+    made.skip_to(200_000)
+    numbers: list[int] = []
+    while len(made):
+        assert len(made) <= 64 + 1024
+        assert not made.is_half_empty or made.batcher.next_offset == 200_000
+        raw = made.take()
+        numbers += range(raw.number, raw.number + raw.count)
+    assert numbers == [*range(200_000)]
