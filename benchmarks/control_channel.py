@@ -33,8 +33,8 @@ from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import WorkerChannel
 from doll.kafka import topics
 from doll.local.stack import local_stack
-from doll.ps.control_channel import ControlChannel, open_links
-from doll.ps.kafka_channel import KafkaChannel
+from doll.ps.channels.control_channel import ControlChannel, open_links
+from doll.ps.channels.kafka_channel import KafkaChannel
 from doll.records import AnyRecord, Grant, Join, Push, PushedBatch, Stop, Welcome, decode
 from doll.services import Services
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from doll.config.policy import POLICIES, PolicyConfig, policy_section
-from doll.ps.engine import Engine
-from doll.ps.events import (
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.events import (
     CheckpointStored,
     Event,
     FetchGradient,
@@ -30,8 +30,8 @@ from doll.ps.events import (
     StoreCheckpoint,
     Tick,
 )
+from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
-from doll.ps.state import EngineSettings
 from doll.records import Alive, Announce, Join, Push, PushedBatch
 
 from benchmarks.results import DOCS, update_section

@@ -101,7 +101,7 @@ def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -
     from doll.config import load
     from doll.kafka import topics
     from doll.model import build, fingerprint
-    from doll.ps.kafka_channel import KafkaChannel
+    from doll.ps.channels.kafka_channel import KafkaChannel
     from doll.records import Announce, Durable, Join, Stop, Welcome, decode
     from doll.services import Services
     from doll.task import load_task

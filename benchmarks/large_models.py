@@ -194,10 +194,10 @@ def serve(
     import torch
     from doll.model import build, fingerprint
     from doll.process.memory import keep_freed_memory
-    from doll.ps.local_host import LocalModelHost
+    from doll.ps.model.local_host import LocalModelHost
+    from doll.ps.model.model_parts import make_parts
     from doll.ps.server import ParameterServer
     from doll.ps.start import Start, make_engine
-    from doll.ps.updaters import make_parts
     from doll.storage.file_checkpoints import FileCheckpointStore
     from doll.task import load_task
 

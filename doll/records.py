@@ -397,7 +397,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the consistency policy gave and cost since its server began the term (`doll.ps.measures`)."""
+    """What the consistency policy gave and cost since its server began the term (`doll.ps.engine.measures`)."""
 
     staleness: Mapping[int, int] = {}  # reads by their difference, see `doll.theory.staleness`
     staleness_total: int = 0  # sum of the differences

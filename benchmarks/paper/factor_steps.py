@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from doll.ps.events import ApplyUpdate
+from doll.ps.engine.events import ApplyUpdate
 
 from benchmarks.paper.factorization import Factorization, Floats
 

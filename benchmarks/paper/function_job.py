@@ -24,10 +24,10 @@ from doll.config.policy import PolicyConfig
 from doll.consumers.compute.significance_filter import Residual
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.scale_in import ScaleInTuner
-from doll.ps.engine import Engine
-from doll.ps.events import ApplyUpdate, Event, FetchGradient, GradientFetched, RollBack, SendGrant, SendWelcome
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.events import ApplyUpdate, Event, FetchGradient, GradientFetched, RollBack, SendGrant, SendWelcome
+from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
-from doll.ps.state import EngineSettings
 from doll.records import Announce, Join, Leave, Push, PushedBatch
 from doll.storage.contributions import encode_contribution
 from doll.theory.function_cost import functions_usd

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from doll.pipeline.planner.schedule import Jitter, StageTimes
 from doll.pipeline.planner.timeline import Kind
-from doll.ps.events import ApplyUpdate
+from doll.ps.engine.events import ApplyUpdate
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.simulation.virtual_workers import VirtualWorkers
 from doll.theory.checks import Floats

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import DollError
+from doll.ps.engine.events import EngineSnapshot
 from doll.ps.event_log import read_log
-from doll.ps.events import EngineSnapshot
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.ps.updaters import ModelParts
+    from doll.ps.model.model_parts import ModelParts
 
 
 @dataclass(frozen=True, slots=True)

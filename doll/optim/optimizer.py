@@ -43,7 +43,7 @@ class DivergedError(TaskError):
 
 
 class Optimizer:
-    """`doll.ps.updater.Updater` of gradients: one step of torch's optimizer on `scale` times their sum.
+    """`doll.ps.model.updater.Updater` of gradients: one step of torch's optimizer on `scale` times their sum.
 
     The caller's `scale` decides between the mean gradient over the update's samples (the default) and the paper's sum
     (docs/theory.md, D2).
@@ -102,7 +102,7 @@ class Optimizer:
                 other buffers become those of the last gradient.
             scale: 1 / num_samples for the mean.
             num_samples: of all gradients together.
-            into: memory for the new weights, as in `doll.ps.updater.Updater.apply`.
+            into: memory for the new weights, as in `doll.ps.model.updater.Updater.apply`.
 
         Raises:
             DivergedError: a number of the gradient, of the weights or of the optimizer's state is not finite.

@@ -10,7 +10,7 @@ import msgspec
 
 from doll.bounded import short
 from doll.errors import CheckpointError
-from doll.ps.events import EngineSnapshot
+from doll.ps.engine.events import EngineSnapshot
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.telemetry import get_logger
 

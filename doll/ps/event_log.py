@@ -15,7 +15,7 @@ import msgspec
 
 from doll.bounded import short
 from doll.errors import RecordError
-from doll.ps.events import Event
+from doll.ps.engine.events import Event
 from doll.ps.start import Start
 from doll.storage.blobs import Buffer
 

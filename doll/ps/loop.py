@@ -10,8 +10,8 @@ from typing import Final
 
 from doll.errors import CheckpointError, RecordError
 from doll.process.health import Heartbeat
-from doll.ps import events as ev
-from doll.ps.control_channel import ControlChannel
+from doll.ps.channels.control_channel import ControlChannel
+from doll.ps.engine import events as ev
 from doll.ps.server import ParameterServer
 from doll.records import Alive, Announce, Evaluated, GetRows, Join, Leave, Nack, Push, Skip, decode
 from doll.telemetry import get_logger

@@ -19,15 +19,15 @@ from doll.model import FlatModel, build, fingerprint
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
-from doll.ps.control_channel import ControlChannel, open_links
+from doll.ps.channels.control_channel import ControlChannel, open_links
+from doll.ps.channels.kafka_channel import KafkaChannel
 from doll.ps.event_log import FileEventLog
-from doll.ps.kafka_channel import KafkaChannel
-from doll.ps.local_host import LocalModelHost
 from doll.ps.loop import Signals, deliver, serve
+from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_parts import make_parts
 from doll.ps.server import ParameterServer
 from doll.ps.standby import LeaderCheck, wait_for_lease
 from doll.ps.start import Start, make_engine, new_run_id
-from doll.ps.updaters import make_parts
 from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.checkpoints import Checkpoint, CheckpointStore

@@ -8,12 +8,12 @@ from typing import Any
 
 from doll.config import JobConfig
 from doll.model import build, fingerprint
-from doll.ps import events as ev
 from doll.ps.checkpointing import encode_snapshot
+from doll.ps.engine import events as ev
 from doll.ps.event_log import read_log
+from doll.ps.model.model_parts import ModelParts, make_parts
+from doll.ps.model.updater import ContributionBuffer
 from doll.ps.start import make_engine
-from doll.ps.updater import ContributionBuffer
-from doll.ps.updaters import ModelParts, make_parts
 from doll.storage.blobs import blob_info, scope_of
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.contributions import decode_contribution

@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Iterable
 
-from doll.ps.engine import Engine
-from doll.ps.events import AppliedBatch, AppliedSet, ApplyUpdate
-from doll.ps.stuck import shortfall
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.events import AppliedBatch, AppliedSet, ApplyUpdate
+from doll.ps.engine.stuck import shortfall
 from doll.records import Measures, Member, ServerStatus, Update, WorkerStatus
 
 

@@ -30,13 +30,13 @@ import msgspec
 from doll.config import JobConfig
 from doll.errors import BlobError, FencedError, RolledBackError
 from doll.process.fault_points import fault_point
-from doll.ps import events as ev
 from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
-from doll.ps.engine import Engine
-from doll.ps.measures import PolicyMeasures
-from doll.ps.model_host import ModelHost
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.measures import PolicyMeasures
+from doll.ps.engine.stuck import StallDetector
+from doll.ps.model.model_host import ModelHost
 from doll.ps.reports import server_status, update_record
-from doll.ps.stuck import StallDetector
 from doll.records import (
     AnyRecord,
     Durable,

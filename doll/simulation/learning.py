@@ -18,8 +18,8 @@ from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.evaluation.heldout import HeldOut, HeldOutError
 from doll.model import FlatModel
 from doll.optim.optimizer import Optimizer
-from doll.ps.events import ApplyUpdate, SendGrant
-from doll.ps.updater import ContributionBuffer
+from doll.ps.engine.events import ApplyUpdate, SendGrant
+from doll.ps.model.updater import ContributionBuffer
 from doll.task import Task
 
 # (worker, number of the batch) -> samples x of shape (b, ...), targets y of shape (b, ...)

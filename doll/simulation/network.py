@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from doll.config.policy import PolicyConfig
-from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, PublishWeights, SendGrant, StopRequested
+from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, PublishWeights, SendGrant, StopRequested
 from doll.ps.policies import Policy, make_policy
 from doll.ps.policies.essp import Essp
 from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp

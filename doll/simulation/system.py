@@ -19,8 +19,8 @@ import numpy as np
 from doll.config import StopConfig
 from doll.config.roles import MAX_SET_S
 from doll.provisioner.traces.availability import Preemption
-from doll.ps.engine import Engine
-from doll.ps.events import (
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.events import (
     ApplyUpdate,
     CheckpointStored,
     EngineAction,
@@ -32,9 +32,9 @@ from doll.ps.events import (
     SendWelcome,
     StoreCheckpoint,
 )
-from doll.ps.measures import PolicyMeasures
+from doll.ps.engine.measures import PolicyMeasures
+from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import Policy, make_policy
-from doll.ps.state import EngineSettings
 from doll.records import Announce, Join, Leave, Push, PushedBatch
 from doll.simulation.randomness import Draw, compute_time, samples_time
 from doll.simulation.settings import SimulationSettings

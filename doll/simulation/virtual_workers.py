@@ -17,7 +17,7 @@ import numpy as np
 
 from doll.pipeline.planner.schedule import Jitter, Pipeline, StageTimes
 from doll.pipeline.planner.timeline import Timeline
-from doll.ps.events import ApplyUpdate, PublishWeights, SendGrant, StopRequested
+from doll.ps.engine.events import ApplyUpdate, PublishWeights, SendGrant, StopRequested
 from doll.ps.policies import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.records import PushedBatch

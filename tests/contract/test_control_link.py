@@ -24,8 +24,8 @@ from doll.control.local_socket import LocalSocket, SocketLink, connect
 from doll.control.redis_streams import StreamLink, server_stream
 from doll.errors import ServiceUnavailableError
 from doll.local.redis_server import LocalRedis
-from doll.ps.control_links import ControlLinks, LocalListener
-from doll.ps.stream_listener import StreamListener
+from doll.ps.channels.control_links import ControlLinks, LocalListener
+from doll.ps.channels.stream_listener import StreamListener
 from doll.records import (
     Alive,
     AnyRecord,

@@ -13,9 +13,9 @@ import torch
 from doll.config import JobConfig, SgdConfig, parse
 from doll.model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
-from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
-from doll.ps.local_host import LocalModelHost
-from doll.ps.model_host import ModelHost
+from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
+from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_host import ModelHost
 from doll.storage.blobs import Blobs, blob_info, decode_blob, decode_latest, encode_blob, latest_key
 from doll.storage.contributions import encode_contribution
 from doll.storage.shm_blobs import ShmBlobs

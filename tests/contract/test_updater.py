@@ -14,9 +14,9 @@ from doll.errors import CheckpointError
 from doll.model import FlatModel
 from doll.optim.contribution import Contribution
 from doll.optim.optimizer import DivergedError, Optimizer
-from doll.ps.events import ApplyUpdate
-from doll.ps.updater import ContributionBuffer, Updater
-from doll.ps.updaters import StepAdder
+from doll.ps.engine.events import ApplyUpdate
+from doll.ps.model.model_parts import StepAdder
+from doll.ps.model.updater import ContributionBuffer, Updater
 from pushes import applied_set, push_of
 
 ADAPTERS: dict[str, Callable[[FlatModel], Updater]] = {

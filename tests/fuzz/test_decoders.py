@@ -26,9 +26,9 @@ from doll.consumers.intake.decoding import Records, decode_records
 from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, Exit, GradientDone, Send, WorkerCore
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
 from doll.packing import pack, unpack
-from doll.ps.engine import Engine
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
-from doll.ps.state import EngineSettings
 from doll.records import (
     Alive,
     Announce,

@@ -37,8 +37,8 @@ from doll.provisioner.prices.ec2 import OnDemandPrices
 from doll.provisioner.state_store import FileStateStore
 from doll.provisioner.traces.recordings import survey
 from doll.ps.checkpointing import decode_snapshot
+from doll.ps.engine.events import EngineSnapshot
 from doll.ps.event_log import FileEventLog, LogEntry, read_log
-from doll.ps.events import EngineSnapshot
 from doll.ps.start import Start
 from doll.records import Join, Metric, Update
 from doll.storage.checkpoints import Checkpoint, encode_checkpoint

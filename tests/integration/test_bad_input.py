@@ -21,7 +21,7 @@ from doll.kafka.clients import kafka_settings
 from doll.kafka.reader import Partition
 from doll.packing import pack
 from doll.process.fault_points import ENV, MARKER_ENV
-from doll.ps.kafka_channel import KafkaChannel
+from doll.ps.channels.kafka_channel import KafkaChannel
 from doll.records import (
     Alive,
     Announce,

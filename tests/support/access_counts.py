@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.engine import Driver
 from doll.config.policy import PolicyConfig
-from doll.ps.engine import Engine
+from doll.ps.engine.engine import Engine
 
 
 class CountingList(list[Any]):

@@ -37,11 +37,11 @@ from doll.errors import BlobError
 from doll.model import FlatModel, build
 from doll.optim.contribution import Contribution
 from doll.optim.row_optimizer import row_optimizer
-from doll.ps import events as ev
 from doll.ps.checkpointing import encode_snapshot
-from doll.ps.local_host import LocalModelHost
+from doll.ps.engine import events as ev
+from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_parts import make_parts
 from doll.ps.start import Start, make_engine
-from doll.ps.updaters import make_parts
 from doll.records import (
     Alive,
     AnyRecord,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from doll.config.policy import PolicyConfig
-from doll.ps import events as ev
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import Policy
 from engine_world import World
 

@@ -6,7 +6,7 @@ import random
 
 from doll.config.policy import PolicyConfig
 from doll.consumers.protocol.worker_core import Send
-from doll.ps.events import GrantsLost
+from doll.ps.engine.events import GrantsLost
 from engine_world import World
 
 # Faults are rarer than work, so that runs get somewhere.

@@ -28,15 +28,15 @@ from doll.consumers.protocol.worker_core import (
     WorkerCore,
 )
 from doll.optim.contribution import Contribution
-from doll.ps import events as ev
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.state import EngineSettings
+from doll.ps.model.updater import ContributionBuffer
 from doll.ps.policies import make_policy
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import LockstepConfig
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.ps.policies.wsp import WspPolicyConfig
-from doll.ps.state import EngineSettings
-from doll.ps.updater import ContributionBuffer
 from doll.records import (
     AnyRecord,
     Durable,

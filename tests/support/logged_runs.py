@@ -10,9 +10,9 @@ import numpy as np
 from doll.config import JobConfig, parse
 from doll.model import build, fingerprint
 from doll.optim.optimizer import Optimizer
-from doll.ps import events as ev
+from doll.ps.engine import events as ev
 from doll.ps.event_log import FileEventLog
-from doll.ps.local_host import LocalModelHost
+from doll.ps.model.local_host import LocalModelHost
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records import Announce, AnyRecord, Grant, Join, ServerStatus, Welcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from doll.ps.events import AppliedBatch, AppliedSet, SendGrant
+from doll.ps.engine.events import AppliedBatch, AppliedSet, SendGrant
 from doll.records import Grant, Push, PushedBatch
 
 

@@ -23,10 +23,10 @@ from doll.consumers.tables.table_rows import TableRows
 from doll.errors import BlobError
 from doll.model import build
 from doll.optim.row_optimizer import row_optimizer
-from doll.ps import events as ev
-from doll.ps.local_host import LocalModelHost
+from doll.ps.engine import events as ev
+from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_parts import make_parts
 from doll.ps.start import Start, make_engine
-from doll.ps.updaters import make_parts
 from doll.records import Announce, GetRows, Grant, Join, NewVersion, Push, RowsStored, Welcome
 from doll.storage.blobs import scope_of
 from doll.task import load_task

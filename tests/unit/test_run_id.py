@@ -9,7 +9,7 @@ from doll.config import parse
 from doll.consumers.protocol.worker_core import Exit, WorkerCore
 from doll.monitor.history import History
 from doll.ps.checkpointing import encode_snapshot
-from doll.ps.engine import Engine
+from doll.ps.engine.engine import Engine
 from doll.ps.policies import make_policy
 from doll.ps.start import Start, engine_settings, make_engine, new_run_id
 from doll.records import Hello, TermStarted, Welcome

@@ -18,10 +18,10 @@ from doll.consumers.intake.decoding import Records
 from doll.consumers.protocol.worker_core import Batch, Compute, Send, WorkerCore
 from doll.model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
-from doll.ps.local_host import LocalModelHost
+from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_parts import make_parts
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
-from doll.ps.updaters import make_parts
 from doll.records import AnyRecord, Join, ServerStatus, Welcome
 from doll.task import Task
 from doll.tasks.synthetic import Gaussian

@@ -12,7 +12,7 @@ from doll.consumers.tables.op_log import OpLog
 from doll.consumers.tables.row_cache import RowCache
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError
-from doll.ps.local_host import LocalModelHost
+from doll.ps.model.local_host import LocalModelHost
 from doll.records import Grant
 from doll.rows import Floats, Ids, Rows
 from paths import SUPPORT

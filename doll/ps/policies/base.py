@@ -160,7 +160,7 @@ class Policy(ABC):
     def clock_offset(self, worker: int) -> int | None:
         """What is added to the number of a worker's batches for its clock, where it has joined behind the others.
 
-        Only measured with (`doll.ps.measures`); default None: the policy keeps no clocks.
+        Only measured with (`doll.ps.engine.measures`); default None: the policy keeps no clocks.
         """
         return None
 

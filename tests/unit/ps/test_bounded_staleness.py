@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 from clock_world import ClockWorld, drive
-from doll.ps import events as ev
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import PolicyView
 from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
 from doll.ps.policies.essp import Essp, EsspPolicyConfig

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from access_counts import CountingList, count_reads, reads_per_event
 from benchmarks.engine import Driver
-from doll.ps.events import Tick
+from doll.ps.engine.events import Tick
 from doll.ps.policies.base import Policy
 from doll.ps.policies.doll import Doll
 from doll.records import Leave

@@ -9,8 +9,9 @@ import pytest
 from doll.config import StopConfig
 from doll.config.policy import PolicyConfig
 from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, GradientDone, Send, WorkerCore
-from doll.ps import events as ev
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
 from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.bsp import BspPolicyConfig
@@ -18,7 +19,6 @@ from doll.ps.policies.doll import DollPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
 from doll.ps.policies.wsp import WspPolicyConfig
-from doll.ps.state import EngineSettings
 from doll.records import Alive, Announce, AnyRecord, Durable, Grant, Hello, Join, Push, Welcome
 from msgspec import structs
 from pushes import push_of

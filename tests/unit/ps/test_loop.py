@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from doll.errors import CheckpointError, FencedError
 from doll.process.health import Heartbeat
-from doll.ps.control_channel import ControlChannel, Incoming
-from doll.ps.events import GrantsLost, StopRequested
+from doll.ps.channels.control_channel import ControlChannel, Incoming
+from doll.ps.engine.events import GrantsLost, StopRequested
 from doll.ps.loop import Signals, deliver, serve
 from doll.ps.server import ParameterServer
 from doll.records import Join, Leave, Nack, Stop, encode

@@ -14,8 +14,8 @@ from doll.consumers.intake.batching import Batcher
 from doll.consumers.protocol.worker_core import Acknowledge, Batch, Send
 from doll.errors import IllegalEventError
 from doll.ledger.balance import DurableModel, LedgerReport, balance
-from doll.ps import events as ev
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll, DollPolicyConfig

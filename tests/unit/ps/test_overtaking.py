@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from doll.consumers.protocol.worker_core import Compute, Send
-from doll.ps import events as ev
+from doll.ps.engine import events as ev
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.records import (
     Announce,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from doll.errors import RecordError
 from doll.optim.optimizer import DivergedError
-from doll.ps import events as ev
+from doll.ps.engine import events as ev
 from doll.ps.event_log import FileEventLog, read_log
+from doll.ps.model.model_parts import ModelParts
 from doll.ps.replay import replay
 from doll.ps.start import Start
-from doll.ps.updaters import ModelParts
 from doll.storage.checkpoints import Checkpoint
 from doll.testing import MemoryCheckpointStore
 from logged_runs import LoggedRun

@@ -18,8 +18,8 @@ from doll.errors import CheckpointError, FencedError
 from doll.model import build, fingerprint
 from doll.optim.optimizer import DivergedError, Optimizer
 from doll.ps.checkpointing import decode_snapshot
-from doll.ps.events import StopRequested
-from doll.ps.local_host import LocalModelHost
+from doll.ps.engine.events import StopRequested
+from doll.ps.model.local_host import LocalModelHost
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records import (

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 import pytest
 from doll.errors import IllegalEventError
-from doll.ps import events as ev
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.state import EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.doll import Doll
-from doll.ps.state import EngineSettings
 from doll.records import Alive, Announce, Join, Leave, Nack, Push
 from msgspec.structs import replace
 from pushes import answer

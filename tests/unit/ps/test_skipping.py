@@ -10,8 +10,8 @@ from doll.consumers.intake import batching
 from doll.consumers.intake.batching import RawBatch
 from doll.consumers.protocol.skipped_batches import Skipped, SkippedBatches
 from doll.consumers.protocol.worker_core import Batch, Send
-from doll.ps import events as ev
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.ssp import Ssp
 from doll.records import Announce, Join, Push, Skip

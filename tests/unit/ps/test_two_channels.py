@@ -13,7 +13,7 @@ from pathlib import Path
 
 import channel_world
 import doll.consumers.protocol.worker_core
-import doll.ps.message_handling
+import doll.ps.engine.message_handling
 import pytest
 import torch
 from channel_world import POLICIES, Difference, World, play
@@ -23,9 +23,9 @@ from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.protocol.grants import Grants, Taken
 from doll.consumers.protocol.worker_core import StoreRest, WorkerAction, WorkerCore
-from doll.ps.engine import Engine
-from doll.ps.events import EngineAction
-from doll.ps.settling import Settling
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.events import EngineAction
+from doll.ps.engine.settling import Settling
 from doll.records import Grant, Settle
 from fuzzing import SEED, SHARE
 from paths import SUPPORT

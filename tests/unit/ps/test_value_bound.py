@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from benchmarks.paper.vap_bound import PerWorkerVap
-from doll.ps import events as ev
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy, PolicyView
 from doll.ps.policies.vap import Vap, VapPolicyConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from clock_world import ClockWorld, RecordedWorld, drive
-from doll.ps import events as ev
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import PolicyView
 from doll.ps.policies.ssp import SspPolicyConfig
 from doll.ps.policies.wsp import Wsp, WspPolicyConfig

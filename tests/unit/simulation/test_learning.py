@@ -10,7 +10,7 @@ from doll.consumers.compute.gradient import GradientComputer
 from doll.model import FlatModel
 from doll.optim.optimizer import Optimizer
 from doll.provisioner.traces.availability import Markov
-from doll.ps.events import SendGrant
+from doll.ps.engine.events import SendGrant
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.learning import Learner
 from doll.simulation.settings import SimulationSettings

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from doll.ps.events import AppliedSet, SendSettle
-from doll.ps.membership import Worker
+from doll.ps.engine.events import AppliedSet, SendSettle
+from doll.ps.engine.membership import Worker
 from doll.records import Push
 
 _ASK_AGAIN_S: Final = 3.0  # where no answer has come: the message may be lost

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from doll.config import StopConfig
-from doll.ps import events as ev
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.state import EngineSettings
+from doll.ps.engine.stuck import STALL_REPORT_S, StallDetector, shortfall
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import Bsp, BspPolicyConfig
 from doll.ps.policies.doll import Doll, DollPolicyConfig
-from doll.ps.state import EngineSettings
-from doll.ps.stuck import STALL_REPORT_S, StallDetector, shortfall
 from doll.records import Alive, Announce, Join, Leave
 from pushes import answer
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from doll.ps.events import AppliedSet, ApplyUpdate
-from doll.ps.state import EngineState
+from doll.ps.engine.events import AppliedSet, ApplyUpdate
+from doll.ps.engine.state import EngineState
 from doll.records import Measures
 from doll.storage.sections import WireSize
 from doll.theory.staleness import ALL_UP_TO, HISTORY, StalenessMeter

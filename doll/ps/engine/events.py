@@ -22,7 +22,7 @@ class GradientFetched(Record, frozen=True):
     """The gradient of a set is in the parameter server's memory, checked."""
 
     grant_id: int  # the set's first
-    max_change: float = 0.0  # see `doll.ps.updater.Updater.max_change`
+    max_change: float = 0.0  # see `doll.ps.model.updater.Updater.max_change`
 
 
 class GradientLost(Record, frozen=True):

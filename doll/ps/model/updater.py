@@ -1,7 +1,7 @@
 """Port: how the contributions of one group make the next model. Adapters compute with torch and do no I/O.
 
-`doll.optim.optimizer.Optimizer` steps on the sum of gradients. `doll.ps.updaters.StepAdder` adds the steps that workers
-made themselves (docs/decisions/0020, 0034).
+`doll.optim.optimizer.Optimizer` steps on the sum of gradients. `doll.ps.model.model_parts.StepAdder` adds the steps
+that workers made themselves (docs/decisions/0020, 0034).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.optim.contribution import Contribution
-from doll.ps.events import ApplyUpdate
+from doll.ps.engine.events import ApplyUpdate
 from doll.ps.tables.store import TableStore
 from doll.rows import Rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from doll.config.policy import PolicyConfig
-from doll.ps.engine import Engine
+from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import Offer
 
 # A worker that dies and comes back leaves the others short for a while: that is not reported.

@@ -56,7 +56,7 @@ class PushedSet:
     push: Push
     grants: tuple[ActiveGrant, ...]
     received_at_s: float
-    max_change: float = 0.0  # see `doll.ps.updater.Updater.max_change`
+    max_change: float = 0.0  # see `doll.ps.model.updater.Updater.max_change`
 
     @property
     def number(self) -> int:

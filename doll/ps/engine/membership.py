@@ -10,8 +10,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import Final
 
-from doll.ps.events import EngineAction, SendFence, SendHello
-from doll.ps.partitions import Partition
+from doll.ps.engine.events import EngineAction, SendFence, SendHello
+from doll.ps.engine.partition_state import Partition
 from doll.records import Join
 
 # Sessions handed out by one parameter server lie in [term << 20, (term + 1) << 20): a later server's are always

@@ -16,7 +16,7 @@ from doll.records import Attach
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
-    from doll.ps.control_links import ControlLinks, ServerLink
+    from doll.ps.channels.control_links import ControlLinks, ServerLink
     from doll.services import Services
 
 log = get_logger(__name__)

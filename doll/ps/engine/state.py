@@ -12,12 +12,12 @@ from itertools import count
 
 from doll.config import StopConfig
 from doll.config.data import BadRecordsConfig
-from doll.ps.durability import Durability
-from doll.ps.events import EngineSnapshot, Event
-from doll.ps.membership import Membership, Worker
-from doll.ps.partitions import ActiveGrant, Assignment, Partition
+from doll.ps.engine.durability import Durability
+from doll.ps.engine.events import EngineSnapshot, Event
+from doll.ps.engine.membership import Membership, Worker
+from doll.ps.engine.partition_state import ActiveGrant, Assignment, Partition
+from doll.ps.engine.settling import Settling
 from doll.ps.policies.base import BatchId, Policy
-from doll.ps.settling import Settling
 from doll.records import Skip
 from doll.refusals import Refusals
 
@@ -42,7 +42,7 @@ class EngineSettings:
 
 
 class EngineState:
-    """The state of one parameter server. It is the `PolicyView` of its policy; `doll.ps.engine.Engine` changes it."""
+    """The state of one parameter server. It is the `PolicyView` of its policy, and only `Engine` changes it."""
 
     def __init__(
         self,

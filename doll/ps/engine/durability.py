@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from doll.ps.partitions import Partition
+from doll.ps.engine.partition_state import Partition
 
 
 class Durability:

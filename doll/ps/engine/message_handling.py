@@ -1,6 +1,6 @@
 """What workers' messages do to the state: they join and leave, announce batches and answer grants. Pure.
 
-`doll.ps.engine.Engine` adds what follows from it: updates, grants and checkpoints.
+`doll.ps.engine.engine.Engine` adds what follows from it: updates, grants and checkpoints.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from doll.errors import IllegalEventError
-from doll.ps.events import (
+from doll.ps.engine.events import (
     DropGradient,
     EngineAction,
     FetchGradient,
@@ -25,10 +25,10 @@ from doll.ps.events import (
     SendHello,
     SendWelcome,
 )
-from doll.ps.membership import Worker
-from doll.ps.partitions import ActiveGrant, LatePush, PushedSet
+from doll.ps.engine.membership import Worker
+from doll.ps.engine.partition_state import ActiveGrant, LatePush, PushedSet
+from doll.ps.engine.state import EngineState
 from doll.ps.policies.base import BatchId
-from doll.ps.state import EngineState
 from doll.records import Announce, Join, Nack, Push, Skip
 
 

@@ -10,14 +10,14 @@ import pytest
 from doll.config import StopConfig
 from doll.config.data import BadRecordsConfig
 from doll.errors import IllegalEventError
-from doll.ps import events as ev
 from doll.ps.checkpointing import decode_snapshot, encode_snapshot
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.state import EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll
-from doll.ps.state import EngineSettings
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack
 from doll.storage.checkpoints import Checkpoint
 from pushes import push_of

@@ -18,9 +18,9 @@ import msgspec
 
 from doll.control.local_socket import LocalSocket
 from doll.errors import ServiceUnavailableError
-from doll.ps.control_links import ControlLinks, LocalListener
-from doll.ps.kafka_channel import KafkaChannel
-from doll.ps.stream_listener import StreamListener
+from doll.ps.channels.control_links import ControlLinks, LocalListener
+from doll.ps.channels.kafka_channel import KafkaChannel
+from doll.ps.channels.stream_listener import StreamListener
 from doll.records import AnyRecord, GetRows, Grant, Nack, NewVersion, Push, RowsStored, ServerStatus, Welcome
 from doll.storage.blobs import scope_of
 from doll.telemetry import get_logger

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from clock_world import drive
 from doll.errors import IllegalEventError
-from doll.ps import events as ev
-from doll.ps.engine import Engine
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import BatchId
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.records import Push

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from doll.errors import IllegalEventError
-from doll.ps.events import (
+from doll.ps.engine.events import (
     AppliedBatch,
     AppliedSet,
     ApplyUpdate,
@@ -38,13 +38,13 @@ from doll.ps.events import (
     StoreCheckpoint,
     Tick,
 )
-from doll.ps.message_handling import MessageHandling
-from doll.ps.partitions import ActiveGrant, Partition, PushedSet
+from doll.ps.engine.message_handling import MessageHandling
+from doll.ps.engine.partition_state import ActiveGrant, Partition, PushedSet
+from doll.ps.engine.stop_rule import progress_reached, target_reached, time_reached
 from doll.ps.policies.base import BatchId
-from doll.ps.stop_rule import progress_reached, target_reached, time_reached
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, PushedBatch, Skip
 
-# Longer than `doll.ps.stuck.STALL_REPORT_S`: workers that wait for a stream without records are reported first.
+# Longer than `doll.ps.engine.stuck.STALL_REPORT_S`: workers that wait for a stream without records are reported first.
 DRY_ROUND_S: Final = 15.0
 
 

@@ -1,7 +1,8 @@
 """Port: where the model lives at the parameter server. It takes in gradients, makes versions and publishes weights.
 
-`doll.ps.local_host.LocalModelHost` keeps all of it in the server's own process. A host of several processes, each with
-a slice of the flat vector, is another adapter: it passes every call on to its slices and returns when all have done it.
+`doll.ps.model.local_host.LocalModelHost` keeps all of it in the server's own process. A host of several processes, each
+with a slice of the flat vector, is another adapter: it passes every call on to its slices and returns when all have
+done it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
-from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
+from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
+from doll.ps.model.updater import HoldsTensors
 from doll.ps.tables.row_server import StoredRows
-from doll.ps.updater import HoldsTensors
 from doll.records import GetRows
 from doll.storage.blobs import Buffer
 

@@ -15,8 +15,8 @@ from doll.model import FlatModel
 from doll.optim.contribution import Contribution
 from doll.optim.optimizer import WEIGHTS, Optimizer, diverged, is_finite, load_weights, tensor_of
 from doll.optim.row_optimizer import row_optimizer
+from doll.ps.model.updater import Updater
 from doll.ps.tables.store import TableStore
-from doll.ps.updater import Updater
 
 
 class StepAdder:
@@ -111,7 +111,7 @@ class ModelParts(NamedTuple):
         return tensors if self.tables is None else tensors | self.tables.tensors()
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from a checkpoint's tensors; `doll.ps.updater.HoldsTensors`."""
+        """Continue from a checkpoint's tensors; `doll.ps.model.updater.HoldsTensors`."""
         self.updater.load(tensors)
         if self.tables is not None:
             self.tables.load(tensors)

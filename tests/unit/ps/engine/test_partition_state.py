@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
-from doll.ps import events as ev
-from doll.ps.engine import Engine
-from doll.ps.partitions import Assignment, Partition, PushedSet
+from doll.ps.engine import events as ev
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.partition_state import Assignment, Partition, PushedSet
+from doll.ps.engine.state import EngineSettings
 from doll.ps.policies.doll import Doll
-from doll.ps.state import EngineSettings
 from doll.records import Announce, Join
 from pushes import answer
 

@@ -6,9 +6,9 @@ import threading
 from typing import cast
 
 from doll.errors import ServiceUnavailableError
-from doll.ps.control_channel import ControlChannel
-from doll.ps.control_links import ControlLinks
-from doll.ps.kafka_channel import KafkaChannel
+from doll.ps.channels.control_channel import ControlChannel
+from doll.ps.channels.control_links import ControlLinks
+from doll.ps.channels.kafka_channel import KafkaChannel
 
 
 class RefusingKafka:

@@ -13,12 +13,12 @@ from doll.config import JobConfig
 from doll.errors import BlobError, NotFiniteError
 from doll.optim.optimizer import diverged
 from doll.process.fault_points import fault_point
-from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
-from doll.ps.model_host import FetchOutcome
+from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
+from doll.ps.model.model_host import FetchOutcome
+from doll.ps.model.model_parts import ModelParts
+from doll.ps.model.updater import ContributionBuffer, Updater
 from doll.ps.tables.row_server import RowServer, StoredRows
 from doll.ps.tables.store import TableStore
-from doll.ps.updater import ContributionBuffer, Updater
-from doll.ps.updaters import ModelParts
 from doll.records import GetRows
 from doll.storage.blobs import (
     HEADER_BYTES,
