@@ -35,7 +35,7 @@ from benchmarks.harness import job
 if TYPE_CHECKING:
     from doll.local.stack import Stack
     from doll.local.supervisor import Supervisor
-    from doll.monitor.display import Display
+    from doll.monitor.views.display import Display
 
 BROKERS: Final = 3
 BAR_S: Final = 5.0

@@ -41,7 +41,7 @@ from benchmarks.steadiness import WARM_UP, Point, Row
 if TYPE_CHECKING:
     from doll.local.stack import Stack
     from doll.local.supervisor import Supervisor
-    from doll.monitor.display import Display
+    from doll.monitor.views.display import Display
 
 WORKERS: Final = 3
 COLUMNS: Final = ("time_s", "of", "measure", "process", "value")

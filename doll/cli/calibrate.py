@@ -36,7 +36,7 @@ def calibrate(
 
     Example: doll calibrate runs/digits-20260101-120000 --target-error 0.03
     """
-    from doll.monitor.pilot_run import calibrate_run
+    from doll.monitor.state.pilot_run import calibrate_run
 
     if measure not in (None, "error_rate", "loss"):
         raise usage(f"--measure: expected error_rate or loss, got {measure!r}")

@@ -88,7 +88,7 @@ def plan(
     --spot-price 0.158 --on-demand-price 0.286
     """
     from doll.config import PlanConfig
-    from doll.monitor.pilot_run import with_pilot
+    from doll.monitor.state.pilot_run import with_pilot
     from doll.provisioner.planning.assessment import assess
     from doll.provisioner.planning.assessment_report import report_text
     from doll.provisioner.planning.plan_request import changed_plan, plan_request
@@ -129,7 +129,7 @@ def plan(
     kind: StackKind | None = None if stack == "none" or simulated else stack
     assessment = assess(request)
     if plot is not None:
-        from doll.monitor.plan_plot import draw
+        from doll.monitor.views.plan_plot import draw
 
         draw(assessment, plot)
         notes.append(f"plot: {plot}")

@@ -137,7 +137,7 @@ def export(
 
 
 def _print(report: dict[str, Any], as_json: bool) -> None:
-    from doll.monitor.run_report import summary
+    from doll.monitor.views.run_report import summary
 
     emit(as_json, report, summary(report))
 

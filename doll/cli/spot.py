@@ -54,7 +54,7 @@ def spot(
 
     Example: doll spot market --seed 3
     """
-    from doll.monitor.run_report import summary
+    from doll.monitor.views.run_report import summary
     from doll.run.job import run_up
     from doll.run.spot import SpotRun
     from doll.run.spot_workers import SpotWorkerPool

@@ -20,7 +20,7 @@ from doll.storage.stores import open_store
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.monitor.display import Display
+    from doll.monitor.views.display import Display
 
 
 class _Drill(FaultInjector):

@@ -25,7 +25,7 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
     """What the job file asks of its provisioner, and notes on where its numbers come from.
 
     Args:
-        config: a pilot run in its plan is resolved already (`doll.monitor.pilot_run.with_pilot`).
+        config: a pilot run in its plan is resolved already (`doll.monitor.state.pilot_run.with_pilot`).
 
     Raises:
         ConfigError: the work or the rates are not known, or a number is out of its range.

@@ -14,8 +14,8 @@ from typing import Final
 
 from doll.config import JobConfig, StdinSource
 from doll.errors import ConfigError, DollError
-from doll.monitor import comparison_plot
-from doll.monitor.comparison import Comparison, PolicyRun, read_run
+from doll.monitor.views import comparison_plot
+from doll.monitor.views.comparison import Comparison, PolicyRun, read_run
 from doll.process.files import write_json
 from doll.process.signals import Interrupts
 from doll.run.folder import display_path, new_folder

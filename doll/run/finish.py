@@ -14,11 +14,11 @@ from doll.ledger.dead_letters import dead_records, save_dead_records
 from doll.ledger.report import LedgerReport
 from doll.local.forks import ForkServer
 from doll.local.processes import describe_exit, tail
-from doll.monitor.csv_file import CsvFile
-from doll.monitor.display import Display
-from doll.monitor.plots import draw
-from doll.monitor.progress import ProgressModel
-from doll.monitor.run_report import RunOutcome, build_report
+from doll.monitor.state.csv_file import CsvFile
+from doll.monitor.state.progress import ProgressModel
+from doll.monitor.views.display import Display
+from doll.monitor.views.plots import draw
+from doll.monitor.views.run_report import RunOutcome, build_report
 from doll.process.files import unwritable, write_json
 from doll.run.folder import RunFolder, display_path
 from doll.run.pipeline_plots import draw_pipelines

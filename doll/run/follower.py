@@ -11,8 +11,8 @@ from doll.kafka.tail import Tail
 from doll.local.processes import describe_exit
 from doll.local.processes import tail as last_lines
 from doll.local.supervisor import Restart
-from doll.monitor.display import Display
-from doll.monitor.progress import JobSnapshot, ProgressModel
+from doll.monitor.state.progress import JobSnapshot, ProgressModel
+from doll.monitor.views.display import Display
 from doll.records import AnyRecord
 from doll.run.hooks import RunHook, WorkerPool
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from doll.local.forks import ForkServer
 from doll.local.stack import Stack
 from doll.local.supervisor import RoleSpec, Supervisor
-from doll.monitor.progress import JobSnapshot
+from doll.monitor.state.progress import JobSnapshot
 from doll.provisioner.fleets.port import Instance
 from doll.records import AnyRecord
 from doll.services import Services

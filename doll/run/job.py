@@ -29,9 +29,9 @@ from doll.local.forks import ForkServer
 from doll.local.processes import describe_exit, tail
 from doll.local.stack import local_stack
 from doll.local.supervisor import Supervisor
-from doll.monitor.display import Display, make_display
-from doll.monitor.progress import ProgressModel
-from doll.monitor.run_report import RunOutcome
+from doll.monitor.state.progress import ProgressModel
+from doll.monitor.views.display import Display, make_display
+from doll.monitor.views.run_report import RunOutcome
 from doll.process.files import is_full, unwritable
 from doll.process.signals import Interrupts
 from doll.run import folder as run_folder

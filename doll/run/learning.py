@@ -11,7 +11,7 @@ from doll.errors import ServiceUnavailableError
 from doll.local.forks import ForkServer
 from doll.local.stack import Stack
 from doll.local.supervisor import Supervisor
-from doll.monitor.display import Display
+from doll.monitor.views.display import Display
 from doll.process.files import write_json
 from doll.process.signals import Interrupts
 from doll.run.folder import RunFolder, display_path

@@ -10,7 +10,7 @@ from pathlib import Path
 from doll.config import JobConfig, ProcessesFleetConfig
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
-from doll.monitor.pilot_run import with_pilot
+from doll.monitor.state.pilot_run import with_pilot
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import Instance
 from doll.provisioner.fleets.processes import ProcessFleet

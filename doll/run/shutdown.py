@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from doll.local.forks import Role
 from doll.local.supervisor import Handle, Supervisor
-from doll.monitor.display import Display
+from doll.monitor.views.display import Display
 from doll.run.follower import POLL_S, RunFollower
 from doll.run.role_specs import PARAMETER_SERVERS
 

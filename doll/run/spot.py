@@ -10,8 +10,8 @@ import numpy as np
 from doll.amounts import duration, usd
 from doll.config import JobConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
-from doll.monitor.pilot_run import with_pilot
-from doll.monitor.spot_history import Prediction
+from doll.monitor.state.pilot_run import with_pilot
+from doll.monitor.state.spot_history import Prediction
 from doll.provisioner.job_settings import controller_settings
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.assessment import Assessment, assess

@@ -16,7 +16,7 @@ from doll.kafka.job_records import JobRecords
 from doll.kafka.publisher import Publisher
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
-from doll.monitor.spot_history import MarketTimeline
+from doll.monitor.state.spot_history import MarketTimeline
 from doll.provisioner.billing import LOCAL, bill
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision

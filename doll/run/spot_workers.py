@@ -19,10 +19,10 @@ from doll.errors import DollError
 from doll.local.forks import ForkServer
 from doll.local.stack import Stack
 from doll.local.supervisor import RoleSpec, Supervisor
-from doll.monitor import spot_plot
-from doll.monitor.display import Display
-from doll.monitor.progress import JobSnapshot
-from doll.monitor.spot_history import SpotResult, report_section
+from doll.monitor.state.progress import JobSnapshot
+from doll.monitor.state.spot_history import SpotResult, report_section
+from doll.monitor.views import spot_plot
+from doll.monitor.views.display import Display
 from doll.process.metric_names import DELIVERED_TOTAL, PRODUCER
 from doll.provisioner.billing import all_on_demand_usd
 from doll.provisioner.fleets.port import Instance

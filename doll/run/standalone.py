@@ -15,7 +15,7 @@ from doll.consumers.any_slot import run_any_worker
 from doll.consumers.lifecycle.spot_notices import Imds, set_identity_from_tags
 from doll.errors import ConfigError
 from doll.kafka import topics
-from doll.monitor.prometheus import serve_metrics
+from doll.monitor.views.prometheus import serve_metrics
 from doll.producers.main import run_producer
 from doll.ps.standby import LeaderCheck
 from doll.run.target import Target

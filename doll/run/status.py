@@ -16,11 +16,11 @@ from doll.ledger.audit import audit
 from doll.ledger.generations import GenerationFilter
 from doll.ledger.report import LedgerReport, named
 from doll.ledger.snapshot_counts import read_counts
-from doll.monitor.formats import clock
-from doll.monitor.heartbeats import RoleHeartbeats
-from doll.monitor.progress import JobSnapshot, ProgressModel
-from doll.monitor.run_report import summary
-from doll.monitor.text import one_line, worker_table
+from doll.monitor.state.formats import clock
+from doll.monitor.state.heartbeats import RoleHeartbeats
+from doll.monitor.state.progress import JobSnapshot, ProgressModel
+from doll.monitor.views.run_report import summary
+from doll.monitor.views.text import one_line, worker_table
 from doll.process.files import read_json
 from doll.process.metric_names import TERM
 from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update

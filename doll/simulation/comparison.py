@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from doll.config import JobConfig
 from doll.errors import ConfigError
-from doll.monitor.comparison import PolicyRun
-from doll.monitor.policy_summary import PolicySummary
+from doll.monitor.state.policy_summary import PolicySummary
+from doll.monitor.views.comparison import PolicyRun
 from doll.simulation.job import PAPER_SERVICE_S
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System

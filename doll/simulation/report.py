@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.amounts import usd
-from doll.monitor.formats import known, number
-from doll.monitor.plots import staleness_panel
-from doll.monitor.policy_summary import PolicySummary
-from doll.monitor.rates import (
+from doll.monitor.state.formats import known, number
+from doll.monitor.state.policy_summary import PolicySummary
+from doll.monitor.state.rates import (
     Margin,
     stability_margin,
     steady_update_rate,
 )
+from doll.monitor.views.plots import staleness_panel
 from doll.process.files import json_safe
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
@@ -45,7 +45,7 @@ class Summary:
         queue_growth: queue at the end over the queue in the middle; far above 1: it grows without bound.
         margin_sufficient, margin_necessary: Proposition 1 for the gradient time set; above 1 is stable in that form.
         machines_per_worker: k; the machines of a worker are up, and lost, together.
-        staleness_mean, staleness_p99, blocked_share: as in `doll.monitor.policy_summary`; NaN where not measured.
+        staleness_mean, staleness_p99, blocked_share: as in `doll.monitor.state.policy_summary`; NaN where not measured.
     """
 
     workers: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from doll.monitor.spot_history import Prediction
+from doll.monitor.state.spot_history import Prediction
 from doll.provisioner.planning.baselines import (
     SPOT,
     AllOnDemand,

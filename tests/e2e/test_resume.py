@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from doll.monitor.csv_file import read_rows
+from doll.monitor.state.csv_file import read_rows
 from doll.services import Services
 from waiting import until
 

@@ -24,9 +24,9 @@ from doll.config import load, parse
 from doll.consumers.lifecycle.spot_notices import Imds, NoticeWatcher
 from doll.errors import CheckpointError, ConfigError, RecordError, ServiceUnavailableError
 from doll.ledger.snapshot_counts import SnapshotCounts, read_counts
-from doll.monitor.csv_file import read_rows
-from doll.monitor.job_metrics import JobMetrics
-from doll.monitor.prometheus import JobCollector
+from doll.monitor.state.csv_file import read_rows
+from doll.monitor.state.job_metrics import JobMetrics
+from doll.monitor.views.prometheus import JobCollector
 from doll.process.health import Heartbeat, _serve
 from doll.producers.arrivals import parse_gaps
 from doll.producers.sources import idx, lines

@@ -19,7 +19,7 @@ from doll.kafka.tail import Tail
 from doll.local.forks import ForkServer, Role
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
-from doll.monitor.csv_file import read_rows
+from doll.monitor.state.csv_file import read_rows
 from doll.records import AnyRecord, Evaluated, Finished, Metric, TermStarted, Update, encode
 from doll.services import Services
 from doll.storage.blobs import Latest, encode_blob, encode_latest, latest_key, weights_key

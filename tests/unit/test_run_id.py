@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from doll.config import parse
 from doll.consumers.protocol.worker_core import Exit, WorkerCore
-from doll.monitor.history import History
+from doll.monitor.state.history import History
 from doll.ps.checkpointing import encode_snapshot
 from doll.ps.engine.engine import Engine
 from doll.ps.policies import make_policy

@@ -35,7 +35,7 @@ def plan_request(
 
     Args:
         config: None without a job file: then the options must be complete.
-        section: the plan; a pilot run is resolved already (`doll.monitor.pilot_run.with_pilot`).
+        section: the plan; a pilot run is resolved already (`doll.monitor.state.pilot_run.with_pilot`).
         rates_per_s: λ_n, samples per second of each stream, shape (N,).
         group_size, batch_size: None: as the job file says.
 

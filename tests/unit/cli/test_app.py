@@ -97,7 +97,8 @@ def test_help_and_checks_answer_at_once(job: Path, arguments: list[str]) -> None
 def test_no_command_line_module_loads_torch(job: Path) -> None:
     """Torch costs 5 s of processor time: neither help nor a check nor the modules behind `up` may import it."""
     code = (
-        "import sys\nimport doll.cli.app, doll.run.job, doll.run.status, doll.monitor.run_report, doll.run.roles\n"
+        "import sys\nimport doll.cli.app, doll.run.job, doll.run.status, doll.run.roles\n"
+        "import doll.monitor.views.run_report\n"
         "from typer.testing import CliRunner\n"
         f"assert CliRunner().invoke(doll.cli.app.app, ['config', 'check', {str(job)!r}]).exit_code == 0\n"
         "heavy = {'torch', 'matplotlib', 'faust', 'sklearn', 'scipy'} & sys.modules.keys()\n"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from doll.cli.app import app
 from doll.local.forks import ForkServer
-from doll.monitor.display import LineDisplay
-from doll.monitor.progress import ProgressModel
-from doll.monitor.run_report import RunOutcome, summary
+from doll.monitor.state.progress import ProgressModel
+from doll.monitor.views.display import LineDisplay
+from doll.monitor.views.run_report import RunOutcome, summary
 from doll.run import finish
 from doll.run import job as run_job
 from doll.run.folder import RunFolder
@@ -69,8 +69,8 @@ def test_a_report_that_cannot_be_written_is_still_shown(run: RunFolder) -> None:
 
 def test_plots_need_no_backend_of_a_notebook(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from doll.monitor.history import History; "
-        "from doll.monitor.plots import draw; "
+        "import sys; from pathlib import Path; from doll.monitor.state.history import History; "
+        "from doll.monitor.views.plots import draw; "
         "draw(History(), Path(sys.argv[1]), job='x', predicted_rate=1.0)"
     )
     picture = tmp_path / "x.png"

@@ -9,8 +9,8 @@ import pytest
 from doll.config import StopConfig, parse
 from doll.kafka.tail import Tail, TimedRecord
 from doll.local.supervisor import Restart
-from doll.monitor.display import LineDisplay
-from doll.monitor.progress import ProgressModel
+from doll.monitor.state.progress import ProgressModel
+from doll.monitor.views.display import LineDisplay
 from doll.records import AnyRecord, Finished, TermStarted
 from doll.run.follower import RunFollower
 from doll.run.hooks import NoHook

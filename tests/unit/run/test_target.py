@@ -94,8 +94,8 @@ def test_the_audit_of_a_run_that_has_ended_is_in_its_report(ended: runfolder.Run
 
 
 def test_the_status_of_a_run_that_has_ended_is_its_report(ended: runfolder.RunFolder) -> None:
-    from doll.monitor.progress import ProgressModel
-    from doll.monitor.run_report import RunOutcome, build_report
+    from doll.monitor.state.progress import ProgressModel
+    from doll.monitor.views.run_report import RunOutcome, build_report
 
     report = build_report(ProgressModel(load(ended.job), 0.0), RunOutcome("updates", 0, 3.5), None)
     ended.report.write_text(json.dumps(report))

@@ -1,0 +1,241 @@
+"""The history of a run, folded from the `updates` topic: one row per update and per held-out evaluation.
+
+After a restart the parameter server repeats the versions above its checkpoint. Its `TermStarted` record voids their
+earlier rows: these stay in the tables, marked as void, and no mean, rate or plot counts them. If a `TermStarted` record
+begins a new generation (`doll.ledger.generations`), all earlier rows belong to another run, and are dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.monitor.state.loss_trend import LossTrend
+from doll.monitor.state.prequential import Prequential
+from doll.records import AnyRecord, Finished, TermStarted, Update
+
+UPDATE_COLUMNS = (
+    "time_s", "term", "version", "n_samples", "samples_total", "batches", "prequential_loss",
+    "apply_s", "grant_to_update_s", "mean_compute_s", "mean_service_s",
+)  # fmt: skip
+EVALUATION_COLUMNS = ("time_s", "term", "version", "loss", "accuracy")
+
+
+class Table:
+    """Rows of numbers, stored by column; a column that a row does not have is NaN there."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._columns: dict[str, array[float]] = {name: array("d") for name in columns}
+        self._void = array("b")
+
+    def __len__(self) -> int:
+        return len(self._void)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self._columns, "void")
+
+    def append(self, row: Mapping[str, float], *, void: bool = False) -> bool:
+        """Add a row. True if it has added a column."""
+        has_new_column = False
+        for name in row:
+            if name not in self._columns:
+                self._columns[name] = array("d", [math.nan]) * len(self)
+                has_new_column = True
+        for name, column in self._columns.items():
+            column.append(row.get(name, math.nan))
+        self._void.append(void)
+        return has_new_column
+
+    def void_above(self, version: int, below_term: int) -> int:
+        """Void the rows of terms below `below_term` with versions above `version`; returns how many it has voided."""
+        versions, terms = self._columns["version"], self._columns["term"]
+        # From the end, where the rows to void are.
+        count = 0
+        for row in range(len(self) - 1, -1, -1):
+            if terms[row] < below_term and versions[row] > version and not self._void[row]:
+                self._void[row] = 1
+                count += 1
+        return count
+
+    def drop_below(self, term: int) -> bool:
+        """Drop the rows of terms below `term`; returns whether there were any."""
+        kept = [row for row, row_term in enumerate(self._columns["term"]) if row_term >= term]
+        dropped = len(kept) < len(self)
+        if dropped:
+            self._columns = {name: array("d", [column[row] for row in kept]) for name, column in self._columns.items()}
+            self._void = array("b", [self._void[row] for row in kept])
+        return dropped
+
+    def valid(self, name: str) -> npt.NDArray[np.float64]:
+        """The column `name` without void rows, float64, shape (rows,)."""
+        # A copy, because a view would keep the arrays from growing.
+        values: npt.NDArray[np.float64] = np.array(self._columns[name], dtype=np.float64)
+        kept: npt.NDArray[np.float64] = values[np.array(self._void, dtype=np.int8) == 0]
+        return kept
+
+    def row(self, index: int) -> dict[str, float]:
+        """One row by column name, with `void` as 0 or 1."""
+        return {**{name: column[index] for name, column in self._columns.items()}, "void": float(self._void[index])}
+
+    def last(self) -> dict[str, float] | None:
+        """The newest row that is not void; None if there is none."""
+        for index in range(len(self) - 1, -1, -1):
+            if not self._void[index]:
+                return self.row(index)
+        return None
+
+
+class Span(NamedTuple):
+    """A part of a run: updates with samples, samples, and seconds of learning."""
+
+    updates: int
+    samples: int
+    seconds: float
+
+
+class History:
+    """The state of a run by the records of its `updates` topic. No I/O.
+
+    Args:
+        window: updates in the windowed prequential mean.
+        after_term: records of terms up to this one belong to earlier runs, and are ignored.
+    """
+
+    def __init__(self, window: int = 50, *, after_term: int = 0) -> None:
+        self._window = window
+        self._after_term = after_term
+        self.generation = 0
+        """The newest one; records of earlier ones are ignored."""
+        self.updates = Table(UPDATE_COLUMNS)
+        self.evaluations = Table(EVALUATION_COLUMNS)
+        self.prequential = Prequential(window)
+        self.loss_trend = LossTrend(window)
+        self.term = 0
+        self.run_id = ""
+        """Of the newest term, see `doll.records.TermStarted`."""
+        self.version = 0
+        self.samples_total = 0
+        self.restarts = 0
+        """Terms after the first: starts of a parameter server that resumed."""
+        self.finished: Finished | None = None
+        self.first_time_s = math.nan
+        self.last_time_s = math.nan
+
+    def feed(self, record: AnyRecord) -> bool:
+        """Process a record; True if earlier rows have changed (were voided, or got a column)."""
+        if isinstance(record, TermStarted | Update | Finished) and not self.is_current(record.term):
+            return False
+        match record:
+            case TermStarted():
+                return self._term_started(record)
+            case Update():
+                return self._update(record)
+            case Finished():
+                if record.term >= self.term:
+                    self.finished = record
+                return False
+            case _:
+                return False
+
+    def evaluated(self, *, time_s: float, term: int, version: int, loss: float, accuracy: float | None) -> None:
+        """Add a held-out evaluation. It is void if its version has been rolled back; one of another run is ignored."""
+        if not self.is_current(term):
+            return
+        row = {"time_s": time_s, "term": term, "version": version, "loss": loss}
+        if accuracy is not None:
+            row["accuracy"] = accuracy
+        self.evaluations.append(row, void=term < self.term and version > self.version)
+
+    def is_current(self, term: int) -> bool:
+        """Whether records of this term belong to the current run."""
+        return term > self._after_term and term >= self.generation
+
+    def _begin(self, generation: int) -> bool:
+        """Begin a new generation; returns whether rows were dropped."""
+        self.generation, self.loss_trend = generation, LossTrend(self.prequential.window)
+        dropped = [table.drop_below(generation) for table in (self.updates, self.evaluations)]
+        self.prequential = Prequential(self._window)
+        self.term = self.restarts = self.version = self.samples_total = 0
+        self.finished = None
+        self.first_time_s = self.last_time_s = math.nan
+        return any(dropped)
+
+    def _term_started(self, record: TermStarted) -> bool:
+        if record.term <= self.term:
+            return False
+        dropped = record.generation > self.generation and self._begin(record.generation)
+        if self.term:
+            self.restarts += 1
+        self.term, self.run_id = record.term, record.run_id
+        self.finished = None
+        voided = self.updates.void_above(record.resumed_version, record.term)
+        voided += self.evaluations.void_above(record.resumed_version, record.term)
+        self.prequential.rollback(record.resumed_version)
+        self.version = record.resumed_version
+        last = self.updates.last()
+        self.samples_total = int(last["samples_total"]) if last else 0
+        return voided > 0 or dropped
+
+    def _update(self, record: Update) -> bool:
+        void = record.term < self.term
+        service = [member.compute_s + member.fetch_s + member.store_s for member in record.members]
+        row: dict[str, float] = {
+            "time_s": record.time_s,
+            "term": record.term,
+            "version": record.version,
+            "n_samples": record.n_samples,
+            "samples_total": record.samples_total,
+            "batches": len(record.members),
+            "prequential_loss": record.loss if record.n_samples else math.nan,
+            "apply_s": record.apply_s,
+            "grant_to_update_s": record.grant_to_update_s,
+            "mean_compute_s": mean([member.compute_s for member in record.members]),
+            "mean_service_s": mean(service),
+            **{f"prequential_{name}": value for name, value in record.metrics.items()},
+        }
+        grown = self.updates.append(row, void=void)
+        if not void:
+            self.version = record.version
+            self.samples_total = record.samples_total
+            self.prequential.add(record.version, record.n_samples, record.loss, record.metrics)
+            self.loss_trend.add(record.version, record.n_samples, record.loss)
+            if math.isnan(self.first_time_s):
+                self.first_time_s = record.time_s
+            self.last_time_s = record.time_s
+        return grown
+
+    @property
+    def learned_updates(self) -> int:
+        """Updates so far that count for a stop rule: those whose batches held no usable sample do not."""
+        is_empty = (self.updates.valid("n_samples") == 0) & (self.updates.valid("batches") > 0)
+        return self.version - int(is_empty.sum())
+
+    def before(self, time_s: float) -> Span:
+        """What was learned before a Unix time: of the seconds, those between the first and the last update of each
+        term, so that the time between two sessions of a run does not count."""
+        times, terms = self.updates.valid("time_s"), self.updates.valid("term")
+        is_before = times < time_s
+        samples, batches = self.updates.valid("n_samples")[is_before], self.updates.valid("batches")[is_before]
+        seconds = sum(float(np.ptp(times[is_before & (terms == term)])) for term in np.unique(terms[is_before]))
+        return Span(int(((samples > 0) | (batches == 0)).sum()), int(samples.sum()), seconds)
+
+    def held_out_loss_trend(self) -> LossTrend:
+        """The trend of the held-out loss."""
+        return LossTrend.of(self.evaluations.valid("version"), self.evaluations.valid("loss"))
+
+    def service_s(self) -> float:
+        """μ_C: mean seconds from a granted batch to its stored gradient (fetch + compute + store), over batches."""
+        seconds, batches = self.updates.valid("mean_service_s"), self.updates.valid("batches")
+        known = np.isfinite(seconds) & (seconds > 0)
+        return float(np.average(seconds[known], weights=batches[known])) if known.any() else math.nan
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; NaN if there are no values."""
+    return math.fsum(values) / len(values) if values else math.nan

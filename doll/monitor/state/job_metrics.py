@@ -1,0 +1,207 @@
+"""The newest metrics of a job, folded from its records, under Prometheus' names. Pure.
+
+A metric `name` of the source `kind` becomes `doll_<kind>_<name>`: a counter if it ends in `_total`, else a gauge, in
+the unit that its name ends in, with seconds written out as Prometheus' conventions ask.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, NamedTuple
+
+from doll.bounded import short
+from doll.monitor.state.heartbeats import RoleHeartbeats
+from doll.monitor.state.loss_trend import LossTrend
+from doll.monitor.state.policy_summary import PolicySummary
+from doll.process.metric_names import TERM, worker_of, worker_source
+from doll.records import AnyRecord, Finished, Measures, Metric, ServerStatus, TermStarted, Update
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_NOT_A_NAME: Final = re.compile(r"[^a-zA-Z0-9_]")
+_MAX_SOURCES: Final = 10_000  # workers, and a handful of others
+_MAX_NAME_CHARS: Final = 200
+_SECONDS: Final = (("_per_s", "_per_second"), ("_s", "_seconds"))
+_SERVER_FIELDS: Final = (
+    "term",
+    "pid",
+    "version",
+    "durable_version",
+    "samples_total",
+    "batches_total",
+    "waiting_batches",
+    "computing_batches",
+    "shortfall_batches",
+    "stalled_s",
+    "leader_since_s",
+)
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Sample(NamedTuple):
+    """One number with its name and labels, without the job's label."""
+
+    name: str
+    labels: Labels
+    value: float
+
+
+def samples_of(source: str, values: Mapping[str, float]) -> Iterator[Sample]:
+    """The samples of a `Metric` record. The source `worker-3` becomes a label: `doll_worker_...{worker="3"}`."""
+    worker = worker_of(source)
+    prefix, labels = (source, ()) if worker is None else ("worker", (("worker", str(worker)),))
+    for name, value in values.items():
+        yield Sample(f"doll_{_prometheus_name(prefix)}_{_prometheus_name(name)}", labels, value)
+
+
+def server_samples(status: ServerStatus) -> Iterator[Sample]:
+    """The samples of the parameter server's status: its own as `doll_ps_...`, and those of each worker."""
+    counters = {f"{name}_total": float(count) for name, count in status.counters.items()}
+    yield from samples_of("ps", {name: float(getattr(status, name)) for name in _SERVER_FIELDS} | counters)
+    if status.measures is not None:
+        yield from _policy_samples(status.measures)
+    for worker in status.workers:
+        values = {
+            "live": float(worker.is_live),
+            "session": float(worker.session),
+            "restarts_total": float(worker.restarts),
+            "retained_batches": float(worker.retained_batches),
+            "lag_records": float(worker.lag_records),
+        }
+        if worker.is_live:
+            values["silent_s"] = worker.silent_s
+        yield from samples_of(worker_source(worker.worker), values)
+
+
+def _policy_samples(measures: Measures) -> Iterator[Sample]:
+    """What the policy gave and cost. Reads are counted by their difference, as a label."""
+    summary = PolicySummary.of([measures])
+    assert summary is not None
+    if summary.reads:
+        yield Sample("doll_ps_staleness_mean", (), summary.staleness_mean)
+        yield Sample("doll_ps_staleness_p99", (), summary.staleness_p99)
+    for difference, count in summary.histogram.items():
+        yield Sample("doll_ps_staleness_reads_total", (("difference", str(difference)),), float(count))
+    for name, value in (
+        ("older_reads", summary.older_reads),
+        ("blocked_seconds", summary.blocked_s),
+        ("computing_seconds", summary.computing_s),
+        ("idle_seconds", summary.idle_s),
+        ("gradient_bytes", summary.gradient_bytes),
+        ("dense_gradient_bytes", summary.dense_gradient_bytes),
+        ("weights_bytes", summary.weights_bytes),
+        ("row_bytes", summary.row_bytes),
+        ("plain_row_bytes", summary.plain_row_bytes),
+    ):
+        yield Sample(f"doll_ps_{name}_total", (), float(value))
+
+
+def _prometheus_name(name: str) -> str:
+    plain = _NOT_A_NAME.sub("_", name)
+    suffix, long = next((pair for pair in _SECONDS if plain.endswith(pair[0])), ("", ""))
+    return plain.removesuffix(suffix) + long
+
+
+class JobMetrics:
+    """The newest metrics of a job. `samples` may be called from another thread than `feed`.
+
+    Args:
+        clock: Unix seconds, for the ages of heartbeats.
+    """
+
+    def __init__(self, workers: int, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._heartbeats = RoleHeartbeats()
+        self._by_source: dict[str, tuple[Sample, ...]] = {"job": (Sample("doll_job_workers", (), workers),)}
+        self._finished = False
+        self._loss_trend = LossTrend()
+        self._full = False
+        self._term = self._generation = 0
+
+    def feed(self, record: AnyRecord) -> None:
+        """Process a record of `metrics` or `updates`; other types are ignored."""
+        self._heartbeats.feed(record)
+        match record:
+            case ServerStatus() if record.term >= self._generation:
+                self._put("ps", (*server_samples(record), _measured_at("ps", record.time_s)))
+            case Metric():
+                self._measured(record)
+            case TermStarted() | Update() | Finished() if record.term < self._term:
+                pass  # of a server that was fenced
+            case Update():
+                self._updated(record)
+            case TermStarted():
+                self._finished, self._term = False, record.term
+                if record.generation > self._generation:
+                    self._generation, self._loss_trend = record.generation, LossTrend()
+                    self._by_source = {"job": self._by_source["job"]}
+            case Finished():
+                self._finished = True
+            case _:
+                pass
+
+    def samples(self) -> dict[tuple[str, Labels], float]:
+        """The newest values by name and labels."""
+        ages_s = self._heartbeats.ages_s(self._clock())
+        newest = (
+            Sample("doll_job_finished", (), float(self._finished)),
+            *(Sample("doll_heartbeat_age_seconds", (("role", role),), age_s) for role, age_s in ages_s.items()),
+        )
+        return {
+            (sample.name, sample.labels): sample.value
+            for samples in (*self._by_source.values(), newest)
+            for sample in samples
+        }
+
+    def _measured(self, record: Metric) -> None:
+        if len(record.source) > _MAX_NAME_CHARS or any(len(name) > _MAX_NAME_CHARS for name in record.values):
+            log.warning("metric_refused", source=short(record.source, 60), reason="a name is too long")
+        elif record.values and record.values.get(TERM, self._generation) >= self._generation:
+            samples = samples_of(record.source, record.values)
+            # A worker reports several groups of numbers, each on its own.
+            group = record.source if worker_of(record.source) is None else f"{record.source} {min(record.values)}"
+            self._put(group, (*samples, _measured_at(record.source, record.time_s)))
+
+    def _updated(self, update: Update) -> None:
+        values = {
+            "version": float(update.version),
+            "samples": float(update.n_samples),
+            "loss": update.loss,
+            "batches": float(len(update.members)),
+            "apply_s": update.apply_s,
+            "grant_to_update_s": update.grant_to_update_s,
+            "time_s": update.time_s,
+            **{f"prequential_{name}": value for name, value in update.metrics.items()},
+        }
+        self._put("update", tuple(samples_of("update", values)))
+        self._loss_trend.add(update.version, update.n_samples, update.loss)
+        trend = {
+            "window_loss": self._loss_trend.last,
+            "best_window_loss": self._loss_trend.best,
+            "loss_worsened": float(self._loss_trend.worsened),
+        }
+        self._put("loss trend", tuple(samples_of("job", trend)))
+        for member in update.members:
+            values = {
+                "compute_s": member.compute_s,
+                "fetch_s": member.fetch_s,
+                "store_s": member.store_s,
+                "wait_s": member.wait_s,
+            }
+            self._put(f"member {member.worker}", tuple(samples_of(worker_source(member.worker), values)))
+
+    def _put(self, source: str, samples: tuple[Sample, ...]) -> None:
+        if source not in self._by_source and len(self._by_source) >= _MAX_SOURCES:
+            if not self._full:
+                log.warning("too_many_sources", at_most=_MAX_SOURCES, refused=short(source), action="not served")
+            self._full = True
+            return
+        self._by_source = {**self._by_source, source: samples}  # a new dictionary: a scrape may be under way
+
+
+def _measured_at(source: str, time_s: float) -> Sample:
+    return Sample("doll_last_metric_timestamp_seconds", (("source", source),), time_s)

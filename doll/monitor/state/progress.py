@@ -1,0 +1,396 @@
+"""The state of a running job, folded from its records. `doll.monitor.views` shows it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from doll.config import JobConfig, StdinSource
+from doll.ledger import offset_ranges
+from doll.ledger.offset_ranges import Span
+from doll.ledger.report import Range, named
+from doll.monitor.state.history import History
+from doll.monitor.state.policy_summary import PolicySummary
+from doll.monitor.state.prequential import Means
+from doll.monitor.state.rates import (
+    DROP_S,
+    ArrivalRateEstimator,
+    Margin,
+    WorkerRates,
+    stability_margin,
+    steady_update_rate,
+)
+from doll.process import metric_names as names
+from doll.records import AnyRecord, Measures, Metric, ServerStatus, TermStarted, Update, WorkerStatus
+
+EVENTS_KEPT = 6
+# A rate that is shown was measured over `DROP_S` behind the start, which takes as long, or more.
+MIN_SPAN_FOR_RATE_S = 2 * DROP_S
+MIN_UPDATES_FOR_RATE = 5
+STALL_REPORT_S = 10.0  # a worker that is replaced leaves the others short for a while
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLine:
+    """The state of one worker; None, NaN or "" where nothing is known.
+
+    Attributes:
+        is_live: None before the first process of this worker has joined.
+        state_s: seconds for which it has been live, or gone.
+        market: of its machine, as the worker reports it: "spot", "on_demand" or "".
+        control: what carries its grants and pushes: "local", "redis", "kafka", or "" while it is not live.
+        restarts: processes that have replaced an earlier one of this worker.
+        rate_per_s: samples applied per second, over the last `RATE_WINDOW_S`.
+        machine: its machine in words, "" if none is provisioned.
+        usd: cost of its machines.
+        slow: how it is slow, in words; "" if it is not.
+    """
+
+    worker: int
+    is_live: bool | None
+    state_s: float
+    market: str
+    control: str
+    restarts: int | None
+    rate_per_s: float
+    retained_batches: int | None
+    lag_records: int | None
+    machine: str = ""
+    usd: float = math.nan
+    slow: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterCounts:
+    """Dead letters of the batches that are in updates.
+
+    Attributes:
+        reasons: with the number of letters that have each, in the order in which they came.
+        recent_refused: refused records among the last `recent_records` (`data.on_bad_records`).
+    """
+
+    reasons: tuple[tuple[str, int], ...] = ()
+    recent_records: int = 0
+    recent_refused: int = 0
+
+    @property
+    def letters(self) -> int:
+        """How many there are."""
+        return sum(letters for _, letters in self.reasons)
+
+    def text(self) -> str:
+        """`1,008 dead letters (63 of the last 100,000 records), most of them: ...`; empty if there are none."""
+        if not self.reasons:
+            return ""
+        reason, letters = max(self.reasons, key=lambda item: item[1])
+        most = "" if len(self.reasons) == 1 else f"most of them ({letters:,}) "
+        recent = (
+            f" ({self.recent_refused:,} of the last {self.recent_records:,} records)" if self.recent_records else ""
+        )
+        return f"{self.letters:,} dead letter{'s' * (self.letters > 1)}{recent}: {most}{reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobSnapshot:
+    """The state of a job at one moment. Unknown numbers are NaN or None."""
+
+    job: str
+    seconds: float
+    version: int
+    samples: int
+    prequential: Means
+    held_out_version: int | None
+    held_out_loss: float
+    held_out_accuracy: float
+    rate_measured: float
+    rate_predicted: float
+    rate_stated: bool
+    margin: Margin
+    service_s: float
+    durable_version: int | None
+    waiting_batches: int | None
+    workers: tuple[WorkerLine, ...]
+    sent: int | None
+    send_rate_per_s: float
+    eta_s: float
+    ps_restarts: int
+    events: tuple[tuple[float, str], ...]
+    finished: str | None
+    lost: tuple[Range, ...] = ()  # offsets that were deleted before they were learned
+    costs: str = ""  # machines and their cost, if they are provisioned
+    policy: PolicySummary | None = None  # what its consistency policy gave and cost
+    updates: int = 0  # of `version`, those that learned a sample: what a stop rule counts
+    dead: DeadLetterCounts = DeadLetterCounts()
+
+
+class ProgressModel:
+    """The state of a job by the records of its topics `updates` and `metrics`.
+
+    Args:
+        config: the job.
+        started_s: monotonic seconds at the start, zero point of the times that are shown.
+        after_term: terms up to this one belong to earlier runs on the same topics.
+    """
+
+    def __init__(self, config: JobConfig, started_s: float, *, after_term: int = 0) -> None:
+        self.config = config
+        self.history = History(after_term=after_term)
+        self._started_s = started_s
+        self._metrics: dict[str, Mapping[str, float]] = {}
+        self._arrivals = ArrivalRateEstimator(config.data.samples_per_record)
+        self._status: ServerStatus | None = None
+        self._measures: dict[int, Measures] = {}  # the last of each term
+        self._gone_since_s: dict[int, float] = {}  # Unix seconds of the first status without a worker, while it is gone
+        self._worker_rates = WorkerRates()
+        self._slow_workers: set[int] = set()
+        self._lost: dict[int, list[Span]] = {}
+        self.next_offsets: dict[int, int] = {}  # per partition: one above the last offset in an update
+        self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
+        self.all_events: list[tuple[float, str]] = []
+
+    def feed(self, record: AnyRecord) -> None:
+        """Process a record of `updates` or `metrics`; other types are ignored."""
+        restarts, generation = self.history.restarts, self.history.generation
+        match record:
+            case ServerStatus():
+                if self.history.is_current(record.term):
+                    self._set_status(record)
+            case Metric():
+                term = record.values.get(names.TERM)
+                if record.values and (term is None or self.history.is_current(int(term))):
+                    self._measured(record)
+            case _:
+                self.history.feed(record)
+        if self.history.generation > generation:
+            self._metrics.clear()
+            self._lost.clear()
+            self._status = None
+            self._measures.clear()
+            self._gone_since_s.clear()
+            self._worker_rates = WorkerRates()
+        if isinstance(record, TermStarted) and record.resumed_version == 0:
+            self.next_offsets = dict(enumerate(record.origins))
+        elif isinstance(record, Update):
+            for member in record.members:
+                self.next_offsets[member.worker] = member.hi
+                self._worker_rates.add(member.worker, record.time_s, member.n_samples)
+                for lo, hi in member.lost:
+                    self.add_lost(member.worker, lo, hi)
+        if self.history.restarts > restarts:
+            self.add_event(f"parameter server resumed from version {self.history.version}", None)
+
+    def _measured(self, record: Metric) -> None:
+        self._metrics[record.source] = record.values
+        if record.source == names.EVALUATOR:
+            self._evaluated(record)
+        elif (lost := _lost(record)) is not None:
+            self.add_lost(*lost)
+
+    def _set_status(self, status: ServerStatus) -> None:
+        if status.measures is not None:
+            self._measures[status.term] = status.measures
+        for worker in status.workers:
+            if worker.is_live:
+                self._gone_since_s.pop(worker.worker, None)
+            elif worker.session:
+                self._gone_since_s.setdefault(worker.worker, status.time_s)
+        was_stalled = self._status is not None and self._status.stalled_s >= STALL_REPORT_S
+        if status.stalled_s >= STALL_REPORT_S and not was_stalled:
+            live = sum(worker.is_live for worker in status.workers)
+            text = self.config.training.policy.shortfall_text(
+                status.shortfall_batches,
+                live=live,
+                workers=self.config.data.workers,
+                max_pending_batches=self.config.worker.max_pending_batches,
+            )
+            self.add_event(text, None)
+        for worker in status.workers:
+            text = self._slow(worker)
+            if text and worker.worker not in self._slow_workers:
+                self.add_event(f"worker {worker.worker}: {text}", None)
+            (self._slow_workers.add if text else self._slow_workers.discard)(worker.worker)
+        had_dead = self.dead_letters().letters > 0
+        self._status = status
+        if not had_dead and (dead := self.dead_letters().text()):
+            self.add_event(f"{dead}; see doll dead list", None)
+
+    def _slow(self, worker: WorkerStatus) -> str:
+        """How this worker is slow, measured by the time limit of a batch; "" if it is not."""
+        limit_s = self.config.worker.grant_timeout_s
+        if not worker.is_live:
+            return ""
+        if worker.batch_s <= limit_s / 2:
+            return f"no gradient within {worker.time_limit_s:.3g} s" if worker.is_stalled else ""
+        size = self.config.training.policy.batches_per_push
+        wave = f" for a push of {size} batches" if size > 1 else ""
+        return (
+            f"{worker.batch_s:.3g} s per batch, limit raised to {worker.time_limit_s:.3g} s{wave} "
+            f"(worker.grant_timeout_s: {limit_s:g})"
+        )
+
+    def add_lost(self, partition: int, lo: int, hi: int) -> None:
+        """Offsets [lo, hi) of a partition were deleted before they were learned."""
+        known = self._lost.get(partition, [])
+        self._lost[partition] = offset_ranges.union([*known, (lo, hi)])
+        if self._lost[partition] != known:
+            self.add_event(
+                f"records lost: {named([Range(partition, lo, hi)])}: deleted before they were learned "
+                f"(data.on_data_loss: {self.config.data.on_data_loss})",
+                None,
+            )
+
+    def _evaluated(self, record: Metric) -> None:
+        values = record.values
+        if names.VERSION in values and names.LOSS in values:
+            self.history.evaluated(
+                time_s=record.time_s,
+                term=int(values.get(names.TERM, self.history.term)),
+                version=int(values[names.VERSION]),
+                loss=values[names.LOSS],
+                accuracy=values.get(names.ACCURACY),
+            )
+
+    def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
+        """The end offsets of the sample partitions at monotonic `now_s`, from which arrival rates are measured."""
+        self._arrivals.observe(now_s, ends)
+
+    def add_event(self, text: str, now_s: float | None) -> None:
+        """Add an event for the display and the report, such as a restart."""
+        at_s = math.nan if now_s is None else now_s - self._started_s
+        self._events.append((at_s, text))
+        self.all_events.append((at_s, text))
+
+    @property
+    def rate_is_stated(self) -> bool:
+        """Whether the job file states how fast samples arrive; otherwise their rate is measured."""
+        source, process = self.config.source, self.config.arrivals.process
+        stated = process in ("poisson", "deterministic")
+        return source is not None and not isinstance(source, StdinSource) and stated
+
+    def arrival_rates_per_s(self) -> list[float]:
+        """Samples per second of each stream: as stated in the job file, else as measured."""
+        return self.config.rates_per_s() if self.rate_is_stated else self._arrivals.rates_per_s()
+
+    def rate_predicted(self) -> float:
+        """λ_U in theory, updates per second; NaN while no arrival rate is known."""
+        rates, data = self.arrival_rates_per_s(), self.config.data
+        if not sum(rates) > 0:
+            return math.nan
+        return self.config.training.policy.update_rate_per_s(rates, data.batch_size)
+
+    def rate_measured(self) -> float:
+        """λ_U in the steady part of the run, updates per second; NaN before the run is longer than a start takes: the
+        first updates are of what had waited, and follow each other far faster than any rate that lasts."""
+        times_s = self.history.updates.valid("time_s")
+        is_over = len(times_s) > MIN_UPDATES_FOR_RATE and times_s[-1] - times_s[0] >= MIN_SPAN_FOR_RATE_S
+        return steady_update_rate(times_s) if is_over else math.nan
+
+    def margin(self) -> Margin:
+        """Proposition 1 with the measured service time of a batch; NaN where it does not hold."""
+        if not self.config.training.policy.serial_updates:
+            return Margin(math.nan, math.nan)
+        rates = self.arrival_rates_per_s()
+        return stability_margin(rates, self.config.data.batch_size, self.config.group_size, self.history.service_s())
+
+    def worker_lines(self) -> tuple[WorkerLine, ...]:
+        """One line per worker slot, by the newest status of the parameter server."""
+        status = self._status
+        now_s = 0.0 if status is None else status.time_s
+        workers = {} if status is None else {worker.worker: worker for worker in status.workers}
+        lines = []
+        for slot in range(self.config.data.workers):
+            worker = workers.get(slot)
+            joined = worker is not None and worker.session > 0
+            if worker is None or not joined:
+                lines.append(WorkerLine(slot, None, math.nan, "", "", None, math.nan, None, None))
+                continue
+            since_s = worker.live_since_s if worker.is_live else self._gone_since_s.get(slot, math.nan)
+            lines.append(
+                WorkerLine(
+                    worker=slot,
+                    is_live=worker.is_live,
+                    state_s=max(0.0, now_s - since_s),
+                    market=worker.market,
+                    control=worker.control if worker.is_live else "",
+                    restarts=worker.restarts,
+                    rate_per_s=self._worker_rates.rate_per_s(slot),
+                    retained_batches=worker.retained_batches,
+                    lag_records=worker.lag_records,
+                    slow=self._slow(worker),
+                )
+            )
+        return tuple(lines)
+
+    def policy_summary(self) -> PolicySummary | None:
+        """What the policy gave and cost, over all terms; None before the first status."""
+        return PolicySummary.of(self._measures.values())
+
+    def metric(self, source: str, name: str) -> float | None:
+        """The last value of one metric of one process."""
+        return self._metrics.get(source, {}).get(name)
+
+    def snapshot(self, now_s: float) -> JobSnapshot:
+        """The state at monotonic `now_s`."""
+        history = self.history
+        evaluation = history.evaluations.last()
+        measured = self.rate_measured()
+        return JobSnapshot(
+            job=self.config.job,
+            seconds=now_s - self._started_s,
+            version=history.version,
+            samples=history.samples_total,
+            prequential=history.prequential.windowed(),
+            held_out_version=None if evaluation is None else int(evaluation["version"]),
+            held_out_loss=math.nan if evaluation is None else evaluation["loss"],
+            held_out_accuracy=math.nan if evaluation is None else evaluation["accuracy"],
+            rate_measured=measured,
+            rate_predicted=self.rate_predicted(),
+            rate_stated=self.rate_is_stated,
+            margin=self.margin(),
+            service_s=history.service_s(),
+            durable_version=None if self._status is None else self._status.durable_version,
+            waiting_batches=None if self._status is None else self._status.waiting_batches,
+            workers=self.worker_lines(),
+            sent=_int_or_none(self.metric(names.PRODUCER, names.DELIVERED_TOTAL)),
+            send_rate_per_s=_or_nan(self.metric(names.PRODUCER, names.RATE_PER_S)),
+            eta_s=self._eta_s(measured),
+            ps_restarts=history.restarts,
+            events=tuple(self._events),
+            finished=history.finished.reason if history.finished else None,
+            lost=tuple(Range(n, lo, hi) for n, spans in sorted(self._lost.items()) for lo, hi in spans),
+            policy=self.policy_summary(),
+            updates=history.learned_updates,
+            dead=self.dead_letters(),
+        )
+
+    def dead_letters(self) -> DeadLetterCounts:
+        """The dead letters so far, by the newest status of the parameter server."""
+        status = self._status
+        if status is None:
+            return DeadLetterCounts()
+        return DeadLetterCounts(status.dead_reasons, status.recent_records, status.recent_refused)
+
+    def _eta_s(self, rate: float) -> float:
+        target = self.config.stop.updates
+        if target is None or not rate > 0:
+            return math.nan
+        return max(0.0, (target - self.history.learned_updates) / rate)
+
+
+def _lost(record: Metric) -> Range | None:
+    """The records that a worker reports as lost when it stops because of them."""
+    lo, hi = (record.values.get(name, math.nan) for name in (names.LOST_FROM, names.LOST_UNTIL))
+    worker = names.worker_of(record.source)
+    if worker is None or not (math.isfinite(lo) and math.isfinite(hi)):
+        return None
+    return Range(worker, int(lo), int(hi))
+
+
+def _int_or_none(value: float | None) -> int | None:
+    return None if value is None or not math.isfinite(value) else int(value)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,296 @@
+"""Runs of one job under several policies, side by side: read from their run folders, as a table and as plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.amounts import usd
+from doll.errors import ConfigError
+from doll.monitor.state.csv_file import read_rows
+from doll.monitor.state.formats import clock, known, number, of
+from doll.monitor.state.policy_summary import PolicySummary
+from doll.monitor.views.plots import moving_mean
+from doll.process.files import json_safe, read_json
+from doll.theory.cost import SECONDS_PER_HOUR
+
+Series = npt.NDArray[np.float64]
+LossKind = Literal["held-out", "prequential"]
+
+WINDOW: Final = 50  # updates of the prequential mean
+COLUMNS: Final = (
+    "policy", "time to loss", "samples to loss", "time", "samples", "updates", "loss", "gradients", "weights",
+    "staleness", "blocked", "USD",
+)  # fmt: skip
+
+
+class Reached(NamedTuple):
+    """When a loss was reached."""
+
+    seconds: float
+    samples: int
+    updates: int
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """A loss after each of some updates, float64, shape (points,).
+
+    Attributes:
+        seconds: since the first update.
+        samples: in the model.
+        versions: of the model.
+    """
+
+    seconds: Series
+    samples: Series
+    versions: Series
+    loss: Series
+
+    @classmethod
+    def none(cls) -> LossCurve:
+        return cls(*(np.zeros(0) for _ in range(4)))
+
+    @property
+    def best(self) -> float:
+        """The smallest loss; NaN if there is none."""
+        finite = self.loss[np.isfinite(self.loss)]
+        return float(finite.min()) if len(finite) else math.nan
+
+    @property
+    def last(self) -> float:
+        """The loss at the end, NaN also where it is not finite any more."""
+        return float(self.loss[-1]) if len(self.loss) else math.nan
+
+    def reached(self, target: float) -> Reached | None:
+        """The first point at or below `target`."""
+        below = np.flatnonzero(self.loss <= target)
+        if not len(below):
+            return None
+        at = int(below[0])
+        return Reached(float(self.seconds[at]), int(self.samples[at]), int(self.versions[at]))
+
+
+@dataclass(frozen=True)
+class PolicyRun:
+    """One policy's run, or what there is of it.
+
+    Attributes:
+        label: the policy and its options, as on the command line.
+        outcome: why it ended; of a run that failed, the error.
+        ok: it ended by its stop rule and its audit holds.
+        seconds: of learning, from the first update to the last one.
+        usd: of its workers for that time; NaN without a price.
+    """
+
+    label: str
+    outcome: str
+    ok: bool
+    seconds: float = math.nan
+    samples: int = 0
+    updates: int = 0
+    usd: float = math.nan
+    summary: PolicySummary | None = None
+    losses: Mapping[LossKind, LossCurve] = field(default_factory=dict)
+    folder: str = ""
+
+    def loss(self, kind: LossKind) -> LossCurve:
+        return self.losses.get(kind) or LossCurve.none()
+
+
+def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
+    """The run in `folder`: what its report and its tables say. A run that was killed has no report.
+
+    Args:
+        usd_per_h: price of all workers; NaN: not known.
+    """
+    failed = PolicyRun(label, "it left no report", ok=False, folder=str(folder))
+    try:
+        report = read_json(folder / "report.json")
+    except ConfigError:
+        report = {}
+    losses = _losses(folder)
+    if not report:
+        curve = losses["prequential"]
+        updates, samples = (int(column[-1]) if len(column) else 0 for column in (curve.versions, curve.samples))
+        return replace(failed, losses=losses, updates=updates, samples=samples)
+    error, audit = report.get("error"), report.get("audit")
+    seconds = report.get("training_seconds")
+    seconds = math.nan if seconds is None else float(seconds)
+    measures = report.get("measures")
+    return PolicyRun(
+        label,
+        str(error or report.get("reason", "")),
+        ok=not report.get("exit_code", 1) and audit is not None and bool(audit["ok"]),
+        seconds=seconds,
+        samples=int(report.get("samples") or 0),
+        updates=int(report.get("updates") or 0),
+        usd=usd_per_h * seconds / SECONDS_PER_HOUR,
+        summary=None if measures is None else PolicySummary.from_dict(measures),
+        losses=losses,
+        folder=str(folder),
+    )
+
+
+def _losses(folder: Path) -> dict[LossKind, LossCurve]:
+    updates, evaluations = (_rows(folder / name) for name in ("updates.csv", "evaluations.csv"))
+    if not updates:
+        return {"held-out": LossCurve.none(), "prequential": LossCurve.none()}
+    time_s, version, samples, n_samples, loss = (
+        np.array([row.get(name, math.nan) for row in updates])
+        for name in ("time_s", "version", "samples_total", "n_samples", "prequential_loss")
+    )
+    since_s = time_s - time_s[0]
+    prequential = LossCurve(since_s, samples, version, moving_mean(loss, n_samples, WINDOW))
+    # A version is evaluated some time after it was made: what counts is when it was.
+    made = {int(number): at for at, number in enumerate(version)}
+    known_rows = [row for row in evaluations if int(row.get("version", -1)) in made and "loss" in row]
+    at = np.array([made[int(row["version"])] for row in known_rows], dtype=np.intp)
+    held_out = LossCurve(since_s[at], samples[at], version[at], np.array([row["loss"] for row in known_rows]))
+    return {"held-out": held_out, "prequential": prequential}
+
+
+def _rows(path: Path) -> list[dict[str, float]]:
+    """The rows of a table that are not void; none if there is no such file."""
+    try:
+        return [row for row in read_rows(path) if not row.get("void")]
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Policies of one job, in the order in which they ran.
+
+    Attributes:
+        target: loss to reach; None: the best that every policy that has learned reached.
+        wanted: labels of all policies that were to run.
+        notes: what a reader should know, one line each.
+    """
+
+    job: str
+    runs: Sequence[PolicyRun]
+    target: float | None = None
+    wanted: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def kind(self) -> LossKind:
+        """Held-out loss where every policy that has learned has been evaluated, else prequential loss."""
+        learned = [run for run in self.runs if run.updates]
+        return "held-out" if learned and all(len(run.loss("held-out").loss) for run in learned) else "prequential"
+
+    @property
+    def target_loss(self) -> float:
+        """The loss that the times are for; NaN where there is none."""
+        if self.target is not None:
+            return self.target
+        bests = [best for run in self.runs if known(best := run.loss(self.kind).best)]
+        return max(bests, default=math.nan)
+
+    @property
+    def missing(self) -> list[str]:
+        """Policies that have not run."""
+        done = {run.label for run in self.runs}
+        return [label for label in self.wanted if label not in done]
+
+    def reached(self, run: PolicyRun) -> Reached | None:
+        """When a policy reached the target."""
+        return run.loss(self.kind).reached(self.target_loss)
+
+    def text(self) -> str:
+        """The table, with what its columns mean."""
+        lines = [self._headline(), *_aligned([COLUMNS, *map(self._cells, self.runs)])] if self.runs else []
+        lines += [f"{run.label}: {'' if run.ok else 'failed: '}{_in_short(run.outcome)}" for run in self.runs]
+        if self.missing:
+            lines.append(f"not run: {', '.join(self.missing)}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        if not known(self.target_loss):
+            return f"{self.job}: no loss"
+        why = "" if self.target is not None else ", the best that every policy reached"
+        return f"{self.job}: time and samples to a {self.kind} loss of {number(self.target_loss)}{why}"
+
+    def _cells(self, run: PolicyRun) -> tuple[str, ...]:
+        reached, summary = self.reached(run), run.summary
+        return (
+            run.label,
+            "-" if reached is None else clock(reached.seconds),
+            "-" if reached is None else of(reached.samples, None),
+            clock(run.seconds) or "-",
+            of(run.samples, None),
+            of(run.updates, None),
+            _or_dash(run.loss(self.kind).last),
+            "-" if summary is None or not summary.dense_gradient_bytes else summary.bytes_text,
+            "-" if summary is None or not summary.weights_bytes else summary.weights_text,
+            "-" if summary is None or not summary.reads else summary.staleness_text,
+            "-" if summary is None or not known(summary.blocked_share) else summary.blocked_text,
+            usd(run.usd) if known(run.usd) else "-",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`: numbers with their units in their names; None where nothing was measured."""
+        content: dict[str, Any] = json_safe(
+            {
+                "job": self.job,
+                "loss": self.kind,
+                "target_loss": self.target_loss,
+                "target_given": self.target is not None,
+                "policies": [self._plain(run) for run in self.runs],
+                "not_run": self.missing,
+                "notes": list(self.notes),
+            }
+        )
+        return content
+
+    def _plain(self, run: PolicyRun) -> dict[str, Any]:
+        reached = self.reached(run)
+        measures = dict.fromkeys(("staleness", "blocked_s", "blocked_share", "computing_s", "idle_s", "bytes"))
+        return {
+            "policy": run.label,
+            "ok": run.ok,
+            "outcome": run.outcome,
+            "seconds": run.seconds,
+            "samples": run.samples,
+            "updates": run.updates,
+            "seconds_to_loss": None if reached is None else reached.seconds,
+            "samples_to_loss": None if reached is None else reached.samples,
+            "updates_to_loss": None if reached is None else reached.updates,
+            "final_loss": run.loss(self.kind).last,
+            "best_loss": run.loss(self.kind).best,
+            "usd": run.usd,
+            **(measures if run.summary is None else run.summary.to_dict()),
+            "folder": run.folder,
+        }
+
+
+def _in_short(text: str) -> str:
+    """The first and the last line: between them an error has the end of a log."""
+    first, *more = text.strip().splitlines() or [""]
+    return f"{first} ... {more[-1].strip()}" if more else first
+
+
+def _or_dash(value: float) -> str:
+    return number(value) if known(value) else "-"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows under their header: the first column to the left, numbers to the right. A column of dashes is left out."""
+    columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
+    rows = list(zip(*columns, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if at == 0 else f"{cell:>{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,226 @@
+"""The report of a run: `report.json`, and its summary in a few lines. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import doll
+from doll.amounts import usd
+from doll.ledger.report import LedgerReport
+from doll.monitor.state import spot_history
+from doll.monitor.state.formats import clock, number, of
+from doll.monitor.state.progress import DeadLetterCounts, ProgressModel
+from doll.monitor.views import drill_report
+from doll.process.files import json_safe
+from doll.provisioner.prices.shipped import estimate
+from doll.theory.cost import SECONDS_PER_HOUR
+
+
+@dataclass
+class RunOutcome:
+    """How a run ended, as far as its records do not say.
+
+    Attributes:
+        reason: why it ended: the stop rule, or "failed".
+        error: what failed; None if the job ended normally.
+        seconds: from the start of the first role to the end of learning, of this session.
+        started_at_s: when this session began, Unix seconds; updates before it are of earlier sessions of the run.
+        restarts: how often each role was restarted.
+        extra: further fields of the report.
+    """
+
+    reason: str
+    exit_code: int
+    seconds: float
+    error: str | None = None
+    started_at_s: float = 0.0
+    restarts: dict[str, int] = field(default_factory=dict)
+    kafka_kind: str = ""
+    redis_kind: str = ""
+    notes: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport | None) -> dict[str, Any]:
+    """The content of `report.json`: numbers with units in their names; null where nothing was measured."""
+    history, config = model.history, model.config
+    evaluation = history.evaluations.last() or {}
+    running, window = history.prequential.running(), history.prequential.windowed()
+    margin, held_out = model.margin(), history.held_out_loss_trend()
+    earlier = history.before(outcome.started_at_s)
+    policy, dead = model.policy_summary(), model.dead_letters()
+    report = {
+        "job": config.job,
+        "doll_version": doll.__version__,
+        "reason": outcome.reason,
+        "error": outcome.error,
+        "exit_code": outcome.exit_code,
+        "seconds": round(earlier.seconds + outcome.seconds, 3),
+        "session": {
+            "seconds": round(outcome.seconds, 3),
+            "updates": history.learned_updates - earlier.updates,
+            "samples": history.samples_total - earlier.samples,
+        },
+        "training_seconds": history.last_time_s - history.first_time_s,
+        "updates": history.learned_updates,
+        "version": history.version,
+        "samples": history.samples_total,
+        "accuracy": evaluation.get("accuracy"),
+        "loss": evaluation.get("loss"),
+        "evaluated_version": None if not evaluation else int(evaluation["version"]),
+        "prequential": {
+            "samples": running.samples,
+            "loss": running.loss,
+            **running.metrics,
+            "window_updates": history.prequential.window,
+            "window_loss": window.loss,
+            **{f"window_{name}": value for name, value in window.metrics.items()},
+            "best_window_loss": history.loss_trend.best,
+            "best_window_version": history.loss_trend.best_version,
+        },
+        "best_loss": held_out.best,
+        "best_loss_version": held_out.best_version,
+        "loss_worsened": history.loss_trend.worsened or held_out.worsened,
+        "update_rate_measured_per_s": model.rate_measured(),
+        "update_rate_predicted_per_s": model.rate_predicted(),
+        "arrival_rates_per_s": model.arrival_rates_per_s(),
+        "arrival_rates_stated": model.rate_is_stated,
+        "proposition_1": {
+            "margin": margin.sufficient,
+            "margin_necessary": margin.necessary,
+            "batch_service_s": history.service_s(),
+        },
+        "workers": config.data.workers,
+        "batch_size": config.data.batch_size,
+        "records_per_batch": config.data.records_per_batch,
+        "group_size": config.group_size,
+        "policy": config.training.policy.name,
+        "measures": None if policy is None else policy.to_dict(),
+        "stop": config.stop.model_dump(exclude_none=True),
+        "restarts": sum(outcome.restarts.values()),
+        "restarts_by_role": dict(sorted(outcome.restarts.items())),
+        "ps_resumes": history.restarts,
+        "events": [{"at_s": at_s, "text": text} for at_s, text in model.all_events],
+        "kafka_kind": outcome.kafka_kind,
+        "redis_kind": outcome.redis_kind,
+        "dead_letters": dead.letters,
+        "dead_reasons": [{"reason": reason, "letters": letters} for reason, letters in dead.reasons],
+        "notes": list(outcome.notes),
+        "audit": None if ledger is None else audit_counts(ledger),
+        "files": outcome.files,
+        "ec2_estimate": estimate(config, outcome.seconds),
+        **outcome.extra,
+    }
+    cleaned: dict[str, Any] = json_safe(report)
+    return cleaned
+
+
+def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
+    """The audit in counts of offsets, and as text; `violations` name the offsets that are missing or applied twice."""
+    return {
+        "ok": ledger.ok,
+        "produced": ledger.produced,
+        "applied": ledger.applied,
+        "pending": ledger.pending,
+        "missing": sum(item.hi - item.lo for item in ledger.missing),
+        "duplicate": sum(item.hi - item.lo for item in ledger.twice),
+        "dead": ledger.dead,
+        "gaps": ledger.gaps,
+        "lost": ledger.lost,
+        "losses": ledger.losses(),
+        "summary": ledger.summary(),
+        "violations": ledger.violations(),
+    }
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """A report in a few lines."""
+    lines = [
+        f"{report['job']}: {of(report['updates'], None)} updates, {of(report['samples'], None)} samples "
+        f"in {clock(report['seconds'])} ({report['reason']})"
+    ]
+    session = report.get("session")
+    if session and session["seconds"] < report["seconds"]:
+        lines.append(
+            f"  since it was resumed: {of(session['updates'], None)} updates, "
+            f"{of(session['samples'], None)} samples in {clock(session['seconds'])}"
+        )
+    error = _error_line(report)
+    if error:
+        lines.append(f"  {error}")
+    if report["loss_worsened"]:
+        lines.append(f"  warning: {_worsened(report)}")
+    measured, predicted = _number(report["update_rate_measured_per_s"]), _number(report["update_rate_predicted_per_s"])
+    margin = _number(report["proposition_1"]["margin"])
+    lines.append(f"  update rate {measured}/s, by theory Nλ/(Kb) {predicted}/s; Proposition 1 margin {margin}")
+    if report["restarts"]:
+        roles = ", ".join(f"{role} {count}" for role, count in report["restarts_by_role"].items())
+        lines.append(f"  restarts: {report['restarts']} ({roles})")
+    audit = report["audit"]
+    lines.append(f"  {audit['summary']}" if audit else "  audit: none")
+    violations = (audit or {}).get("violations", [])
+    lines.extend(f"  {violation}" for violation in violations)
+    lines.extend(f"  {loss}" for loss in (audit or {}).get("losses", []) if loss not in violations)
+    if report.get("dead_reasons"):
+        counts = tuple((item["reason"], item["letters"]) for item in report["dead_reasons"])
+        lines.append(f"  {DeadLetterCounts(counts).text()}")
+    if report["error"]:
+        lines.append(f"  failed: {report['error']}")
+    if "cost_predicted_usd" in report:
+        lines.extend(spot_history.text_lines(report))
+    elif report.get("ec2_estimate"):
+        lines.append(f"  {_on_ec2(report['ec2_estimate'])}")
+    lines.extend(f"  note: {note}" for note in report["notes"])
+    lines.extend(f"  {name}: {path}" for name, path in report["files"].items())
+    if "recovery_s_by_kind" in report:
+        lines.extend(drill_report.lines(report))
+    return "\n".join(lines)
+
+
+def _on_ec2(estimate: Mapping[str, Any]) -> str:
+    """What the run would have cost, had its machines been on EC2 and as fast as these here."""
+    place = f"{estimate['region']}, prices of {estimate['as_of']}"
+    stack_usd = estimate["stack_usd_per_h"] * estimate["seconds"] / SECONDS_PER_HOUR
+    return (
+        f"on EC2 its workers would have cost {usd(estimate['on_demand_usd'])} USD on-demand, "
+        f"{usd(estimate['spot_usd'])} USD on spot; Kafka, cache and control host {usd(stack_usd)} USD\n"
+        f"    ({estimate['machines']} x {estimate['instance']} for {clock(estimate['seconds'])} in {place})"
+    )
+
+
+def _error_line(report: Mapping[str, Any]) -> str:
+    parts = []
+    if report["accuracy"] is not None:
+        parts.append(f"held-out accuracy {report['accuracy']:.4f}")
+    if report["loss"] is not None:
+        parts.append(f"held-out loss {report['loss']:.4f} at version {report['evaluated_version']}")
+    prequential = report["prequential"]
+    if prequential["window_loss"] is not None:
+        count = min(prequential["window_updates"], report["updates"])
+        parts.append(f"prequential loss {prequential['window_loss']:.4f} over the last {count} updates")
+    return ", ".join(parts)
+
+
+def _worsened(report: Mapping[str, Any]) -> str:
+    prequential = report["prequential"]
+    bests = [
+        f"{name} loss {_number(best)} at version {version}"
+        for name, best, version in (
+            ("prequential", prequential["best_window_loss"], prequential["best_window_version"]),
+            ("held-out", report["best_loss"], report["best_loss_version"]),
+        )
+        if version is not None
+    ]
+    return (
+        f"the loss ended far above its best ({', '.join(bests) or 'it was never finite'}): look for bad samples "
+        "(doll dead list), a stream that has changed, or a learning rate that is too high (training.optimizer.lr, "
+        "training.clip_norm); an earlier checkpoint may be better"
+    )
+
+
+def _number(value: float | None) -> str:
+    return number(math.nan if value is None else value)

@@ -1,0 +1,88 @@
+"""A snapshot of a job as plain text: one line, and a table of its workers."""
+
+from __future__ import annotations
+
+from doll.config import StopConfig
+from doll.ledger.report import count
+from doll.monitor.state.formats import clock, known, number, of
+from doll.monitor.state.progress import JobSnapshot, WorkerLine
+
+WORKER_COLUMNS = ("worker", "state", "market", "control", "restarts", "samples/s", "lag", "batches")
+TEXT_COLUMNS = ("state", "market", "control")  # of these: left-aligned
+
+
+def one_line(snapshot: JobSnapshot, stop: StopConfig) -> str:
+    """The state of the job in one line; what is not known yet is left out."""
+    parts = [f"update {of(snapshot.updates, stop.updates)}", f"samples {of(snapshot.samples, stop.samples)}"]
+    if known(snapshot.prequential.loss):
+        parts.append(f"prequential loss {snapshot.prequential.loss:.3f}")
+    if known(snapshot.held_out_accuracy):
+        goal = "" if stop.accuracy is None else f" of {stop.accuracy:g}"
+        parts.append(f"held-out accuracy {snapshot.held_out_accuracy:.3f}{goal}")
+    elif known(snapshot.held_out_loss):
+        parts.append(f"held-out loss {snapshot.held_out_loss:.3f}")
+    if known(snapshot.rate_measured):
+        parts.append(f"{snapshot.rate_measured:.2f} updates/s (theory {number(snapshot.rate_predicted)})")
+    if snapshot.durable_version is not None:
+        parts.append(f"durable {snapshot.durable_version}")
+    if snapshot.waiting_batches is not None:
+        parts.append(f"waiting batches {snapshot.waiting_batches}")
+    if snapshot.lost:
+        parts.append(f"{count(snapshot.lost)} records lost")
+    if not snapshot.version:
+        parts = ["waiting for the first update" + _readiness(snapshot)]
+    if dead := snapshot.dead.text():
+        parts.append(dead)
+    if snapshot.costs:
+        parts.append(snapshot.costs)
+    return ", ".join(parts)
+
+
+def _readiness(snapshot: JobSnapshot) -> str:
+    live = sum(line.is_live is True for line in snapshot.workers)
+    sent = "" if snapshot.sent is None else f", {snapshot.sent} samples sent"
+    return f" ({live} of {len(snapshot.workers)} workers live{sent})"
+
+
+def verdict(snapshot: JobSnapshot) -> str:
+    """What Proposition 1 says about the job, in a word."""
+    margin = snapshot.margin
+    if not known(margin.sufficient):
+        return ""
+    if margin.sufficient > 1:
+        return "stable"
+    return "stable only if batches run in parallel" if margin.necessary > 1 else "overloaded"
+
+
+def worker_state(line: WorkerLine) -> str:
+    """`live 3:05` or `gone 12 s`: for how long; `starting` before its first process has joined."""
+    if line.is_live is None:
+        return "starting"
+    return f"{'live' if line.is_live else 'gone'} {clock(line.state_s)}".rstrip()
+
+
+def worker_cells(line: WorkerLine) -> tuple[str, ...]:
+    """The cells of a worker under `WORKER_COLUMNS`; empty where nothing is known."""
+    return (
+        str(line.worker),
+        worker_state(line),
+        line.market.replace("_", "-"),
+        line.control,
+        "" if line.restarts is None else str(line.restarts),
+        number(line.rate_per_s) if known(line.rate_per_s) else "",
+        "" if line.lag_records is None else str(line.lag_records),
+        "" if line.retained_batches is None else str(line.retained_batches),
+    )
+
+
+def worker_table(snapshot: JobSnapshot) -> str:
+    """One plain line per worker, under a header."""
+    rows = [WORKER_COLUMNS, *map(worker_cells, snapshot.workers)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(WORKER_COLUMNS))]
+    return "\n".join(
+        "  ".join(
+            f"{cell:<{width}}" if name in TEXT_COLUMNS else f"{cell:>{width}}"
+            for cell, width, name in zip(row, widths, WORKER_COLUMNS, strict=True)
+        ).rstrip()
+        for row in rows
+    )

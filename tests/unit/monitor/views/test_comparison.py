@@ -1,0 +1,148 @@
+"""The table of a comparison: from run folders as runs leave them, also where a run has failed half-way."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doll.errors import ConfigError
+from doll.monitor.state.csv_file import CsvFile
+from doll.monitor.state.history import History
+from doll.monitor.state.policy_summary import PolicySummary
+from doll.monitor.views.comparison import Comparison, PolicyRun, read_run
+from doll.monitor.views.comparison_plot import draw
+from doll.process.files import json_safe, write_json
+from doll.records import Measures
+from record_builders import term_started, update
+
+MEASURES = Measures(
+    staleness={-3: 2, -1: 97, 0: 1}, staleness_total=-103, blocked_s=1.0, computing_s=3.0, idle_s=1.0,
+    gradient_bytes=2_000_000, dense_gradient_bytes=8_000_000, weights_bytes=500,
+)  # fmt: skip
+
+
+def run_folder(folder: Path, losses: list[float], *, every_s: float, evaluate_every: int = 0, **report: Any) -> Path:
+    """What a run of one update per `every_s` leaves; without `report`, as one that was killed."""
+    history = History()
+    history.feed(term_started(1))
+    for version, loss in enumerate(losses, 1):
+        time_s = 1000.0 + every_s * version
+        history.feed(update(1, version, (0, version), loss=loss, samples_total=8 * version, time_s=time_s))
+        if evaluate_every and version % evaluate_every == 0:
+            history.evaluated(time_s=time_s + 0.7, term=1, version=version, loss=loss / 2, accuracy=None)
+    CsvFile(folder / "updates.csv", history.updates).sync()
+    CsvFile(folder / "evaluations.csv", history.evaluations).sync()
+    if report:
+        content = {
+            "reason": "samples: reached", "error": None, "exit_code": 0, "audit": {"ok": True},
+            "training_seconds": every_s * (len(losses) - 1), "samples": 8 * len(losses), "updates": len(losses),
+            "measures": json_safe(PolicySummary.of([MEASURES]).to_dict()),  # type: ignore[union-attr]
+        }  # fmt: skip
+        write_json(folder / "report.json", content | report)
+    return folder
+
+
+FALLING = [4.0 - 0.03 * number for number in range(100)]
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> PolicyRun:
+    folder = run_folder(tmp_path / "fast", FALLING, every_s=0.5, evaluate_every=10, kept=True)
+    return read_run("bsp", folder, usd_per_h=7.2)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> PolicyRun:
+    folder = run_folder(tmp_path / "slow", FALLING[:60], every_s=2.0, evaluate_every=10, kept=True)
+    return read_run("doll:group_size=8", folder, usd_per_h=7.2)
+
+
+def test_a_run_is_read_from_its_folder(fast: PolicyRun) -> None:
+    assert (fast.ok, fast.outcome, fast.updates, fast.samples) == (True, "samples: reached", 100, 800)
+    assert fast.seconds == pytest.approx(49.5)
+    assert fast.usd == pytest.approx(7.2 * 49.5 / 3600)
+    assert fast.summary == PolicySummary.of([MEASURES])
+    curve = fast.loss("held-out")
+    # When version 10 was made, not when it was evaluated: 9 updates after the first one.
+    assert (curve.seconds[0], curve.samples[0]) == (4.5, 80)
+    assert curve.loss[0] == pytest.approx(FALLING[9] / 2)
+    assert curve.reached(FALLING[19] / 2) == (9.5, 160, 20)
+    assert curve.reached(0.1) is None
+
+
+def test_without_a_target_the_times_are_to_the_best_loss_that_all_reached(fast: PolicyRun, slow: PolicyRun) -> None:
+    comparison = Comparison("digits", [fast, slow])
+    assert comparison.target_loss == slow.loss("held-out").best == pytest.approx(FALLING[59] / 2)
+    reached = [comparison.reached(run) for run in comparison.runs]
+    assert [item and item.updates for item in reached] == [60, 60]
+    assert [item and item.seconds for item in reached] == [29.5, 118.0]
+    given = Comparison("digits", [fast, slow], target=FALLING[79] / 2)
+    assert [given.reached(run) is None for run in given.runs] == [False, True]
+
+
+def test_the_table_has_a_row_for_each_policy(fast: PolicyRun, slow: PolicyRun) -> None:
+    lines = Comparison("digits", [fast, slow], wanted=["bsp", "doll:group_size=8"]).text().splitlines()
+    assert lines[0] == "digits: time and samples to a held-out loss of 1.11, the best that every policy reached"
+    header, row, other = lines[1:4]
+    assert header.split() == [
+        "policy", "time", "to", "loss", "samples", "to", "loss", "time", "samples", "updates", "loss", "gradients",
+        "weights", "staleness", "blocked", "USD",
+    ]  # fmt: skip
+    assert row.split()[:4] == ["bsp", "30", "s", "480"]
+    assert "2.0 MB of 8.0 MB" in row
+    assert "-1.03 (p99 -3)" in row
+    assert "25 %" in row
+    assert other.startswith("doll:group_size=8")
+    assert len({len(line) for line in lines[1:4]}) == 1, "the columns stand below each other"
+
+
+def test_a_run_that_was_killed_half_way_shows_what_it_left(tmp_path: Path, fast: PolicyRun) -> None:
+    killed = read_run("asp", run_folder(tmp_path / "killed", FALLING[:30], every_s=0.1), usd_per_h=7.2)
+    assert (killed.ok, killed.updates, killed.samples, killed.summary) == (False, 30, 240, None)
+    comparison = Comparison("digits", [fast, killed], wanted=["bsp", "asp", "doll"])
+    assert comparison.kind == "prequential", "the one that was killed was not evaluated"
+    text = comparison.text()
+    assert "asp: failed: it left no report" in text
+    assert "not run: doll" in text
+    content = json.loads(json.dumps(comparison.to_dict(), allow_nan=False))
+    assert content["not_run"] == ["doll"]
+    assert [item["ok"] for item in content["policies"]] == [True, False]
+    assert content["policies"][0]["staleness"]["histogram"] == {"-3": 2, "-1": 97, "0": 1}
+    assert content["policies"][1]["staleness"] is None
+    assert content["policies"][1]["seconds"] is None
+    assert content["policies"][1]["updates"] == 30
+
+
+def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
+    folder = run_folder(
+        tmp_path / "failed", [*FALLING[:20], math.nan], every_s=0.1, error="ps failed; its log:\n  a()\n  diverged",
+        exit_code=1,
+    )  # fmt: skip
+    run = read_run("asp", folder, usd_per_h=math.nan)
+    assert (run.ok, run.outcome) == (False, "ps failed; its log:\n  a()\n  diverged")
+    assert "asp: failed: ps failed; its log: ... diverged" in Comparison("digits", [run]).text()
+
+
+def test_a_policy_that_never_began_has_a_row_too() -> None:
+    run = PolicyRun("bsp", "no Redis", ok=False)
+    comparison = Comparison("digits", [run], wanted=["bsp"])
+    assert "digits: no loss" in comparison.text()
+    assert "bsp: failed: no Redis" in comparison.text()
+    assert comparison.to_dict()["target_loss"] is None
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_picture(tmp_path: Path, fast: PolicyRun, slow: PolicyRun, suffix: str) -> None:
+    path = tmp_path / f"comparison.{suffix}"
+    nothing = PolicyRun("asp", "no Redis", ok=False)
+    draw(Comparison("digits", [fast, slow, nothing]), path)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+    assert len(data) > 20_000
+    if suffix == "svg":
+        assert data.count(b"doll:group") >= 0
+    with pytest.raises(ConfigError, match="cannot write the picture"):
+        draw(Comparison("digits", [fast]), tmp_path / "nowhere" / "comparison.png")
