@@ -27,7 +27,7 @@ from doll.kafka.clients import kafka_settings
 from doll.local.kafka_cluster import KafkaCluster
 from doll.records import AnyRecord, Update
 from doll.run.folder import RunFolder
-from doll.run.job import run_up
+from doll.run.local.up import run_up
 from doll.services import Services
 
 from benchmarks.harness import job

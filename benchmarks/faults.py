@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from doll.config import JobConfig, StopConfig, load
 from doll.drill.main import run_drill
-from doll.run.job import run_up
+from doll.run.local.up import run_up
 
 from benchmarks.results import keep
 

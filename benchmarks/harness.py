@@ -253,7 +253,7 @@ class Bench:
             try:
                 if produce:
                     time.sleep(3.0)  # as `doll up`, which waits for the workers
-                    roles.append(self.start("producer", "doll.run.roles:producer_role", args))
+                    roles.append(self.start("producer", "doll.run.local.roles:producer_role", args))
                 updates, usage = self._collect(tail, config, roles, warm_s, observer)
                 for role in roles:
                     if role.name != "producer":
@@ -327,7 +327,7 @@ class Bench:
         out, args = self.out("intake"), self._write_job(config, run)
         specs: list[tuple[str, str, Sequence[Any]]] = [
             ("confirm", "benchmarks.intake:confirm_all", [*args[:3], out, batches]),
-            ("worker-0", "doll.run.roles:worker_role", [*args, 0]),
+            ("worker-0", "doll.run.local.roles:worker_role", [*args, 0]),
         ]
         if produce:
             specs.append(("producer-0", "benchmarks.intake:produce_later", [*args, 4.0]))

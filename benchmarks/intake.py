@@ -135,7 +135,7 @@ def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -
 
 def produce_later(job_path: str, kafka: str, redis: str, run_folder: str, wait_s: float) -> int:
     """The job's own producer, once the worker had time to join."""
-    from doll.run.roles import producer_role
+    from doll.run.local.roles import producer_role
 
     time.sleep(wait_s)
     return producer_role(job_path, kafka, redis, run_folder)

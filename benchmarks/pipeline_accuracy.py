@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from doll.config import parse
-from doll.run.job import run_up
+from doll.run.local.up import run_up
 
 GOAL: Final = 0.01
 JOB: Final = """

@@ -103,11 +103,11 @@ class _TimedOutbox:
 
 
 def worker_role(out: str, *args: Any) -> int:
-    """`doll.run.roles:worker_role`, whose gradients and fetches of weights are logged in `out`, in this order."""
+    """`doll.run.local.roles:worker_role`, whose gradients and fetches of weights are logged in `out`, in this order."""
     name_threads()
     from doll.consumers.compute.gradient import GradientComputer
     from doll.consumers.compute.local_model import CachedVersion
-    from doll.run import roles
+    from doll.run.local import roles
 
     gradients, fetches = GradientClock(), GradientClock()
     setattr(GradientComputer, "compute", gradients.timed(GradientComputer.compute))  # noqa: B010
@@ -119,9 +119,9 @@ def worker_role(out: str, *args: Any) -> int:
 
 
 def ps_role(out: str, *args: Any) -> int:
-    """`doll.run.roles:ps_role`, whose grants and pushes are logged in `out`."""
+    """`doll.run.local.roles:ps_role`, whose grants and pushes are logged in `out`."""
     name_threads()
-    from doll.run import roles
+    from doll.run.local import roles
 
     clock = MessageClock()
     clock.install()

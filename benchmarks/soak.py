@@ -32,7 +32,7 @@ from doll.drill.plan import FAULT_KINDS, Fault, FaultTarget
 from doll.drill.routes import RoleRelays
 from doll.records import AnyRecord, ServerStatus, Update
 from doll.run.folder import RunFolder
-from doll.run.job import run_up
+from doll.run.local.up import run_up
 
 from benchmarks import steadiness
 from benchmarks.harness import job

@@ -260,7 +260,7 @@ def clocked_ps(job_path: str, kafka: str, redis: str, run_folder: str, clock_pat
     `clock_path`: a line each half second: monotonic seconds, processor seconds of the main thread, of the process.
     `profile_path`: what cProfile saw of the main thread, for `pstats`; "": no profile.
     """
-    from doll.run.roles import ps_role
+    from doll.run.local.roles import ps_role
 
     threading.Thread(target=_write_clock, args=(Path(clock_path),), name="clock", daemon=True).start()
     if not profile_path:

@@ -61,7 +61,7 @@ def compare(
 
     Example: doll compare digits --policies doll,bsp,asp --set stop.samples=20000
     """
-    from doll.run.compare import compare_live, compare_simulated
+    from doll.run.local.compare import compare_live, compare_simulated
     from doll.run.policy_choice import parse_choices
 
     job_target = options.target(job, job_option, overrides)

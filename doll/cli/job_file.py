@@ -41,7 +41,7 @@ def check(
 
     Example: doll config check my.yaml
     """
-    from doll.run.preflight import check_files, check_pipeline, check_task, count_parameters
+    from doll.run.local.preflight import check_files, check_pipeline, check_task, count_parameters
 
     config = target(job, job_option, overrides).config
     check_files(config)

@@ -111,7 +111,7 @@ def drain(
     from doll.provisioner.lease import Lease, claims_of
     from doll.provisioner.main import publish_last
     from doll.provisioner.state_store import FileStateStore
-    from doll.run.provisioning import machines_of
+    from doll.run.spot.provisioning import machines_of
     from doll.services import Services
 
     at = target(job, job_option, overrides, run_folder)
@@ -154,7 +154,7 @@ def _provisioner(
     from doll.config import load
     from doll.process.signals import Interrupts
     from doll.provisioner.main import Provisioner, ProvisionerSetup
-    from doll.run.provisioning import machines_of, pass_on, settings_of
+    from doll.run.spot.provisioning import machines_of, pass_on, settings_of
 
     with Interrupts() as interrupts:
         setup = ProvisionerSetup(

@@ -30,7 +30,7 @@ def produce(
     Example: cat events.jsonl | doll produce --job my.yaml --stdin
     """
     from doll.config import StdinSource
-    from doll.run.standalone import run_produce
+    from doll.run.local.standalone import run_produce
 
     job_target = target(job, job_option, overrides, run_folder)
     config = job_target.config
@@ -75,7 +75,7 @@ def worker(
 
     Example: doll worker --job my.yaml --worker 3
     """
-    from doll.run.standalone import run_worker, slot_of_this_machine
+    from doll.run.local.standalone import run_worker, slot_of_this_machine
 
     job_target = target(job, job_option, overrides, run_folder)
     if from_imds:
@@ -113,7 +113,7 @@ def ps(
 
     Example: doll ps --job my.yaml --run-folder /var/lib/doll/my
     """
-    from doll.run.standalone import run_parameter_server
+    from doll.run.local.standalone import run_parameter_server
 
     job_target = target(job, job_option, overrides, run_folder)
     raise typer.Exit(
@@ -131,7 +131,7 @@ def evaluate(
 
     Example: doll evaluate --job my.yaml
     """
-    from doll.run.standalone import run_evaluate
+    from doll.run.local.standalone import run_evaluate
 
     raise typer.Exit(run_evaluate(target(job, job_option, overrides, run_folder)))
 
@@ -141,7 +141,7 @@ def prometheus(job: JobArgument = None, job_option: JobOption = None, overrides:
 
     Example: doll prometheus my.yaml
     """
-    from doll.run.standalone import run_prometheus
+    from doll.run.local.standalone import run_prometheus
 
     raise typer.Exit(run_prometheus(target(job, job_option, overrides)))
 

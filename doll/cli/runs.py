@@ -36,7 +36,7 @@ def up(
 
     Example: doll up digits --set stop.updates=100
     """
-    from doll.run.job import run_up
+    from doll.run.local.up import run_up
 
     _finish(run_up(target(job, job_option, overrides).config, runs_folder, fresh=fresh), as_json)
 
@@ -109,7 +109,7 @@ def resume(
 
     Example: doll resume runs/digits-20260101-120000 --set stop.updates=2000
     """
-    from doll.run.resume import run_resume
+    from doll.run.local.resume import run_resume
 
     _finish(run_resume(run, overrides or []), as_json)
 

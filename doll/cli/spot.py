@@ -55,9 +55,9 @@ def spot(
     Example: doll spot market --seed 3
     """
     from doll.monitor.views.run_report import summary
-    from doll.run.job import run_up
-    from doll.run.spot import SpotRun
-    from doll.run.spot_workers import SpotWorkerPool
+    from doll.run.local.up import run_up
+    from doll.run.spot.preparation import SpotRun
+    from doll.run.spot.workers import SpotWorkerPool
 
     given = {
         "fleet.trace": trace.resolve() if trace is not None else None, "fleet.pool": pool, "plan.alpha": alpha,

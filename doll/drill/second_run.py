@@ -44,7 +44,7 @@ def config_of(job: JobConfig, kafka: str, redis_url: str, folder: Path) -> JobCo
 
 def main(argv: list[str]) -> int:
     """Run it; the exit code of `doll up`."""
-    from doll.run.job import run_up
+    from doll.run.local.up import run_up
 
     job_file, folder, redis_url = Path(argv[0]), Path(argv[1]), argv[2]
     if not folder.is_dir():

@@ -86,7 +86,7 @@ class Pipeline:
     def spec(self, name: str, role: str, *more: Any, job_path: Path | None = None) -> RoleSpec:
         arguments = [str(job_path or self.job_path), self.services.kafka, self.services.redis, str(self.run), *more]
         log = self.run / "logs" / f"{name}.log"
-        return RoleSpec(name, f"doll.run.roles:{role}", log, arguments, {BLOBS_ENV: self.services.blobs})
+        return RoleSpec(name, f"doll.run.local.roles:{role}", log, arguments, {BLOBS_ENV: self.services.blobs})
 
     def start(self) -> None:
         """The parameter server and all workers."""

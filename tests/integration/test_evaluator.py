@@ -89,7 +89,7 @@ class Rig:
     def start(self) -> Role:
         arguments = [str(self._job_path), self.services.kafka, self.services.redis, str(self.run)]
         return self._forks.start_role(
-            "doll.run.roles:evaluator_role", arguments, log_path=self.run / "evaluator.log", name="evaluator"
+            "doll.run.local.roles:evaluator_role", arguments, log_path=self.run / "evaluator.log", name="evaluator"
         )
 
     def say(self, *records: AnyRecord) -> None:

@@ -21,7 +21,7 @@ from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.state_store import FileStateStore
 from doll.records import Finished, Leave, Metric
 from doll.run.folder import RunFolder
-from doll.run.provisioning import machines_of
+from doll.run.spot.provisioning import machines_of
 from doll.run.status import JobStatus, status_of
 from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV

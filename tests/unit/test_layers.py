@@ -168,7 +168,7 @@ HEAVY = (
 # Their functions choose what is loaded: a command its own part of doll, a table its source, store or fleet.
 CHOOSERS = (
     "doll", "doll.cli.*", "doll.producers.schedule", "doll.producers.sources",
-    "doll.run.export", "doll.run.preflight", "doll.run.roles", "doll.storage.stores", "doll.tasks.*",
+    "doll.run.export", "doll.run.local.preflight", "doll.run.local.roles", "doll.storage.stores", "doll.tasks.*",
 )  # fmt: skip
 
 

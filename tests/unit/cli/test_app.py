@@ -97,7 +97,7 @@ def test_help_and_checks_answer_at_once(job: Path, arguments: list[str]) -> None
 def test_no_command_line_module_loads_torch(job: Path) -> None:
     """Torch costs 5 s of processor time: neither help nor a check nor the modules behind `up` may import it."""
     code = (
-        "import sys\nimport doll.cli.app, doll.run.job, doll.run.status, doll.run.roles\n"
+        "import sys\nimport doll.cli.app, doll.run.local.up, doll.run.status, doll.run.local.roles\n"
         "import doll.monitor.views.run_report\n"
         "from typer.testing import CliRunner\n"
         f"assert CliRunner().invoke(doll.cli.app.app, ['config', 'check', {str(job)!r}]).exit_code == 0\n"
@@ -255,7 +255,7 @@ def test_up_reads_no_terminal(job: Path) -> None:
 
 
 def test_an_interrupt_is_no_traceback(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from doll.run import preflight
+    from doll.run.local import preflight
 
     def interrupted(config: JobConfig) -> None:
         raise KeyboardInterrupt

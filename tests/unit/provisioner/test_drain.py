@@ -22,7 +22,7 @@ from doll.provisioner.machines import Machines
 from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.reconcile import Launch
 from doll.provisioner.state_store import FileStateStore, MemoryStateStore
-from doll.run import provisioning
+from doll.run.spot import provisioning
 from doll.storage.file_checkpoints import FileCheckpointStore
 from job_files import job
 from job_world import FlatPrices, JobWorld, settings

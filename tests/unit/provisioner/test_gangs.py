@@ -23,7 +23,7 @@ from doll.provisioner.planning.plan_request import plan_request
 from doll.provisioner.state_store import MemoryStateStore
 from doll.provisioner.status import status_text
 from doll.provisioner.traces.model import Series, constant
-from doll.run.spot import SpotRun
+from doll.run.spot.preparation import SpotRun
 from doll.simulation import job as jobs
 from doll.simulation.report import summarise
 from doll.theory.cost import SECONDS_PER_HOUR

@@ -15,7 +15,7 @@ from doll.monitor.state.spot_history import MarketTimeline, Move, Prediction, Sp
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import Instance, InstanceState, Order
 from doll.provisioner.fleets.processes import Machine
-from doll.run.spot import SpotRun
+from doll.run.spot.preparation import SpotRun
 from paths import EXAMPLES
 
 EXAMPLE = EXAMPLES / "market.yaml"

@@ -12,8 +12,8 @@ from doll.local.supervisor import Restart
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import LineDisplay
 from doll.records import AnyRecord, Finished, TermStarted
-from doll.run.follower import RunFollower
-from doll.run.hooks import NoHook
+from doll.run.local.follower import RunFollower
+from doll.run.local.hooks import NoHook
 
 CONFIG = parse("job: j\ntask: {class: 'doll.tasks.digits:Digits'}\nsource: {kind: digits}\n")
 UPDATES = CONFIG.topic("updates")

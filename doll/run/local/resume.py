@@ -18,7 +18,7 @@ from doll.ledger.admission import admit
 from doll.local.stack import has_kafka_data
 from doll.process.files import read_json
 from doll.run.folder import RunFolder
-from doll.run.job import check_runnable, run_in
+from doll.run.local.up import check_runnable, run_in
 from doll.run.target import open_target
 from doll.services import Services, kafka_address
 from doll.storage.stores import checkpoint_location, open_store

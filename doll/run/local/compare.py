@@ -19,8 +19,8 @@ from doll.monitor.views.comparison import Comparison, PolicyRun, read_run
 from doll.process.files import write_json
 from doll.process.signals import Interrupts
 from doll.run.folder import display_path, new_folder
-from doll.run.job import check_runnable, run_up
-from doll.run.learning import INTERRUPTED
+from doll.run.local.running import INTERRUPTED
+from doll.run.local.up import check_runnable, run_up
 from doll.run.policy_choice import PolicyChoice, jobs_of
 from doll.simulation.comparison import seconds_of, simulate_policy
 

@@ -15,7 +15,7 @@ from doll.process.files import write_json
 from doll.process.health import PORT_ENV, assigned_port
 from doll.provisioner.fleets.port import Instance
 from doll.run.folder import RunFolder
-from doll.run.hooks import RunHook
+from doll.run.local.hooks import RunHook
 from doll.services import BLOBS_ENV, CONTROL_ENV
 
 PARAMETER_SERVERS = ("ps", "ps-standby")
@@ -62,7 +62,7 @@ class RoleSpecs:
         if self._after_term:
             env |= {AFTER_TERM_ENV: str(self._after_term)}
         env |= self._hook.environment(name)
-        return RoleSpec(name, f"doll.run.roles:{role}", self._run.logs / f"{name}.log", args, env)
+        return RoleSpec(name, f"doll.run.local.roles:{role}", self._run.logs / f"{name}.log", args, env)
 
     def _health_port(self, name: str) -> int:
         """A port for the probes of this role, the same after a restart: by `health.base_port`, else a free one."""

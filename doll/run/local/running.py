@@ -15,9 +15,9 @@ from doll.monitor.views.display import Display
 from doll.process.files import write_json
 from doll.process.signals import Interrupts
 from doll.run.folder import RunFolder, display_path
-from doll.run.follower import RunFollower
-from doll.run.hooks import RunHook, WorkerPool
-from doll.run.role_specs import RoleSpecs
+from doll.run.local.follower import RunFollower
+from doll.run.local.hooks import RunHook, WorkerPool
+from doll.run.local.role_specs import RoleSpecs
 
 # After the end of the source, fewer batches than a group may remain: no update will come of them.
 IDLE_AFTER_SOURCE_S = 5.0

@@ -98,7 +98,7 @@ def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
 @_role
 def model_role(job_path: str) -> int:
     """Builds the model for a trial."""
-    from doll.run.preflight import count_parameters
+    from doll.run.local.preflight import count_parameters
 
     count_parameters(_load(job_path))
     return 0

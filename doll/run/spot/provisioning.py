@@ -51,7 +51,7 @@ def _processes(
 
     def spec(instance: Instance) -> RoleSpec:
         arguments = [str(run.job), services.kafka, services.redis, str(run.path), instance.slot]
-        return RoleSpec(instance.id, "doll.run.roles:worker_role", run.logs / f"{instance.id}.log", arguments)
+        return RoleSpec(instance.id, "doll.run.local.roles:worker_role", run.logs / f"{instance.id}.log", arguments)
 
     fleet = ProcessFleet(
         forks, spec, run.path, market=market, market_clock=clock, boot_s=fleet_config.boot_s,

@@ -27,9 +27,9 @@ from doll.provisioner.state_store import FileStateStore
 from doll.provisioner.status import instance_text
 from doll.provisioner.traces.job_market import MarketProbe
 from doll.provisioner.traces.market import MarketClock
-from doll.run.spot import SpotRun
-from doll.run.spot_clock import PausedClock
-from doll.run.spot_leaves import LeaveReporter
+from doll.run.spot.clock import PausedClock
+from doll.run.spot.leaves import LeaveReporter
+from doll.run.spot.preparation import SpotRun
 from doll.services import Services
 
 

@@ -14,7 +14,7 @@ from doll.local.supervisor import Restart
 from doll.monitor.state.progress import JobSnapshot, ProgressModel
 from doll.monitor.views.display import Display
 from doll.records import AnyRecord
-from doll.run.hooks import RunHook, WorkerPool
+from doll.run.local.hooks import RunHook, WorkerPool
 
 POLL_S = 0.1
 READ_ENDS_EVERY_S = 1.0

@@ -10,8 +10,8 @@ import pytest
 from doll.local.stack import Stack
 from doll.process.health import PORT_ENV
 from doll.run.folder import RunFolder
-from doll.run.hooks import NoHook
-from doll.run.role_specs import RoleSpecs, taken_health_ports
+from doll.run.local.hooks import NoHook
+from doll.run.local.role_specs import RoleSpecs, taken_health_ports
 from doll.services import Services
 from job_files import job
 

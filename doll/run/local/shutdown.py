@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from doll.local.forks import Role
 from doll.local.supervisor import Handle, Supervisor
 from doll.monitor.views.display import Display
-from doll.run.follower import POLL_S, RunFollower
-from doll.run.role_specs import PARAMETER_SERVERS
+from doll.run.local.follower import POLL_S, RunFollower
+from doll.run.local.role_specs import PARAMETER_SERVERS
 
 PS_STOP_S = 30.0
 LAST_EVALUATION_TIMEOUT_S = 60.0

@@ -29,9 +29,9 @@ from doll.provisioner.fleets.port import Instance
 from doll.provisioner.state_store import FileStateStore
 from doll.records import AnyRecord, Finished, Metric
 from doll.run.folder import RunFolder
-from doll.run.hooks import NoHook
-from doll.run.spot import SpotRun
-from doll.run.spot_machines import SpotMachines
+from doll.run.local.hooks import NoHook
+from doll.run.spot.machines import SpotMachines
+from doll.run.spot.preparation import SpotRun
 from doll.simulation.adaptive import ADAPTIVE
 
 WORKERS_READY_TIMEOUT_S: Final = 180.0

@@ -35,15 +35,15 @@ from doll.monitor.views.run_report import RunOutcome
 from doll.process.files import is_full, unwritable
 from doll.process.signals import Interrupts
 from doll.run import folder as run_folder
-from doll.run.earlier_runs import check_topics
-from doll.run.finish import finish_run
 from doll.run.folder import RunFolder, display_path
-from doll.run.follower import RunFollower
-from doll.run.hooks import NoHook, RunHook, WorkerPool
-from doll.run.learning import SOURCE_ENDED, Learning, ended_early
-from doll.run.preflight import check_devices, check_files, check_pipeline, check_task
-from doll.run.role_specs import RoleSpecs, launcher, taken_health_ports
-from doll.run.shutdown import shut_down
+from doll.run.local.earlier_runs import check_topics
+from doll.run.local.finish import finish_run
+from doll.run.local.follower import RunFollower
+from doll.run.local.hooks import NoHook, RunHook, WorkerPool
+from doll.run.local.preflight import check_devices, check_files, check_pipeline, check_task
+from doll.run.local.role_specs import RoleSpecs, launcher, taken_health_ports
+from doll.run.local.running import SOURCE_ENDED, Learning, ended_early
+from doll.run.local.shutdown import shut_down
 from doll.storage.stores import checkpoint_location, open_store
 
 MakeHook = Callable[[RunFolder, Display], RunHook]
@@ -270,7 +270,7 @@ def _check_model(run: RunFolder, forks: ForkServer) -> None:
         ConfigError: the task or its model cannot be used.
     """
     log_path = run.logs / "model.log"
-    role = forks.start_role("doll.run.roles:model_role", [str(run.job)], log_path=log_path, name="model")
+    role = forks.start_role("doll.run.local.roles:model_role", [str(run.job)], log_path=log_path, name="model")
     if (code := role.wait()) != 0:
         said = [line.removeprefix("doll: ") for line in tail(log_path).splitlines() if line.startswith("doll: ")]
         problem = said[-1] if said else f"the model cannot be built: {describe_exit(code or 0)}"

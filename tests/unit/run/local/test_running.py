@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from doll.run.learning import ended_early
+from doll.run.local.running import ended_early
 
 
 def test_more_samples_are_advised_only_where_nothing_failed() -> None:

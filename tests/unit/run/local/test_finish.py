@@ -16,9 +16,9 @@ from doll.local.forks import ForkServer
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import LineDisplay
 from doll.monitor.views.run_report import RunOutcome, summary
-from doll.run import finish
-from doll.run import job as run_job
 from doll.run.folder import RunFolder
+from doll.run.local import finish
+from doll.run.local import up as run_job
 from doll.services import Services
 from job_files import job
 from typer.testing import CliRunner
@@ -89,7 +89,7 @@ def test_a_log_on_a_full_disk_stops_nothing() -> None:
 
 
 def test_an_error_of_the_disk_is_one_line_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from doll.run import preflight
+    from doll.run.local import preflight
 
     def full(_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "runs/x/job.yaml")

@@ -8,7 +8,7 @@ import pytest
 from doll.config import parse
 from doll.config.job import JOB_NAME
 from doll.errors import ConfigError
-from doll.run.compare import check_comparable, own_job
+from doll.run.local.compare import check_comparable, own_job
 
 JOB = """
 job: line

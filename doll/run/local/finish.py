@@ -21,7 +21,7 @@ from doll.monitor.views.plots import draw
 from doll.monitor.views.run_report import RunOutcome, build_report
 from doll.process.files import unwritable, write_json
 from doll.run.folder import RunFolder, display_path
-from doll.run.pipeline_plots import draw_pipelines
+from doll.run.local.pipeline_plots import draw_pipelines
 from doll.services import Services
 from doll.storage.stores import open_store
 
@@ -117,7 +117,7 @@ def _audit(config: JobConfig, run: RunFolder, services: Services) -> LedgerRepor
 def _export(run: RunFolder, forks: ForkServer) -> None:
     log_path = run.logs / "export.log"
     arguments = [str(run.job), str(run.path), str(run.model)]
-    role = forks.start_role("doll.run.roles:export_role", arguments, log_path=log_path, name="export")
+    role = forks.start_role("doll.run.local.roles:export_role", arguments, log_path=log_path, name="export")
     code = role.wait(EXPORT_S)
     if code != 0:
         role.kill()

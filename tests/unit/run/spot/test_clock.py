@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from doll.provisioner.fleets.fake import VirtualClock
-from doll.run.spot_clock import PausedClock
+from doll.run.spot.clock import PausedClock
 
 
 def test_a_standing_clock_stands_and_then_keeps_pace() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from doll import config as job_config
 from doll.errors import ConfigError
-from doll.run.spot import SpotRun
+from doll.run.spot.preparation import SpotRun
 from doll.simulation.spot_prediction import predict
 from paths import EXAMPLES
 
