@@ -20,11 +20,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from doll import packing
 from doll.config import JobConfig
 from doll.errors import DollError
 from doll.kafka import topics
 from doll.producers.sources import CONCEPT, SAMPLES, child_rng, criteo, synthetic_clicks
+from doll.records import packing
 from doll.tasks.clicks import Clicks
 
 from benchmarks.harness import Bench, busy_s, idle_share, job

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 from doll.config import JobConfig
 from doll.kafka.clients import kafka_settings
 from doll.local.kafka_cluster import KafkaCluster
-from doll.records import AnyRecord, Update
+from doll.records.control import AnyRecord, Update
 from doll.run.folder import RunFolder
 from doll.run.local.up import run_up
 from doll.services import Services

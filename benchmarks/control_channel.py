@@ -35,7 +35,7 @@ from doll.kafka import topics
 from doll.local.stack import local_stack
 from doll.ps.channels.control_channel import ControlChannel, open_links
 from doll.ps.channels.kafka_channel import KafkaChannel
-from doll.records import AnyRecord, Grant, Join, Push, PushedBatch, Stop, Welcome, decode
+from doll.records.control import AnyRecord, Grant, Join, Push, PushedBatch, Stop, Welcome, decode
 from doll.services import Services
 
 KINDS: Final = ("kafka", "redis", "local")

@@ -32,7 +32,7 @@ from doll.ps.engine.events import (
 )
 from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
-from doll.records import Alive, Announce, Join, Push, PushedBatch
+from doll.records.control import Alive, Announce, Join, Push, PushedBatch
 
 from benchmarks.results import DOCS, update_section
 from benchmarks.tables import Table

@@ -31,7 +31,7 @@ from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.local import processes
 from doll.local.forks import Role
 from doll.producers.sender import SampleSender
-from doll.records import Finished, ServerStatus, TermStarted, Update
+from doll.records.control import Finished, ServerStatus, TermStarted, Update
 
 from benchmarks.fleet_report import LEASE_S, POLICIES, Fleet, Row, draw, markdown, profile_table, show
 from benchmarks.harness import Bench, CpuSampler, Usage, job

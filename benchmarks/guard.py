@@ -24,10 +24,10 @@ from doll.consumers.compute.bisection import usual_norm
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.consumers.compute.guard import Guard, Samples
 from doll.consumers.intake.decoding import Records, decode_records
-from doll.model import build
+from doll.model.flat_model import build
 from doll.optim.optimizer import Optimizer
 from doll.producers.sources import open_streams
-from doll.task import load_task
+from doll.task.base import load_task
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DATA = EXAMPLES / "../../shared/data"

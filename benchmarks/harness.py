@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 import psutil
 from doll import config as jobfile
-from doll import packing
 from doll.config import JobConfig
 from doll.kafka import topics
 from doll.kafka.reader import Partition, Reader, from_end
@@ -27,7 +26,8 @@ from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.local import processes
 from doll.local.forks import ForkServer, Role
 from doll.local.stack import Stack, local_stack
-from doll.records import Finished, Update
+from doll.records import packing
+from doll.records.control import Finished, Update
 from doll.services import BLOBS_ENV
 from doll.storage.redis_client import connect_redis
 

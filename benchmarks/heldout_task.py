@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from doll.producers.sources import CONCEPT, child_rng
 from doll.producers.sources.synthetic import class_planes, samples
-from doll.task import Sample
+from doll.task.base import Sample
 from doll.tasks.synthetic import Gaussian
 
 

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from doll import JsonTask
 from doll.config import JobConfig
-from doll.json_task import Columns
 from doll.kafka.clients import make_producer
 from doll.services import Services
+from doll.task.json_task import Columns
 
 _FILL_RECORDS = 2000  # in one call of the client
 _QUEUE_KBYTES = 262_144
@@ -100,11 +100,11 @@ def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -
     """Welcome worker 0, confirm `batches` batches, write [monotonic time, batches so far] pairs to `out`, say Stop."""
     from doll.config import load
     from doll.kafka import topics
-    from doll.model import build, fingerprint
+    from doll.model.flat_model import build, fingerprint
     from doll.ps.channels.kafka_channel import KafkaChannel
-    from doll.records import Announce, Durable, Join, Stop, Welcome, decode
+    from doll.records.control import Announce, Durable, Join, Stop, Welcome, decode
     from doll.services import Services
-    from doll.task import load_task
+    from doll.task.base import load_task
 
     config, services = load(Path(job_path)), Services(kafka, redis)
     topics.ensure(config, services)

@@ -28,7 +28,19 @@ import numpy.typing as npt
 from doll import telemetry
 from doll.config import JobConfig, parse
 from doll.errors import DollError
-from doll.records import Announce, AnyRecord, Durable, Grant, Join, Nack, Push, PushedBatch, Welcome, decode, encode
+from doll.records.control import (
+    Announce,
+    AnyRecord,
+    Durable,
+    Grant,
+    Join,
+    Nack,
+    Push,
+    PushedBatch,
+    Welcome,
+    decode,
+    encode,
+)
 from doll.services import Services
 from doll.storage.blobs import Buffer, gradient_key
 
@@ -192,14 +204,14 @@ def serve(
 ) -> None:
     """Run a parameter server for so many updates, and send what was measured."""
     import torch
-    from doll.model import build, fingerprint
+    from doll.model.flat_model import build, fingerprint
     from doll.process.memory import keep_freed_memory
     from doll.ps.model.local_host import LocalModelHost
     from doll.ps.model.model_parts import make_parts
     from doll.ps.server import ParameterServer
     from doll.ps.start import Start, make_engine
     from doll.storage.file_checkpoints import FileCheckpointStore
-    from doll.task import load_task
+    from doll.task.base import load_task
 
     telemetry.configure("warning", process="ps")
     keep_freed_memory()

@@ -19,7 +19,7 @@ from typing import Any
 
 from doll.config import JobConfig
 from doll.errors import DollError
-from doll.records import Member
+from doll.records.control import Member
 from doll.theory.queueing import update_rate_per_s
 
 from benchmarks import report

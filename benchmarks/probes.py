@@ -57,7 +57,7 @@ class MessageClock:
     def install(self) -> None:
         """Have all parameter servers of this process log to this clock."""
         from doll.ps.server import ParameterServer
-        from doll.records import Push
+        from doll.records.control import Push
 
         create, feed = ParameterServer.__init__, ParameterServer.feed
 
@@ -78,7 +78,7 @@ class _TimedOutbox:
     """An `Outbox` that logs each grant and update just before it is sent."""
 
     def __init__(self, outbox: Any, clock: MessageClock) -> None:
-        from doll.records import Grant, Update
+        from doll.records.control import Grant, Update
 
         self._outbox = outbox
         self._grant = Grant

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from doll.config import load
 from doll.producers.sources import ratings
 from doll.producers.sources.lines import read_file
-from doll.task import load_task, stack
+from doll.task.base import load_task, stack
 from doll.tasks.ratings import Pmf
 
 from benchmarks.plain_models import PlainFactors

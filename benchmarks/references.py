@@ -113,7 +113,7 @@ def _batches_from_kafka(address: str, topic: str, samples_per_record: int, parti
     begins again at the end."""
     import numpy as np
     from confluent_kafka import Consumer, TopicPartition
-    from doll.packing import HEADER_BYTES
+    from doll.records.packing import HEADER_BYTES
 
     settings = {
         "bootstrap.servers": address, "group.id": "benchmark-ddp", "enable.auto.commit": False,

@@ -30,7 +30,7 @@ from doll.config import JobConfig
 from doll.drill.fault_injector import FaultInjector
 from doll.drill.plan import FAULT_KINDS, Fault, FaultTarget
 from doll.drill.routes import RoleRelays
-from doll.records import AnyRecord, ServerStatus, Update
+from doll.records.control import AnyRecord, ServerStatus, Update
 from doll.run.folder import RunFolder
 from doll.run.local.up import run_up
 

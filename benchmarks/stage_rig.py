@@ -24,13 +24,13 @@ from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
 from doll.consumers.pipeline.stage_processes import StageProcesses, start_stages
 from doll.consumers.pipeline.task_log import TaskLog, read_tasks
 from doll.consumers.protocol.worker_core import Batch, GradientDone
-from doll.model import build
+from doll.model.flat_model import build
 from doll.pipeline.planner.cut import cut
 from doll.pipeline.runtime.messages import Task as StageTask
 from doll.process.memory import keep_freed_memory
-from doll.records import Grant, NewVersion
+from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
-from doll.task import load_task
+from doll.task.base import load_task
 from doll.testing import MemoryBlobs
 
 

@@ -37,7 +37,7 @@ from doll.consumers.protocol.worker_core import (
     WorkerCore,
 )
 from doll.consumers.runtime import TICK_S
-from doll.records import AnyRecord, Grant, Nack, Push, Welcome, decode
+from doll.records.control import AnyRecord, Grant, Nack, Push, Welcome, decode
 from doll.services import BLOBS_ENV, Services
 from doll.storage.blobs import Blobs, blob_info, encode_blob, gradient_key, scope_of
 from doll.storage.stores import open_blobs

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from doll.producers.sources.text import read_lines, records
-from doll.task import stack
+from doll.task.base import stack
 from doll.tasks import lda
 from doll.tasks.text import write_vocabulary
 from doll.tasks.topics import Topics

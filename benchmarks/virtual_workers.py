@@ -35,7 +35,7 @@ from doll.pipeline.planner.timeline import Timeline
 from doll.pipeline.profiling.layers import layers_of
 from doll.pipeline.profiling.profiler import profile_layers, sample_batch
 from doll.process.peak_memory import read_memory
-from doll.task import load_task
+from doll.task.base import load_task
 
 from benchmarks.stage_rig import job, run_batches
 

@@ -9,18 +9,18 @@ __version__ = "0.1.0"
 __all__ = ["JsonTask", "Sample", "Task", "__version__"]
 
 if TYPE_CHECKING:
-    from doll.json_task import JsonTask
-    from doll.task import Sample, Task
+    from doll.task.base import Sample, Task
+    from doll.task.json_task import JsonTask
 
 
 def __getattr__(name: str) -> Any:
     # `Task` needs numpy and, when it is used, torch; `import doll` must stay free of both.
     if name in ("Sample", "Task"):
-        import doll.task
+        import doll.task.base
 
-        return getattr(doll.task, name)
+        return getattr(doll.task.base, name)
     if name == "JsonTask":
-        import doll.json_task
+        import doll.task.json_task
 
-        return doll.json_task.JsonTask
+        return doll.task.json_task.JsonTask
     raise AttributeError(f"module 'doll' has no attribute {name!r}")

@@ -117,7 +117,7 @@ def run(quick: bool) -> Result:
 def descend(replicas: int, eta: float, scale: float) -> np.ndarray:
     """Mean error (c/2) w² after 0 .. UPDATES steps, over `replicas` problems: the coordinates of one flat model."""
     import torch
-    from doll.model import FlatModel
+    from doll.model.flat_model import FlatModel
     from doll.optim.optimizer import DivergedError, Optimizer
 
     torch.set_num_threads(1)

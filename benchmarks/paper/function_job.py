@@ -28,7 +28,7 @@ from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import ApplyUpdate, Event, FetchGradient, GradientFetched, RollBack, SendGrant, SendWelcome
 from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
-from doll.records import Announce, Join, Leave, Push, PushedBatch
+from doll.records.control import Announce, Join, Leave, Push, PushedBatch
 from doll.storage.contributions import encode_contribution
 from doll.theory.function_cost import functions_usd
 

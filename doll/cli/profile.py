@@ -38,11 +38,11 @@ def profile(
     import numpy as np
     import torch
 
-    from doll.model import build
+    from doll.model.flat_model import build
     from doll.pipeline.profiling.layers import check_cut, layers_of
     from doll.pipeline.profiling.profile_plot import save
     from doll.pipeline.profiling.profiler import profile_layers, sample_batch
-    from doll.task import load_task
+    from doll.task.base import load_task
 
     config = options.target(job, job_option, overrides).config
     torch.set_num_threads(config.worker.torch_threads)

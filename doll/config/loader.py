@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from doll.bounded import MalformedError, check_size, read_text
 from doll.config.explain import explain, shortened
 from doll.config.job import JobConfig
 from doll.errors import ConfigError
+from doll.records.bounded import MalformedError, check_size, read_text
 
 # Far above any real job file: a larger file is no job file, or an attempt to exhaust the memory.
 MAX_CHARS = 1_000_000

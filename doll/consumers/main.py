@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import torch
 
 from doll.config import JobConfig
+from doll.config.fingerprint import difference
 from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import JobEndedError, WorkerChannel
 from doll.consumers.compute.batch_sets import SetContribution
@@ -39,23 +40,22 @@ from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError, FencedError
-from doll.fingerprint import difference
 from doll.kafka import topics
 from doll.kafka.chunk_reader import Learned
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
-from doll.model import FlatModel, build, fingerprint
+from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.row_optimizer import row_optimizer
 from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.pipeline.profiling.layers import Layer
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
-from doll.records import NewVersion
+from doll.records.control import NewVersion
 from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.blobs import Blobs, scope_of
 from doll.storage.stores import open_blobs
-from doll.task import Task, load_task
+from doll.task.base import Task, load_task
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

@@ -45,7 +45,7 @@ from doll.consumers.tables.row_client import RowClient
 from doll.errors import DollError, RecordError, ServiceUnavailableError, TaskError
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
-from doll.records import Announce, AnyRecord, GetRows, Grant, Hello, Nack, Push, RowsStored, Welcome, decode
+from doll.records.control import Announce, AnyRecord, GetRows, Grant, Hello, Nack, Push, RowsStored, Welcome, decode
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

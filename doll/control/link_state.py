@@ -1,8 +1,8 @@
 """One end of a control link, without its transport: frames in order, heartbeats, and what ends the link. Pure.
 
-A frame is the number of a record on its link (4 bytes, big-endian) and the record as in `doll.records`. A number that
-is missing is a loss, and silence for `SILENCE_S` is one, whatever the transport promises: a stream in Redis can vanish,
-and a relay can swallow data without closing.
+A frame is the number of a record on its link (4 bytes, big-endian) and the record as in `doll.records.control`. A
+number that is missing is a loss, and silence for `SILENCE_S` is one, whatever the transport promises: a stream in Redis
+can vanish, and a relay can swallow data without closing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import struct
 from typing import Final
 
 from doll.errors import DollError, RecordError
-from doll.records import (
+from doll.records.control import (
     AnyRecord,
     Attach,
     Attached,

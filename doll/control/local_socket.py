@@ -18,7 +18,7 @@ from typing import Final
 
 from doll.control.link_state import MAX_FRAME_BYTES, LinkError, LinkState
 from doll.errors import ServiceUnavailableError
-from doll.records import AnyRecord, Detach, Ping
+from doll.records.control import AnyRecord, Detach, Ping
 
 _LENGTH: Final = struct.Struct(">I")
 _READ_BYTES: Final = 1 << 16

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from doll.control.link_state import MAX_FRAME_BYTES, PING_EVERY_S, SILENCE_S, TO_WORKER, LinkError, LinkState
 from doll.control.redis_pipe import RedisPipe
-from doll.records import AnyRecord, Detach, Ping
+from doll.records.control import AnyRecord, Detach, Ping
 
 if TYPE_CHECKING:
     from doll.services import Services

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
 from doll.drill.plan import Link
-from doll.records import ServerStatus
+from doll.records.control import ServerStatus
 
 ControlKind = Literal["auto", "kafka", "redis", "local"]
 

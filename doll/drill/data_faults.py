@@ -16,7 +16,7 @@ from doll.errors import DollError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.reader import Partition
 from doll.local.processes import end, tail
-from doll.records import Grant, Settle
+from doll.records.control import Grant, Settle
 from doll.run.folder import JOB
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from doll.drill.recovery import InjectedFault, PoisonTracker, RecoveryTracker
 from doll.drill.set_tracker import SetTracker
 from doll.drill.stream import poison_for
 from doll.process.children import children_of
-from doll.records import AnyRecord, ServerStatus, Update
+from doll.records.control import AnyRecord, ServerStatus, Update
 
 if TYPE_CHECKING:
     from pathlib import Path

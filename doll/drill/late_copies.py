@@ -17,7 +17,7 @@ from doll.errors import RecordError
 from doll.kafka.publisher import Delivery, Publisher
 from doll.kafka.reader import Partition, Reader, from_end
 from doll.kafka.tail import RecordReader
-from doll.records import AnyRecord, Grant, Settle, encode
+from doll.records.control import AnyRecord, Grant, Settle, encode
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

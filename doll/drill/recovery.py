@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from doll.drill.plan import Fault
-from doll.records import AnyRecord, TermStarted, Update
+from doll.records.control import AnyRecord, TermStarted, Update
 
 _LASTING = ("malformed_notice", "late_grants", "late_settles", "second_run")  # done later than injected
 _RECENT = 500  # updates kept until Kafka has acknowledged a poison record with its offset

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
-from doll.records import ServerStatus, Update
+from doll.records.control import ServerStatus, Update
 
 _CAUSE: Final = "requeued_"
 _SETS: Final = "requeued_sets"

@@ -7,15 +7,15 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from doll import packing
 from doll.config import DigitsSource, IdxSource, SyntheticSource
 from doll.errors import CheckpointError, DollError
 from doll.kafka import topics
 from doll.kafka.publisher import Delivery, Publisher
 from doll.ledger.snapshot_counts import read_counts
+from doll.records import packing
 from doll.services import Services
 from doll.storage.stores import open_store
-from doll.task import load_task
+from doll.task.base import load_task
 
 if TYPE_CHECKING:
     from pathlib import Path

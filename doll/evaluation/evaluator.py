@@ -21,13 +21,13 @@ from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
 from doll.evaluation.heldout import HeldOut, HeldOutError
 from doll.evaluation.stored_weights import StoredWeights
-from doll.model import FlatModel, build
+from doll.model.flat_model import FlatModel, build
 from doll.monitor.state.csv_file import CsvFile, read_rows
 from doll.monitor.state.history import History
-from doll.records import AnyRecord
+from doll.records.control import AnyRecord
 from doll.storage.blobs import Blobs, decode_blob, decode_latest, latest_key, scope_of, weights_key
 from doll.storage.stores import checkpoint_location
-from doll.task import load_task
+from doll.task.base import load_task
 
 log = telemetry.get_logger(__name__)
 

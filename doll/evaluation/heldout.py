@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from doll.errors import ConfigError
-from doll.task import Task, stack
+from doll.task.base import Task, stack
 
 CHUNK_SAMPLES = 250
 

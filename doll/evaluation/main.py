@@ -21,7 +21,7 @@ from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.heartbeats import HEARTBEAT_EVERY_S
 from doll.process.signals import stop_requested
-from doll.records import Evaluated, Metric
+from doll.records.control import Evaluated, Metric
 from doll.services import Services
 from doll.storage.stores import open_blobs
 

@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from doll.config import JobConfig
 from doll.errors import CheckpointError
-from doll.model import FlatModel, fingerprint
+from doll.model.flat_model import FlatModel, fingerprint
 from doll.optim.optimizer import WEIGHTS
 from doll.ps.tables.store import stored_rows
-from doll.rows import Floats
 from doll.storage.stores import checkpoint_location, open_store
+from doll.tables.rows import Floats
 
 
 class StoredWeights(NamedTuple):

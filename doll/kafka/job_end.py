@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from doll.kafka.tail import Tail
-from doll.records import Finished
+from doll.records.control import Finished
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:

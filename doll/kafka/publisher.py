@@ -12,7 +12,7 @@ from confluent_kafka import KafkaError, KafkaException
 from doll.kafka.clients import LINGER_MS, make_producer
 from doll.kafka.errors import error_of
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES
-from doll.records import AnyRecord, encode
+from doll.records.control import AnyRecord, encode
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:

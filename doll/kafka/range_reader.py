@@ -15,7 +15,7 @@ from doll.kafka.offsets import partition_bounds
 from doll.kafka.reader import Message, Partition, as_message
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
 from doll.kafka.unread import end_of_unreadable, unreadable
-from doll.records import decode
+from doll.records.control import decode
 from doll.services import Services
 from doll.telemetry import get_logger
 

@@ -14,7 +14,7 @@ from confluent_kafka import TopicPartition
 from doll.errors import RecordError, ServiceUnavailableError
 from doll.kafka import offsets
 from doll.kafka.clients import make_consumer
-from doll.records import AnyRecord, decode
+from doll.records.control import AnyRecord, decode
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from doll import telemetry
 from doll.errors import ServiceUnavailableError
 from doll.kafka.reader import Message, Partition, Reader, RecordDecoder, from_earliest, from_end
-from doll.records import AnyRecord
+from doll.records.control import AnyRecord
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

@@ -9,7 +9,7 @@ from typing import Any, Final
 from confluent_kafka import KafkaError, TopicPartition
 
 from doll.errors import ServiceUnavailableError
-from doll.records import DeadLetterCode
+from doll.records.control import DeadLetterCode
 
 # What the library says of a batch of records: checksum, compression, an unknown codec, its form.
 UNREADABLE: Final = frozenset(

@@ -15,7 +15,7 @@ from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.ledger.generations import Lineage
 from doll.ledger.snapshot_counts import read_counts
-from doll.records import Finished, TermStarted, Update, decode
+from doll.records.control import Finished, TermStarted, Update, decode
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

@@ -21,7 +21,7 @@ from doll.ledger import generations
 from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range
 from doll.ledger.snapshot_counts import read_counts
 from doll.ledger.valid_updates import UpdatesRecord
-from doll.records import DeadLetter, Finished, TermStarted, Update
+from doll.records.control import DeadLetter, Finished, TermStarted, Update
 from doll.services import Services
 
 if TYPE_CHECKING:

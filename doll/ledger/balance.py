@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from doll.ledger.partition_account import OffsetState, PartitionAccount
 from doll.ledger.report import LedgerReport, PartitionCounts, Range
 from doll.ledger.valid_updates import DurableModel, UpdatesRecord, ValidUpdates
-from doll.records import DeadLetter, Update
+from doll.records.control import DeadLetter, Update
 
 __all__ = ["DurableModel", "Ledger", "LedgerReport", "OffsetState", "PartitionCounts", "Range", "balance"]
 

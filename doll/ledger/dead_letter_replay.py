@@ -16,7 +16,7 @@ import msgspec
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.transactions import TransactionalPublisher
 from doll.ledger.dead_letters import DeadRecord, collect
-from doll.records import DeadLetter, encode
+from doll.records.control import DeadLetter, encode
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

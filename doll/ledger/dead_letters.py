@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from msgspec import MsgspecError, json, structs
 
-from doll.bounded import short
 from doll.errors import ConfigError
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.ledger.audit import build_ledger
 from doll.ledger.balance import OffsetState
 from doll.process.files import write_atomically
-from doll.records import DeadLetter, DeadLetterCode
+from doll.records.bounded import short
+from doll.records.control import DeadLetter, DeadLetterCode
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from doll.records import DeadLetter, Finished, TermStarted, Update
+from doll.records.control import DeadLetter, Finished, TermStarted, Update
 
 T = TypeVar("T", bound=TermStarted | Update | Finished)
 

@@ -11,7 +11,7 @@ from doll.ledger import offset_ranges
 from doll.ledger.offset_ranges import Span
 from doll.ledger.report import PartitionCounts, Range, named
 from doll.ledger.valid_updates import DurableModel
-from doll.records import DeadLetter, Member
+from doll.records.control import DeadLetter, Member
 
 OffsetState = Literal["pending", "applied", "partly", "dead", "absent"]
 

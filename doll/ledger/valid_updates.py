@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from doll.ledger import offset_ranges
-from doll.records import Finished, TermStarted, Update
+from doll.records.control import Finished, TermStarted, Update
 
 UpdatesRecord: TypeAlias = TermStarted | Update | Finished
 

@@ -20,7 +20,16 @@ from doll.local.supervisor import RoleSpec
 
 # Imported once, in the fork server, so that a role's own imports of them are free. Modules that fail are skipped.
 PRELOAD: Final = (
-    *("torch", "torch.optim", "numpy", "redis", "confluent_kafka", "doll.task", "doll.config", "doll.run.local.roles"),
+    *(
+        "torch",
+        "torch.optim",
+        "numpy",
+        "redis",
+        "confluent_kafka",
+        "doll.task.base",
+        "doll.config",
+        "doll.run.local.roles",
+    ),
     *("doll.ps.main", "doll.consumers.main", "doll.evaluation.main", "doll.producers.main"),
 )
 # One thread each: N processes with one thread per core would contend for the cores.

@@ -24,7 +24,7 @@ from torch.optim.adam import adam
 
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import CheckpointError, TaskError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.contribution import Contribution
 
 WEIGHTS = "weights"

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from doll.bounded import json_object, read_text
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.records.bounded import json_object, read_text
 
 MAX_JSON_BYTES: Final = 64_000_000
 

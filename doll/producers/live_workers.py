@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from doll.config import JobConfig
 from doll.kafka.tail import Tail
-from doll.records import ServerStatus
+from doll.records.control import ServerStatus
 from doll.services import Services
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from doll import packing
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
@@ -25,6 +24,7 @@ from doll.producers.pacing import Pacer
 from doll.producers.position import find_positions, position_headers, source_name
 from doll.producers.schedule import ScheduledSample, scheduled_samples
 from doll.producers.sender import SampleSender
+from doll.records import packing
 from doll.services import Services
 from doll.telemetry import get_logger
 

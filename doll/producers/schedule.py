@@ -6,10 +6,10 @@ import itertools
 import typing
 from collections.abc import Callable, Iterator, Sequence
 
-from doll.bounded import MalformedError, read_text
 from doll.config import JobConfig, StdinSource
 from doll.errors import ConfigError
 from doll.producers import arrivals, sources
+from doll.records.bounded import MalformedError, read_text
 
 ScheduledSample = tuple[float, int, bytes | None]  # arrival time in seconds, stream, sample; None: nothing arrives then
 

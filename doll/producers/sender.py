@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from doll import records
 from doll.errors import ServiceUnavailableError
 from doll.kafka.publisher import ClientError, Delivery, Publisher
 from doll.kafka.topic_plan import plan_topics
 from doll.process.metric_names import PRODUCER
+from doll.records import control as records
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

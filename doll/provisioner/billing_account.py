@@ -12,7 +12,7 @@ from doll.provisioner.billing import Bill, BillingRule, BillLine, PriceOf, bill_
 from doll.provisioner.fleets.port import Instance
 from doll.provisioner.planning.state import Market
 from doll.provisioner.traces.model import Series, constant
-from doll.records import ProvisionDecision
+from doll.records.control import ProvisionDecision
 from doll.theory.cost import Prices
 
 LINES_KEPT_S = 24 * 3600.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from doll import records, telemetry
+from doll import telemetry
 from doll.errors import CheckpointError, ConfigError, ServiceUnavailableError
 from doll.provisioner.alarms import alarms_of
 from doll.provisioner.apply import ActionExecutor
@@ -34,6 +34,7 @@ from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.reconcile import FleetStatus, Launch, Terminate, Wait, reconcile
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import RetriedStateStore, StateStore
+from doll.records import control as records
 from doll.theory.checks import Floats
 from doll.theory.cost import Prices
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from doll import records
 from doll.provisioner.billing import Bill, usd_per_1000_updates
 from doll.provisioner.fleets.port import Instance
 from doll.provisioner.planning.planner import slot_ranges
 from doll.provisioner.planning.state import Alpha, Market
 from doll.provisioner.reconcile import FleetAction, Launch, Terminate, Wait
+from doll.records import control as records
 from doll.theory.checks import Floats
 from doll.theory.cost import Prices
 

@@ -24,7 +24,7 @@ from doll.provisioner.machines import Machines
 from doll.provisioner.publisher import DecisionPublisher
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
-from doll.records import Finished, Leave, Welcome
+from doll.records.control import Finished, Leave, Welcome
 from doll.service_checks import require_services
 from doll.services import Services
 

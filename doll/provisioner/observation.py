@@ -19,7 +19,7 @@ from doll.provisioner.plain_values import plain, time_of
 from doll.provisioner.planning.estimators import AvailabilityEstimator, BootTimeEstimator, RateEstimator
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.state import Alpha, Bools
-from doll.records import (
+from doll.records.control import (
     Alive,
     Announce,
     AnyRecord,

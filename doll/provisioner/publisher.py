@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from doll.kafka.publisher import Publisher
 from doll.process.heartbeats import HEARTBEAT_EVERY_S, LEFT
 from doll.process.metric_names import PROVISIONER
-from doll.records import AnyRecord, Metric
+from doll.records.control import AnyRecord, Metric
 
 if TYPE_CHECKING:
     from doll.provisioner.decision import Decision

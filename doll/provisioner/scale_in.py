@@ -25,7 +25,7 @@ from doll.provisioner.planning.release_guard import (
 )
 from doll.provisioner.planning.scale_in import ScaleInTuner, TunerSettings
 from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
-from doll.records import ProvisionDecision
+from doll.records.control import ProvisionDecision
 
 _RECALL: Final = 0.5
 """A slot is recalled at this share of the reserve for a release: the distance keeps slots from alternating."""

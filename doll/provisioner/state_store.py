@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from doll import telemetry
-from doll.bounded import json_value, read_text
 from doll.errors import ConfigError
 from doll.process.files import write_atomically
+from doll.records.bounded import json_value, read_text
 
 log = telemetry.get_logger(__name__)
 

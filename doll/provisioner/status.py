@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from doll.amounts import usd
-from doll.bounded import json_object
 from doll.errors import ConfigError
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import InstanceState
 from doll.provisioner.state_store import FileStateStore
+from doll.records.bounded import json_object
 
 _STATES: Final = {InstanceState.PENDING: "booting", InstanceState.ENDING: "terminating"}
 _TAIL_BYTES: Final = 4_000_000  # lines are long; the newest decision is near the end

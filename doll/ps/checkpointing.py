@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import msgspec
 
-from doll.bounded import short
 from doll.errors import CheckpointError
 from doll.ps.engine.events import EngineSnapshot
+from doll.records.bounded import short
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.telemetry import get_logger
 

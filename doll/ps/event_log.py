@@ -13,10 +13,10 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from doll.bounded import short
 from doll.errors import RecordError
 from doll.ps.engine.events import Event
 from doll.ps.start import Start
+from doll.records.bounded import short
 from doll.storage.blobs import Buffer
 
 _LENGTH: Final = struct.Struct("<I")

@@ -13,7 +13,7 @@ from doll.process.health import Heartbeat
 from doll.ps.channels.control_channel import ControlChannel
 from doll.ps.engine import events as ev
 from doll.ps.server import ParameterServer
-from doll.records import Alive, Announce, Evaluated, GetRows, Join, Leave, Nack, Push, Skip, decode
+from doll.records.control import Alive, Announce, Evaluated, GetRows, Join, Leave, Nack, Push, Skip, decode
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

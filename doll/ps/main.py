@@ -15,7 +15,7 @@ from doll.kafka.samples_topic import ReplacedSamplesError, describe_samples
 from doll.ledger.admission import ANY_TERM, admit
 from doll.ledger.generations import Lineage
 from doll.ledger.snapshot_counts import read_counts
-from doll.model import FlatModel, build, fingerprint
+from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
@@ -32,7 +32,7 @@ from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.storage.stores import checkpoint_location, open_blobs, open_store
-from doll.task import load_task
+from doll.task.base import load_task
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from doll.config import JobConfig
-from doll.model import build, fingerprint
+from doll.model.flat_model import build, fingerprint
 from doll.ps.checkpointing import encode_snapshot
 from doll.ps.engine import events as ev
 from doll.ps.event_log import read_log
@@ -17,7 +17,7 @@ from doll.ps.start import make_engine
 from doll.storage.blobs import blob_info, scope_of
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.contributions import decode_contribution
-from doll.task import load_task
+from doll.task.base import load_task
 
 
 def replay(

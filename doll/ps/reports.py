@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import AppliedBatch, AppliedSet, ApplyUpdate
 from doll.ps.engine.stuck import shortfall
-from doll.records import Measures, Member, ServerStatus, Update, WorkerStatus
+from doll.records.control import Measures, Member, ServerStatus, Update, WorkerStatus
 
 
 def update_record(update: ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float) -> Update:

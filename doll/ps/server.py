@@ -37,7 +37,7 @@ from doll.ps.engine.measures import PolicyMeasures
 from doll.ps.engine.stuck import StallDetector
 from doll.ps.model.model_host import ModelHost
 from doll.ps.reports import server_status, update_record
-from doll.records import (
+from doll.records.control import (
     AnyRecord,
     Durable,
     Evaluated,

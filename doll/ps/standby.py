@@ -17,7 +17,7 @@ from doll.config import JobConfig
 from doll.errors import FencedError, ServiceUnavailableError
 from doll.kafka.reader import Partition, Reader, from_end
 from doll.kafka.tail import RecordReader
-from doll.records import AnyRecord, Finished, ServerStatus, TermStarted, Update
+from doll.records.control import AnyRecord, Finished, ServerStatus, TermStarted, Update
 from doll.services import Services
 from doll.telemetry import get_logger
 

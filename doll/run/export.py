@@ -16,7 +16,7 @@ _HOW_TO_LOAD = """\
 from pathlib import Path
 from safetensors.torch import load_file
 from doll.config import load
-from doll.task import load_task
+from doll.task.base import load_task
 model = load_task(load(Path("job.yaml"))).build_model()  # the job file, of the run folder or your own
 model.load_state_dict(load_file("model.safetensors"))
 model.eval()
@@ -39,9 +39,9 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
     from safetensors.torch import save_file
 
     from doll.evaluation.stored_weights import newest_weights
-    from doll.model import build
+    from doll.model.flat_model import build
     from doll.storage.stores import checkpoint_location
-    from doll.task import load_task
+    from doll.task.base import load_task
 
     model = build(config, load_task(config), with_rows=False)
     stored = newest_weights(config, run_folder, model)

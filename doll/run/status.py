@@ -23,7 +23,7 @@ from doll.monitor.views.run_report import summary
 from doll.monitor.views.text import one_line, worker_table
 from doll.process.files import read_json
 from doll.process.metric_names import TERM
-from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
+from doll.records.control import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
 from doll.run.target import Target
 from doll.service_checks import require_kafka
 from doll.services import Services

@@ -16,11 +16,11 @@ import torch
 from doll.config import OptimizerConfig
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.evaluation.heldout import HeldOut, HeldOutError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
 from doll.ps.engine.events import ApplyUpdate, SendGrant
 from doll.ps.model.updater import ContributionBuffer
-from doll.task import Task
+from doll.task.base import Task
 
 # (worker, number of the batch) -> samples x of shape (b, ...), targets y of shape (b, ...)
 Batches = Callable[[int, int], tuple[npt.NDArray[Any], npt.NDArray[Any]]]

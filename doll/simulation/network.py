@@ -26,7 +26,7 @@ from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, P
 from doll.ps.policies import Policy, make_policy
 from doll.ps.policies.essp import Essp
 from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp
-from doll.records import PushedBatch
+from doll.records.control import PushedBatch
 from doll.simulation.randomness import Draw, blocks
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import MESSAGE, System

@@ -35,7 +35,7 @@ from doll.ps.engine.events import (
 from doll.ps.engine.measures import PolicyMeasures
 from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import Policy, make_policy
-from doll.records import Announce, Join, Leave, Push, PushedBatch
+from doll.records.control import Announce, Join, Leave, Push, PushedBatch
 from doll.simulation.randomness import Draw, compute_time, samples_time
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.trajectory import Trajectory

@@ -20,7 +20,7 @@ from doll.pipeline.planner.timeline import Timeline
 from doll.ps.engine.events import ApplyUpdate, PublishWeights, SendGrant, StopRequested
 from doll.ps.policies import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
-from doll.records import PushedBatch
+from doll.records.control import PushedBatch
 from doll.simulation.randomness import blocks
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import MESSAGE, System

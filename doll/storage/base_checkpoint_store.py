@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import Final
 
 from doll import telemetry
+from doll.config.fingerprint import differences, parse, refused_changes
 from doll.errors import CheckpointError, FencedError
-from doll.fingerprint import differences, parse, refused_changes
 from doll.storage.checkpoints import Checkpoint, DamagedError, decode_checkpoint
 
 log = telemetry.get_logger(__name__)

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from doll.bounded import short
 from doll.errors import CheckpointError
+from doll.records.bounded import short
 from doll.storage.blobs import Buffer
 
 MAGIC: Final = b"DLCK"
@@ -44,7 +44,7 @@ class Checkpoint:
     """One durable model.
 
     Attributes:
-        fingerprint: see `doll.fingerprint`, which also says which changes a job may make and go on from here.
+        fingerprint: see `doll.config.fingerprint`, which also says which changes a job may make and go on from here.
         term: of the parameter server that wrote it.
         version: model version, J.
         state: the engine's snapshot (MessagePack), opaque to stores.

@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from doll.rows import Rows, TableShape
 from doll.storage.blobs import Buffer, blob_info, decode_blob, encode_blob
 from doll.storage.sections import decode_push, encode_push
+from doll.tables.rows import Rows, TableShape
 
 Vector = npt.NDArray[np.float32]
 Tables = Mapping[str, TableShape]
@@ -44,11 +44,9 @@ def encode_contribution(
     """The blob of a contribution, the shorter one of its two forms.
 
     Args:
-        values: float32, shape (numel,), laid out as `doll.model` says. The parts are views of it where they can be.
-        num_parameters: the first so many may be left out where they are zero.
-        version: of the weights that it was computed at.
-        rows: of tables, by name.
-        tables: shapes of all tables of the model.
+        values: float32, shape (numel,), laid out as `doll.model.flat_model` says. The parts are views of it where they
+        can be. num_parameters: the first so many may be left out where they are zero. version: of the weights that it
+        was computed at. rows: of tables, by name. tables: shapes of all tables of the model.
     """
     parameters = values[:num_parameters]
     ids = np.flatnonzero(parameters)

@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import BlobError, NotFiniteError
-from doll.rows import Ids, Rows, TableShape
 from doll.storage.blobs import Buffer, BytesKind, decode_bytes, encode_bytes
 from doll.storage.key_coding import decode_keys, encode_keys
+from doll.tables.rows import Ids, Rows, TableShape
 
 Vector: TypeAlias = npt.NDArray[np.float32]
 # A vector's number of values, or a table's shape, by name. A model's flat vector has the name FLAT.

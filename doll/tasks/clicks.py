@@ -17,7 +17,7 @@ import numpy.typing as npt
 from doll.errors import BadRecordsError, SampleError
 from doll.producers.sources import criteo, lines
 from doll.producers.sources.synthetic_clicks import LOG_SCALE
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from doll.task import Sample
+from doll.task.base import Sample
 from doll.tasks.images import GreyImageTask
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from doll.errors import ConfigError
-from doll.task import Sample
+from doll.task.base import Sample
 from doll.tasks.images import GreyImageTask
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import SampleError
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 
 
 class GreyImageTask(Task):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from doll.errors import BadRecordsError, SampleError
 from doll.producers.sources import ratings
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 
 if TYPE_CHECKING:
     import torch

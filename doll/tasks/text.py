@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.producers.sources.text import read_lines, records, tokens
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 
 if TYPE_CHECKING:
     import torch

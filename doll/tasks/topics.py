@@ -66,7 +66,7 @@ class Topics(TextTask):
         """What a batch of documents adds to the counts `weights`: whole numbers >= 0, float32, shape (numel,).
 
         Args:
-            weights: of the model, laid out as `doll.model` says.
+            weights: of the model, laid out as `doll.model.flat_model` says.
             x: the documents, shape (n, max_tokens).
             y: not used.
 

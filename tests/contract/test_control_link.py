@@ -26,7 +26,7 @@ from doll.errors import ServiceUnavailableError
 from doll.local.redis_server import LocalRedis
 from doll.ps.channels.control_links import ControlLinks, LocalListener
 from doll.ps.channels.stream_listener import StreamListener
-from doll.records import (
+from doll.records.control import (
     Alive,
     AnyRecord,
     Attach,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from doll.config import JobConfig, SgdConfig, parse
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.model.local_host import LocalModelHost

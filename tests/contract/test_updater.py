@@ -11,7 +11,7 @@ import pytest
 import torch
 from doll.config import AdagradConfig, AdamConfig, SgdConfig
 from doll.errors import CheckpointError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.contribution import Contribution
 from doll.optim.optimizer import DivergedError, Optimizer
 from doll.ps.engine.events import ApplyUpdate

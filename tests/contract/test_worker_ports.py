@@ -16,10 +16,10 @@ from doll.consumers.intake.decoder import Decoder, ThreadDecoder
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import ServiceUnavailableError, TaskError
-from doll.model import FlatModel
-from doll.records import Grant
+from doll.model.flat_model import FlatModel
+from doll.records.control import Grant
 from doll.storage.blobs import decode_blob, encode_blob
-from doll.task import Task
+from doll.task.base import Task
 from doll.testing import MemoryBlobs
 from worker_fakes import grant
 

@@ -25,11 +25,10 @@ from doll.config.policy import POLICIES
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, Exit, GradientDone, Send, WorkerCore
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
-from doll.packing import pack, unpack
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
-from doll.records import (
+from doll.records.control import (
     Alive,
     Announce,
     AnyRecord,
@@ -57,9 +56,10 @@ from doll.records import (
     decode,
     encode,
 )
+from doll.records.packing import pack, unpack
 from doll.storage.blobs import Latest, blob_info, decode_blob, decode_latest, encode_blob, encode_latest
 from doll.storage.checkpoints import Checkpoint, DamagedError, decode_checkpoint, encode_checkpoint
-from doll.task import Task, load_task
+from doll.task.base import Task, load_task
 from fuzzing import MAX_INPUT_S, call_or_none, inputs
 from paths import EXAMPLES
 from statuses import live_worker, server_status

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import pytest
 import structlog
-from doll.bounded import MAX_DEPTH, MalformedError, json_value
 from doll.config import load, parse
 from doll.consumers.lifecycle.spot_notices import Imds, NoticeWatcher
 from doll.errors import CheckpointError, ConfigError, RecordError, ServiceUnavailableError
@@ -40,7 +39,8 @@ from doll.ps.checkpointing import decode_snapshot
 from doll.ps.engine.events import EngineSnapshot
 from doll.ps.event_log import FileEventLog, LogEntry, read_log
 from doll.ps.start import Start
-from doll.records import Join, Metric, Update
+from doll.records.bounded import MAX_DEPTH, MalformedError, json_value
+from doll.records.control import Join, Metric, Update
 from doll.storage.checkpoints import Checkpoint, encode_checkpoint
 from fuzzing import call_or_none, inputs
 from paths import SHARED_DATA

@@ -21,7 +21,7 @@ from doll.ledger.balance import LedgerReport
 from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import Restart, RoleSpec, Supervisor
 from doll.ps.checkpointing import decode_snapshot
-from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update, decode, encode
+from doll.records.control import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update, decode, encode
 from doll.services import BLOBS_ENV, Services
 from doll.storage.blobs import scope_of
 from doll.storage.checkpoints import Checkpoint

@@ -18,7 +18,7 @@ from doll.kafka.clients import kafka_settings
 from doll.ledger import audit as audit_module
 from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport, Range
-from doll.records import AnyRecord, DeadLetter, Finished, Member, TermStarted, Update, encode
+from doll.records.control import AnyRecord, DeadLetter, Finished, Member, TermStarted, Update, encode
 from doll.services import Services
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.file_checkpoints import FileCheckpointStore

@@ -19,10 +19,9 @@ from doll.drill.damage import send_bomb
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
 from doll.kafka.reader import Partition
-from doll.packing import pack
 from doll.process.fault_points import ENV, MARKER_ENV
 from doll.ps.channels.kafka_channel import KafkaChannel
-from doll.records import (
+from doll.records.control import (
     Alive,
     Announce,
     DeadLetter,
@@ -38,6 +37,7 @@ from doll.records import (
     Welcome,
     encode,
 )
+from doll.records.packing import pack
 from pushes import push_of
 
 pytestmark = pytest.mark.integration

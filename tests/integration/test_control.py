@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from doll.drill.relay import Relays
-from doll.records import ServerStatus
+from doll.records.control import ServerStatus
 from doll.services import CONTROL_ENV
 
 pytestmark = pytest.mark.integration

@@ -20,7 +20,7 @@ from doll.local.forks import ForkServer, Role
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
 from doll.monitor.state.csv_file import read_rows
-from doll.records import AnyRecord, Evaluated, Finished, Metric, TermStarted, Update, encode
+from doll.records.control import AnyRecord, Evaluated, Finished, Metric, TermStarted, Update, encode
 from doll.services import Services
 from doll.storage.blobs import Latest, encode_blob, encode_latest, latest_key, weights_key
 from doll.storage.checkpoints import Checkpoint
@@ -181,8 +181,8 @@ def test_it_measures_versions_follows_a_restart_and_ends_with_the_last_version(m
 def test_it_waits_for_redis_and_takes_a_lost_last_version_from_the_checkpoint(
     make_rig: Any, redis_server: LocalRedis
 ) -> None:
-    from doll.model import build, fingerprint
-    from doll.task import load_task
+    from doll.model.flat_model import build, fingerprint
+    from doll.task.base import load_task
 
     rig: Rig = make_rig()
     role = rig.start()

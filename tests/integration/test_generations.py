@@ -19,7 +19,7 @@ from doll.kafka.publisher import Publisher
 from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.ledger.audit import audit
 from doll.local.processes import end, spawn
-from doll.records import Finished
+from doll.records.control import Finished
 from doll.run.folder import RunFolder
 from doll.run.status import require_finished
 from doll.run.target import Target

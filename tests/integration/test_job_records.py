@@ -14,7 +14,7 @@ from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
 from doll.kafka.job_records import JobRecords
 from doll.kafka.tail import TimedRecord
-from doll.records import Evaluated, Hello, Leave, Metric, encode
+from doll.records.control import Evaluated, Hello, Leave, Metric, encode
 from record_builders import update
 
 pytestmark = pytest.mark.integration

@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 from doll.consumers.channels import kafka_channel
 from doll.local.processes import free_port
-from doll.records import Hello, Stop
+from doll.records.control import Hello, Stop
 from doll.services import Services
 from waiting import WAIT_TIMEOUT_S
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from doll import config as job_config
-from doll import packing, records
 from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.kafka import topics
@@ -24,8 +23,10 @@ from doll.kafka.clients import kafka_settings
 from doll.local.kafka_broker import LocalKafka
 from doll.producers.main import run_producer
 from doll.producers.position import position_headers, source_name
+from doll.records import control as records
+from doll.records import packing
 from doll.services import Services
-from doll.task import load_task
+from doll.task.base import load_task
 from paths import ROOT
 from waiting import WAIT_TIMEOUT_S, until
 

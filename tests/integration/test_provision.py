@@ -19,7 +19,7 @@ from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import LaunchError, Order
 from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.state_store import FileStateStore
-from doll.records import Finished, Leave, Metric
+from doll.records.control import Finished, Leave, Metric
 from doll.run.folder import RunFolder
 from doll.run.spot.provisioning import machines_of
 from doll.run.status import JobStatus, status_of

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from doll.provisioner.fleets.port import Order
 from doll.provisioner.state_store import FileStateStore
-from doll.records import Finished, TermStarted
+from doll.records.control import Finished, TermStarted
 from doll.services import KAFKA_ENV, REDIS_ENV
 from fleet_rigs import Ec2Rig
 from moto.server import ThreadedMotoServer

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from doll.config import dump, load
 from doll.provisioner.state_store import FileStateStore
-from doll.records import Leave
+from doll.records.control import Leave
 from doll.services import KAFKA_ENV, REDIS_ENV
 from waiting import WAIT_TIMEOUT_S
 

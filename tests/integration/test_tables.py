@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from doll.config import JobConfig, parse
-from doll.model import build
-from doll.records import GetRows
-from doll.rows import TableShape
+from doll.model.flat_model import build
+from doll.records.control import GetRows
 from doll.run.export import export_model
 from doll.storage.blobs import row_request_key
 from doll.storage.sections import RowRequest, encode_row_request
 from doll.storage.stores import open_blobs
-from doll.task import load_task
+from doll.tables.rows import TableShape
+from doll.task.base import load_task
 
 pytestmark = pytest.mark.integration
 

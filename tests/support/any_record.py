@@ -7,7 +7,7 @@ import typing
 from typing import Any, get_args, get_origin
 
 import msgspec
-from doll.records import AnyRecord
+from doll.records.control import AnyRecord
 from hypothesis import strategies as st
 
 TYPES: tuple[type[msgspec.Struct], ...] = get_args(AnyRecord)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 
 
 class Bags(Task):

@@ -34,7 +34,7 @@ from doll.consumers.protocol.worker_core import Batch, Compute, Exit, GradientDo
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import BlobError
-from doll.model import FlatModel, build
+from doll.model.flat_model import FlatModel, build
 from doll.optim.contribution import Contribution
 from doll.optim.row_optimizer import row_optimizer
 from doll.ps.checkpointing import encode_snapshot
@@ -42,7 +42,7 @@ from doll.ps.engine import events as ev
 from doll.ps.model.local_host import LocalModelHost
 from doll.ps.model.model_parts import make_parts
 from doll.ps.start import Start, make_engine
-from doll.records import (
+from doll.records.control import (
     Alive,
     AnyRecord,
     Durable,
@@ -58,9 +58,9 @@ from doll.records import (
     Settle,
     Welcome,
 )
-from doll.rows import Ids, Rows
 from doll.storage.checkpoints import Checkpoint
-from doll.task import Task, load_task
+from doll.tables.rows import Ids, Rows
+from doll.task.base import Task, load_task
 from doll.testing import MemoryBlobs
 from msgspec import structs
 

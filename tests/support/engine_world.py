@@ -37,7 +37,7 @@ from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import LockstepConfig
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.ps.policies.wsp import WspPolicyConfig
-from doll.records import (
+from doll.records.control import (
     AnyRecord,
     Durable,
     Fence,

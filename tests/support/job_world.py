@@ -17,7 +17,7 @@ from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.state import Market, PlannerSettings
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.traces.model import Series, constant
-from doll.records import Alive, Finished, Join, ServerStatus, TermStarted, Update, Welcome
+from doll.records.control import Alive, Finished, Join, ServerStatus, TermStarted, Update, Welcome
 from doll.theory.cost import Prices
 
 SPOT, ON_DEMAND = 0.158, 0.286

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from doll.kafka.publisher import Publisher
-from doll.records import AnyRecord
+from doll.records.control import AnyRecord
 
 
 class KeptRecords:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 from doll.config import JobConfig, parse
-from doll.model import build, fingerprint
+from doll.model.flat_model import build, fingerprint
 from doll.optim.optimizer import Optimizer
 from doll.ps.engine import events as ev
 from doll.ps.event_log import FileEventLog
 from doll.ps.model.local_host import LocalModelHost
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
-from doll.records import Announce, AnyRecord, Grant, Join, ServerStatus, Welcome
+from doll.records.control import Announce, AnyRecord, Grant, Join, ServerStatus, Welcome
 from doll.storage.blobs import encode_blob, gradient_key
-from doll.task import load_task
+from doll.task.base import load_task
 from doll.testing import MemoryBlobs, MemoryCheckpointStore
 from msgspec import structs
 from pushes import answer

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 from torch import nn
 from torch.nn import functional
 

@@ -23,12 +23,12 @@ from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
 from doll.consumers.pipeline.stage_processes import start_stages
 from doll.consumers.pipeline.task_log import TaskLog
 from doll.consumers.protocol.worker_core import Batch, GradientDone
-from doll.model import build
+from doll.model.flat_model import build
 from doll.pipeline.planner.cut import check_with_samples, cut
-from doll.records import Grant, NewVersion
+from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.storage.contributions import decode_contribution
-from doll.task import load_task
+from doll.task.base import load_task
 from doll.testing import MemoryBlobs
 from stage_models import samples
 from waiting import WAIT_TIMEOUT_S

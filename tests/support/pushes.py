@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from doll.ps.engine.events import AppliedBatch, AppliedSet, SendGrant
-from doll.records import Grant, Push, PushedBatch
+from doll.records.control import Grant, Push, PushedBatch
 
 
 def push_of(

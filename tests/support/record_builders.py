@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from doll.records import Finished, Member, TermStarted, Update
+from doll.records.control import Finished, Member, TermStarted, Update
 
 
 def term_started(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 from torch import nn
 
 FEATURES = 6

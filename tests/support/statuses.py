@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from doll.records import ServerStatus, WorkerStatus
+from doll.records.control import ServerStatus, WorkerStatus
 
 
 def server_status(workers: Sequence[WorkerStatus] = (), **fields: Any) -> ServerStatus:

@@ -21,15 +21,15 @@ from doll.consumers.protocol.worker_core import Batch, Compute, Offer, Send, Wor
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import BlobError
-from doll.model import build
+from doll.model.flat_model import build
 from doll.optim.row_optimizer import row_optimizer
 from doll.ps.engine import events as ev
 from doll.ps.model.local_host import LocalModelHost
 from doll.ps.model.model_parts import make_parts
 from doll.ps.start import Start, make_engine
-from doll.records import Announce, GetRows, Grant, Join, NewVersion, Push, RowsStored, Welcome
+from doll.records.control import Announce, GetRows, Grant, Join, NewVersion, Push, RowsStored, Welcome
 from doll.storage.blobs import scope_of
-from doll.task import load_task
+from doll.task.base import load_task
 from doll.testing import MemoryBlobs
 from worker_fakes import FakeChannel
 

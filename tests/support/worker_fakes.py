@@ -11,7 +11,7 @@ from typing import Any
 from doll.consumers.compute.gradient_engine import GoesOn
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.protocol.worker_core import Batch, GradientDone
-from doll.records import AnyRecord, DeadLetter, Grant, NewVersion, Welcome, encode
+from doll.records.control import AnyRecord, DeadLetter, Grant, NewVersion, Welcome, encode
 
 
 def welcome(**changes: Any) -> Welcome:

@@ -24,12 +24,11 @@ from paths import ROOT
 
 # A package imports only from itself and from packages in the lines above. Packages of one line do not know each other.
 ORDER = (
-    ("errors", "rows"),
-    ("amounts", "bounded", "id_index", "packing", "records", "telemetry"),
-    ("refusals",),
+    ("errors",),
+    ("amounts", "records", "tables", "telemetry"),
     ("config",),
-    ("embedding_tables", "fingerprint", "model_without_tables", "process", "services", "task", "theory"),
-    ("json_task", "model"),
+    ("process", "services", "task", "theory"),
+    ("model",),
     ("kafka", "storage", "optim"),
     ("control", "pipeline", "service_checks"),
     ("local",),
@@ -55,8 +54,8 @@ PURE = (
     "doll.consumers.protocol.grants",
     "doll.consumers.protocol.worker_core",
     "doll.control.link_state",
-    "doll.fingerprint",
-    "doll.id_index",
+    "doll.config.fingerprint",
+    "doll.tables.id_index",
     "doll.kafka.topic_plan",
     "doll.ledger.balance",
     "doll.ledger.generations",
@@ -72,7 +71,7 @@ PURE = (
     "doll.monitor.state.prequential",
     "doll.monitor.state.progress",
     "doll.monitor.state.rates",
-    "doll.packing",
+    "doll.records.packing",
     "doll.pipeline.planner.allocation",
     "doll.pipeline.planner.allocation_search",
     "doll.pipeline.planner.fleet_plan",
@@ -118,9 +117,9 @@ PURE = (
     "doll.ps.engine.stuck",
     "doll.ps.tables.row_array",
     "doll.ps.tables.touched_rows",
-    "doll.records",
-    "doll.refusals",
-    "doll.rows",
+    "doll.records.control",
+    "doll.records.refusals",
+    "doll.tables.rows",
     "doll.simulation.settings",
     "doll.simulation.system",
     "doll.storage.blobs",
@@ -156,9 +155,9 @@ ADAPTERS = {
     "typer": ("doll.cli.*",),
 }  # fmt: skip
 
-MAX_LINES = 500
+MAX_LINES = 700
 # Longer, for one idea needs it.
-LONG: Mapping[str, str] = {"doll.records": "the control records are one schema with one version"}
+LONG: Mapping[str, str] = {}
 
 # Too slow to load with every module that may need them, or not installed everywhere: imported in functions.
 HEAVY = (
@@ -305,7 +304,7 @@ def test_packages_may_be_in_a_cycle_where_no_modules_are(tmp_path: Path) -> None
 
 
 def test_a_long_module_is_seen(tmp_path: Path) -> None:
-    graph = tree(tmp_path, {"a/x.py": "pass\n" * 501, "a/y.py": "pass\n" * 500})
+    graph = tree(tmp_path, {"a/x.py": "pass\n" * 701, "a/y.py": "pass\n" * 700})
     assert too_long(graph, MAX_LINES) == ["doll.a.x"]
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from doll.config import parse
 from doll.errors import ConfigError
-from doll.model import MAX_MODEL_BYTES, build
+from doll.model.flat_model import MAX_MODEL_BYTES, build
 from doll.storage.blobs import HEADER_BYTES, MAX_BLOB_BYTES
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 
 CONFIG = parse('{job: j, task: {class: "doll.tasks.synthetic:Gaussian"}, data: {workers: 1, batch_size: 4}}')
 

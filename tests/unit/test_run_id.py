@@ -12,7 +12,7 @@ from doll.ps.checkpointing import encode_snapshot
 from doll.ps.engine.engine import Engine
 from doll.ps.policies import make_policy
 from doll.ps.start import Start, engine_settings, make_engine, new_run_id
-from doll.records import Hello, TermStarted, Welcome
+from doll.records.control import Hello, TermStarted, Welcome
 from doll.storage.checkpoints import Checkpoint
 from doll.testing import MemoryBlobs
 from record_builders import term_started

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
-from doll import packing
 from doll.config import dump, parse
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
 from doll.kafka.clients import kafka_settings
 from doll.process.loopback import require_loopback
-from doll.records import decode
+from doll.records import packing
+from doll.records.control import decode
 from doll.services import Services, redis_address, resolve
 from doll.storage.blobs import decode_blob, decode_latest
 from doll.storage.checkpoints import decode_checkpoint

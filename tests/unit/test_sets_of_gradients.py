@@ -16,14 +16,14 @@ from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import Records
 from doll.consumers.protocol.worker_core import Batch, Compute, Send, WorkerCore
-from doll.model import FlatModel, build, fingerprint
+from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
 from doll.ps.model.local_host import LocalModelHost
 from doll.ps.model.model_parts import make_parts
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
-from doll.records import AnyRecord, Join, ServerStatus, Welcome
-from doll.task import Task
+from doll.records.control import AnyRecord, Join, ServerStatus, Welcome
+from doll.task.base import Task
 from doll.tasks.synthetic import Gaussian
 from doll.testing import MemoryBlobs, MemoryCheckpointStore
 from msgspec import structs

@@ -21,9 +21,9 @@ from slow_tests import mark, slow_reason
         ("import torch\n", "loads torch by test"),
         ("from torch import nn\n", "loads torch by test"),
         ("def test_it():\n    import faust.app\n", "loads faust by test"),
-        ("from doll.model import ModelState\n", "loads torch by test -> doll.model"),
+        ("from doll.model.flat_model import ModelState\n", "loads torch by test -> doll.model.flat_model"),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n", None),
-        ("from doll.records import Update\n", None),
+        ("from doll.records.control import Update\n", None),
         ("from doll.local.forks import ForkServer\n", "starts servers with doll.local.forks"),
     ],
 )
@@ -38,9 +38,9 @@ def test_imports_decide(tmp_path: Path, source: str, reason: str | None) -> None
     [
         ("tests/integration/test_planted.py", [], [], "lies in integration/"),
         ("tests/e2e/test_planted.py", [], [], "lies in e2e/"),
-        ("tests/unit/test_packing.py", ["job_name", "broker"], [], "uses the fixture broker"),
-        ("tests/unit/test_packing.py", [], ["parametrize", "fuzz"], "is marked fuzz"),
-        ("tests/unit/test_packing.py", ["tmp_path"], ["parametrize"], None),
+        ("tests/unit/records/test_packing.py", ["job_name", "broker"], [], "uses the fixture broker"),
+        ("tests/unit/records/test_packing.py", [], ["parametrize", "fuzz"], "is marked fuzz"),
+        ("tests/unit/records/test_packing.py", ["tmp_path"], ["parametrize"], None),
     ],
 )
 def test_folders_fixtures_and_markers_decide(
@@ -54,7 +54,7 @@ class Item:
     """As much of a test as `mark` looks at."""
 
     nodeid: str
-    path: Path = ROOT / "tests" / "unit" / "test_packing.py"
+    path: Path = ROOT / "tests" / "unit" / "records" / "test_packing.py"
     added: list[pytest.MarkDecorator] = field(default_factory=list)
 
     def iter_markers(self) -> Iterator[pytest.Mark]:
@@ -65,8 +65,8 @@ class Item:
 
 
 def test_what_took_long_is_slow_in_all_its_cases() -> None:
-    items = [Item(f"tests/unit/test_packing.py::{name}") for name in ("long[1]", "long[2]", "short")]
-    mark(cast("list[pytest.Item]", items), {"tests/unit/test_packing.py::long": 1.5})
+    items = [Item(f"tests/unit/records/test_packing.py::{name}") for name in ("long[1]", "long[2]", "short")]
+    mark(cast("list[pytest.Item]", items), {"tests/unit/records/test_packing.py::long": 1.5})
     assert [[marker.args for marker in item.added] for item in items] == [[("took 1.5 s",)]] * 2 + [[]]
 
 

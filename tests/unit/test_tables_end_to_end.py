@@ -9,13 +9,13 @@ import pytest
 import torch
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.consumers.tables.row_cache import FetchedRows, RowCache
-from doll.embedding_tables import EmbeddingTables
-from doll.model_without_tables import build_without_tables
+from doll.model.without_tables import build_without_tables
 from doll.optim.row_optimizer import row_optimizer
 from doll.ps.tables.store import TableStore
-from doll.rows import Floats, Ids, Rows
 from doll.storage import sections
 from doll.storage.sections import RowRequest
+from doll.tables.embedding_tables import EmbeddingTables
+from doll.tables.rows import Floats, Ids, Rows
 from torch import Tensor, nn
 
 JOB, NUM_ROWS, WIDTH = "clicks", 500, 4

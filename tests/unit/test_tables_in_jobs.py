@@ -13,8 +13,8 @@ from doll.consumers.tables.row_cache import RowCache
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError
 from doll.ps.model.local_host import LocalModelHost
-from doll.records import Grant
-from doll.rows import Floats, Ids, Rows
+from doll.records.control import Grant
+from doll.tables.rows import Floats, Ids, Rows
 from paths import SUPPORT
 from threadless_jobs import BATCHES, WORKERS, Job
 

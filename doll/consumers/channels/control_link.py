@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from doll.control.link_state import TO_WORKER, LinkError, LinkState
 from doll.control.local_socket import SocketLink, connect
 from doll.control.redis_streams import StreamLink
-from doll.records import AnyRecord, Attach, Attached, Push, Welcome
+from doll.records.control import AnyRecord, Attach, Attached, Push, Welcome
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import Partition, Reader, RecordDecoder
 from doll.process.metric_names import CONTROL_REFUSED_TOTAL, LOST_FROM, LOST_UNTIL, worker_source
-from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome
+from doll.records.control import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome
 from doll.services import Services
 from doll.telemetry import get_logger
 

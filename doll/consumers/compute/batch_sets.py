@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from doll.optim.contribution import Contribution
-from doll.rows import Rows
+from doll.tables.rows import Rows
 
 if TYPE_CHECKING:
     from doll.consumers.compute.gradient import Gradient
-    from doll.records import Grant
+    from doll.records.control import Grant
 
 
 def grant_id_of(grant: Grant | None, batch: int) -> int:

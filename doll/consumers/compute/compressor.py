@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from doll.rows import Rows, TableShape
 from doll.storage.blobs import Buffer, encode_blob
 from doll.storage.contributions import encode_contribution
+from doll.tables.rows import Rows, TableShape
 
 
 class Compressor(Protocol):
@@ -26,7 +26,8 @@ class Compressor(Protocol):
         """The blob to store, in parts as `Blobs.put` takes them.
 
         Args:
-            gradient: float32, shape (numel,), laid out as `doll.model` says. The parts may be views of it: they are
+            gradient: float32, shape (numel,), laid out as `doll.model.flat_model` says. The parts may be views of it:
+            they are
                 stored before it changes.
             version: of the weights that it was computed at.
             rows: of the model's tables, by name; none where it has no tables.

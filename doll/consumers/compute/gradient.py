@@ -12,13 +12,13 @@ import numpy.typing as npt
 import torch
 
 from doll.consumers.compute.batch_sets import grant_id_of
-from doll.embedding_tables import norm as norm_of_rows
 from doll.errors import IllegalEventError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.length import length
-from doll.records import Grant
-from doll.rows import Rows, add_in_order
-from doll.task import Task
+from doll.records.control import Grant
+from doll.tables.embedding_tables import norm as norm_of_rows
+from doll.tables.rows import Rows, add_in_order
+from doll.task.base import Task
 
 _MAX_SUM: Final = 1e38  # well below the largest float32
 
@@ -27,7 +27,8 @@ class Gradient(NamedTuple):
     """Sums over the samples of one batch.
 
     Attributes:
-        values: float32, shape (numel,), laid out as `doll.model` says. It is the model's own memory: store it before
+        values: float32, shape (numel,), laid out as `doll.model.flat_model` says. It is the model's own memory: store
+        it before
             the next `compute`.
         loss_sum: sum of the sample losses at the given weights, before learning from them.
         metric_sums: sums of the task's metrics over the samples.
@@ -265,7 +266,7 @@ class GradientSum:
         self._is_kept, self._last = True, None
 
     def values(self) -> npt.NDArray[np.float32] | None:
-        """The sum, float32, shape (numel,), as `doll.model` lays out a gradient; None without any gradient.
+        """The sum, float32, shape (numel,), as `doll.model.flat_model` lays out a gradient; None without any gradient.
 
         It is this object's memory, or the gradient's where it is one alone.
         """

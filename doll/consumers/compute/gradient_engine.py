@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeAlias
 
 from doll.consumers.protocol.worker_core import Batch, GradientDone
-from doll.records import Grant, NewVersion
+from doll.records.control import Grant, NewVersion
 
 # (batch, grant id) -> whether a set may go on with this batch. Called between two batches, from the engine's thread.
 GoesOn: TypeAlias = Callable[[int, int], bool]

@@ -19,7 +19,7 @@ from doll.consumers.intake.dead_letters import DeadLetters, usable_samples, with
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import BlobError
 from doll.process.fault_points import fault_point
-from doll.records import Grant
+from doll.records.control import Grant
 from doll.storage.blobs import Blobs, gradient_key
 from doll.telemetry import get_logger
 

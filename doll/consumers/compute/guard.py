@@ -21,7 +21,7 @@ from doll.config import AdagradConfig, AdamConfig, JobConfig, SgdConfig
 from doll.consumers.compute.bisection import RunningMedian, beyond, failing, harmful, usual_norm
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.errors import BlobError, ServiceUnavailableError, TaskError
-from doll.task import Task, stack
+from doll.task.base import Task, stack
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from doll.errors import BlobError
-from doll.records import Grant, NewVersion
+from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, decode_blob
 from doll.telemetry import get_logger
 

@@ -18,12 +18,12 @@ from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import IllegalEventError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.contribution import Contribution
 from doll.optim.optimizer import Optimizer, diverged
-from doll.records import Grant, NewVersion
-from doll.rows import Rows, add_in_order
+from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs
+from doll.tables.rows import Rows, add_in_order
 
 
 class _Step(NamedTuple):

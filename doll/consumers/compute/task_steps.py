@@ -1,4 +1,4 @@
-"""The steps of a task that defines them itself (`doll.task.Task.step`), in place of a gradient and an optimizer."""
+"""The steps of a task that defines them itself (`Task.step`), in place of a gradient and an optimizer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from doll.consumers.compute.bisection import failing
 from doll.consumers.compute.gradient import Gradient
 from doll.consumers.compute.guard import GuardedGradient, Samples
 from doll.errors import TaskError
-from doll.model import FlatModel
-from doll.task import Task
+from doll.model.flat_model import FlatModel
+from doll.task.base import Task
 
 _MAX_REASON_CHARS: Final = 300
 

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import BadRecordsError
-from doll.packing import Packed
-from doll.task import Task, as_features, as_target
+from doll.records.packing import Packed
+from doll.task.base import Task, as_features, as_target
 
 NUMERIC_KINDS: Final = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex
 _SMALL: Final = 8  # samples; a part of so many is decoded one by one once its bulk decoding failed

@@ -11,9 +11,9 @@ from doll.consumers.intake.decoding import Decoded, Records, Refused, decode_rec
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch
 from doll.kafka.unread import UnreadValue
 from doll.process.fault_points import fault_point
-from doll.records import DeadLetter
-from doll.refusals import ReasonCounts
-from doll.task import Task
+from doll.records.control import DeadLetter
+from doll.records.refusals import ReasonCounts
+from doll.task.base import Task
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

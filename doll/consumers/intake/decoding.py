@@ -17,9 +17,9 @@ import numpy.typing as npt
 from doll.consumers.intake.bulk_decoding import NUMERIC_KINDS, Part, Samples, decode_in_bulk
 from doll.errors import SampleError
 from doll.kafka.unread import UnreadValue
-from doll.packing import unpack
-from doll.records import DeadLetterCode
-from doll.task import Sample, Task, as_features, as_target
+from doll.records.control import DeadLetterCode
+from doll.records.packing import unpack
+from doll.task.base import Sample, Task, as_features, as_target
 
 MAX_REASON_CHARS = 500
 _Row = tuple[int, npt.NDArray[Any], npt.NDArray[Any]]  # place in the batch, x, y
@@ -70,7 +70,7 @@ def decode_records(task: Task, records: Records, *, samples_per_record: int, max
     """Decode the records of one batch.
 
     Args:
-        samples_per_record: m; above 1, each value is a packed record (`doll.packing`) of at most m samples.
+        samples_per_record: m; above 1, each value is a packed record (`doll.records.packing`) of at most m samples.
         max_record_bytes: a longer record is refused unread.
     """
     refused: list[Refused] = []

@@ -13,7 +13,7 @@ from doll.consumers.lifecycle.exits import ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
 from doll.kafka.samples_topic import TRUNCATED_ADVICE, lost_records, short_log_message, truncated_message
-from doll.records import AnyRecord
+from doll.records.control import AnyRecord
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from doll.bounded import json_object, short
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.records.bounded import json_object, short
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:

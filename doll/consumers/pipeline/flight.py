@@ -18,7 +18,7 @@ from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDo
 from doll.pipeline.links.frames import DTYPES
 from doll.pipeline.runtime.messages import Backward
 from doll.pipeline.runtime.virtual_worker import Submitted
-from doll.records import Grant
+from doll.records.control import Grant
 
 NO_VALUES: Final = np.zeros(0, np.float32)
 

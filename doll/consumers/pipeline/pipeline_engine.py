@@ -61,7 +61,7 @@ from doll.pipeline.runtime.virtual_worker import (
     Weights,
 )
 from doll.process.fault_points import fault_point
-from doll.records import Grant, NewVersion
+from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, decode_blob, gradient_key
 from doll.telemetry import get_logger
 

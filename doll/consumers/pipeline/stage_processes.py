@@ -28,7 +28,7 @@ from doll.config import JobConfig
 from doll.config.pipeline import PipelineConfig
 from doll.errors import ConfigError, DollError, TaskError
 from doll.local.processes import die_with_parent
-from doll.model import FlatModel, fingerprint
+from doll.model.flat_model import FlatModel, fingerprint
 from doll.pipeline.links.device import open_device
 from doll.pipeline.links.link import Link, LinkClosedError, shared_pair, socket_pair
 from doll.pipeline.profiling.layers import Layer
@@ -36,7 +36,7 @@ from doll.pipeline.runtime.messages import Failed, Ready, Stop, decode, encode
 from doll.pipeline.runtime.stage import Stage
 from doll.pipeline.runtime.stage_process import Links, SharedMemory, StageProcess
 from doll.process.memory import return_freed_memory
-from doll.task import Task
+from doll.task.base import Task
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

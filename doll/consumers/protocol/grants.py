@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from doll.records import Grant, Push, PushedBatch
+from doll.records.control import Grant, Push, PushedBatch
 
 
 class Taken(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from doll.records import Skip
+from doll.records.control import Skip
 
 # How long nothing may change before the range gives a batch: another one completes a group and is granted within
 # milliseconds; a round of exact versions may be open that lacks this worker's batch; and a grant may be taken back.

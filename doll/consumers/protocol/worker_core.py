@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from doll.config.fingerprint import difference
 from doll.consumers.protocol.grants import Grants
 from doll.consumers.protocol.skipped_batches import Skipped, SkippedBatches
-from doll.fingerprint import difference
-from doll.records import (
+from doll.records.control import (
     Alive,
     Announce,
     AnyRecord,

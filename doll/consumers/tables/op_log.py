@@ -11,7 +11,7 @@ from collections import deque
 import numpy as np
 
 from doll.errors import IllegalEventError
-from doll.rows import Floats, Ids, Rows, add_in_order, add_where_equal, no_rows
+from doll.tables.rows import Floats, Ids, Rows, add_in_order, add_where_equal, no_rows
 
 
 class OpLog:

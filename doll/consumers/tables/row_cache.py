@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from doll.consumers.tables.op_log import OpLog
 from doll.errors import BlobError
-from doll.id_index import IdIndex
-from doll.rows import Floats, Ids, Rows, TableShape, no_rows
 from doll.storage.sections import RowRequest
+from doll.tables.id_index import IdIndex
+from doll.tables.rows import Floats, Ids, Rows, TableShape, no_rows
 
 _PLACE_BYTES: Final = 8 + 8 + 1 + 9 + 16  # version, place in the index and its cells, beside the values
 

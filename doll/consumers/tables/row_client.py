@@ -10,10 +10,10 @@ from typing import Final
 from doll.config import JobConfig
 from doll.consumers.tables.row_cache import FetchedRows
 from doll.errors import BlobError, NotFiniteError
-from doll.records import GetRows, Grant, RowsStored
-from doll.rows import TableShape, no_rows
+from doll.records.control import GetRows, Grant, RowsStored
 from doll.storage.blobs import Blobs, row_request_key
 from doll.storage.sections import RowRequest, decode_rows, encode_row_request
+from doll.tables.rows import TableShape, no_rows
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

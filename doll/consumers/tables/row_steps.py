@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from doll.errors import TaskError
-from doll.id_index import IdIndex
 from doll.optim.row_optimizer import RowOptimizer
-from doll.rows import Floats, Ids, Rows
+from doll.tables.id_index import IdIndex
+from doll.tables.rows import Floats, Ids, Rows
 
 _FIRST_PLACES: Final = 1024
 _PLACE_BYTES: Final = 9 + 16 + 8 + 8  # place in the index and its cells, last use, list of free slots

@@ -13,10 +13,10 @@ from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.row_steps import RowSteps, state_row_bytes
 from doll.errors import BlobError
 from doll.optim.row_optimizer import RowOptimizer
-from doll.records import Grant, NewVersion
-from doll.rows import Floats, Ids, Rows, TableShape
+from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs
 from doll.storage.sections import RowRequest, decode_rows
+from doll.tables.rows import Floats, Ids, Rows, TableShape
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

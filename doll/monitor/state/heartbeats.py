@@ -12,7 +12,7 @@ from typing import Final
 
 from doll.process.heartbeats import LEFT
 from doll.process.metric_names import EVALUATOR, PRODUCER, PROVISIONER, TERM, worker_source
-from doll.records import AnyRecord, Metric, ServerStatus, TermStarted
+from doll.records.control import AnyRecord, Metric, ServerStatus, TermStarted
 
 HEARTBEAT_TIMEOUTS_S: Final[Mapping[str, float]] = {
     "ps": 30.0,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from doll.monitor.state.loss_trend import LossTrend
 from doll.monitor.state.prequential import Prequential
-from doll.records import AnyRecord, Finished, TermStarted, Update
+from doll.records.control import AnyRecord, Finished, TermStarted, Update
 
 UPDATE_COLUMNS = (
     "time_s", "term", "version", "n_samples", "samples_total", "batches", "prequential_loss",
@@ -118,7 +118,7 @@ class History:
         self.loss_trend = LossTrend(window)
         self.term = 0
         self.run_id = ""
-        """Of the newest term, see `doll.records.TermStarted`."""
+        """Of the newest term, see `doll.records.control.TermStarted`."""
         self.version = 0
         self.samples_total = 0
         self.restarts = 0

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from doll.bounded import short
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.loss_trend import LossTrend
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.process.metric_names import TERM, worker_of, worker_source
-from doll.records import AnyRecord, Finished, Measures, Metric, ServerStatus, TermStarted, Update
+from doll.records.bounded import short
+from doll.records.control import AnyRecord, Finished, Measures, Metric, ServerStatus, TermStarted, Update
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from doll.monitor.state.formats import byte_size, known, number
-from doll.records import Measures
+from doll.records.control import Measures
 from doll.theory.staleness import Histogram
 
 

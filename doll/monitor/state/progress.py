@@ -23,7 +23,7 @@ from doll.monitor.state.rates import (
     steady_update_rate,
 )
 from doll.process import metric_names as names
-from doll.records import AnyRecord, Measures, Metric, ServerStatus, TermStarted, Update, WorkerStatus
+from doll.records.control import AnyRecord, Measures, Metric, ServerStatus, TermStarted, Update, WorkerStatus
 
 EVENTS_KEPT = 6
 # A rate that is shown was measured over `DROP_S` behind the start, which takes as long, or more.

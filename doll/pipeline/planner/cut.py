@@ -14,7 +14,7 @@ from doll.errors import ConfigError, TaskError
 from doll.pipeline.planner.profiled import partition_by_profile
 from doll.pipeline.profiling.layers import Layer, chain, check_cut, layers_of, trial_input
 from doll.pipeline.profiling.profile import Profile
-from doll.task import Task
+from doll.task.base import Task
 
 
 def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> list[list[Layer]]:

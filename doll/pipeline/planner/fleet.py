@@ -20,12 +20,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, StringConstraints, ValidationError
 
-from doll.bounded import MalformedError, read_text
 from doll.config.explain import explain
 from doll.config.loader import plain_values
 from doll.config.section import Section
 from doll.errors import ConfigError
 from doll.pipeline.profiling.profile import Device, Network
+from doll.records.bounded import MalformedError, read_text
 
 MAX_BYTES = 1_000_000
 MAX_DEVICES = 512

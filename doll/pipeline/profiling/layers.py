@@ -22,7 +22,7 @@ from torch.fx.passes.split_module import split_module
 
 from doll.errors import ConfigError
 from doll.pipeline.links.device import crossing_problem, is_differentiable
-from doll.task import Task, stack
+from doll.task.base import Task, stack
 
 _TOLERANCE: Final = 1e-6
 _GRADIENT_TOLERANCE: Final = 1e-4

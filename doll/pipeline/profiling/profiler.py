@@ -16,7 +16,7 @@ from doll.errors import ConfigError
 from doll.pipeline.links.device import Device, as_received, is_differentiable, open_device
 from doll.pipeline.profiling.layers import Layer, trial_input
 from doll.pipeline.profiling.profile import LayerProfile, Profile
-from doll.task import Task, stack
+from doll.task.base import Task, stack
 
 _WARM_UP: Final = 2
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from doll.errors import ConfigError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 
 
 class Range(NamedTuple):

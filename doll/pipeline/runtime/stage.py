@@ -19,14 +19,14 @@ import torch
 
 from doll.config import TrainingConfig
 from doll.errors import TaskError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.length import square_length
 from doll.optim.optimizer import Optimizer
 from doll.pipeline.links.device import Device, Sent, as_received, crossing_problem, is_differentiable
 from doll.pipeline.profiling.layers import only_calls
 from doll.pipeline.runtime.messages import Commit
 from doll.pipeline.runtime.ranges import Range, homes_of, ranges_of
-from doll.task import Task
+from doll.task.base import Task
 
 Array = npt.NDArray[Any]
 
@@ -112,7 +112,7 @@ class Stage:
 
     @property
     def weights(self) -> torch.Tensor:
-        """The stage's own weights: float32, shape (numel,), laid out as `doll.model` says for its layers."""
+        """The stage's own weights: float32, shape (numel,), laid out as `doll.model.flat_model` says for its layers."""
         return self._local.flat.detach()
 
     # --- weights ----------------------------------------------------------------------------------------------------

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from doll import telemetry
-from doll.bounded import MalformedError, json_object, json_value, short
 from doll.config import ComposeFleetConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
+from doll.records.bounded import MalformedError, json_object, json_value, short
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

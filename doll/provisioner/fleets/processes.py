@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from doll.bounded import json_value, read_text, short
 from doll.errors import ConfigError
 from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import RoleSpec
 from doll.process.files import write_atomically
 from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.traces.market import MarketClock, SpotMarket
+from doll.records.bounded import json_value, read_text, short
 
 SLOT_ENV: Final = "DOLL_WORKER"
 INCARNATION_ENV: Final = "DOLL_INCARNATION"

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from doll import telemetry
-from doll.bounded import json_object, json_value, read_text, short
 from doll.errors import ServiceUnavailableError
 from doll.process.files import write_json
 from doll.provisioner.fleets.ec2.capacity import Ec2Pool
@@ -30,6 +29,7 @@ from doll.provisioner.planning.state import Market
 from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.prices.shipped import OnDemandPrice, shipped_prices
 from doll.provisioner.traces.model import MAX_USD_PER_HOUR, Series, constant
+from doll.records.bounded import json_object, json_value, read_text, short
 from doll.theory.cost import Prices
 
 if TYPE_CHECKING:

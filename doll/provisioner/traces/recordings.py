@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from doll.bounded import short
 from doll.errors import ConfigError
 from doll.provisioner.traces.formats import loader_of
 from doll.provisioner.traces.formats.ec2_prices import ON_DEMAND
 from doll.provisioner.traces.formats.form import Loader
 from doll.provisioner.traces.model import AVAILABILITY, POOLS, PRICES, Pool, TraceSet, read_folder
 from doll.provisioner.traces.tables import text_lines
+from doll.records.bounded import short
 
 _MOST_CHARS: Final = 1000  # of a reason
 _SUFFIXES: Final = (".csv", ".jsonl", ".txt", ".json", ".tsv")

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from doll.bounded import short
 from doll.errors import ConfigError
+from doll.records.bounded import short
 
 MAX_LINE_CHARS: Final = 16_000_000
 MAX_CHARS: Final = 4_000_000_000

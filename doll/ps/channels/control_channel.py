@@ -21,7 +21,7 @@ from doll.errors import ServiceUnavailableError
 from doll.ps.channels.control_links import ControlLinks, LocalListener
 from doll.ps.channels.kafka_channel import KafkaChannel
 from doll.ps.channels.stream_listener import StreamListener
-from doll.records import AnyRecord, GetRows, Grant, Nack, NewVersion, Push, RowsStored, ServerStatus, Welcome
+from doll.records.control import AnyRecord, GetRows, Grant, Nack, NewVersion, Push, RowsStored, ServerStatus, Welcome
 from doll.storage.blobs import scope_of
 from doll.telemetry import get_logger
 

@@ -17,7 +17,18 @@ from typing import Final, Protocol
 from doll.control.link_state import TO_SERVER, LinkError, LinkState
 from doll.control.local_socket import LocalSocket, SocketLink
 from doll.control.redis_streams import ServerStreamLink
-from doll.records import AnyRecord, Attach, Attached, GetRows, Grant, Nack, NewVersion, Push, RowsStored, Welcome
+from doll.records.control import (
+    AnyRecord,
+    Attach,
+    Attached,
+    GetRows,
+    Grant,
+    Nack,
+    NewVersion,
+    Push,
+    RowsStored,
+    Welcome,
+)
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

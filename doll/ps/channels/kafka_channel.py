@@ -11,7 +11,7 @@ from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka.publisher import Delivery, Publisher
 from doll.kafka.reader import Partition, Reader, from_end
-from doll.records import AnyRecord, ServerStatus
+from doll.records.control import AnyRecord, ServerStatus
 from doll.services import Services
 
 _PER_POLL: Final = 500

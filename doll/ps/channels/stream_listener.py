@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from doll.control.link_state import TO_SERVER, LinkError, LinkState
 from doll.control.redis_streams import ServerStreamLink, Streams, link_and_frame, server_stream
-from doll.records import Attach
+from doll.records.control import Attach
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:

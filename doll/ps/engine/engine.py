@@ -42,7 +42,7 @@ from doll.ps.engine.message_handling import MessageHandling
 from doll.ps.engine.partition_state import ActiveGrant, Partition, PushedSet
 from doll.ps.engine.stop_rule import progress_reached, target_reached, time_reached
 from doll.ps.policies.base import BatchId
-from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, PushedBatch, Skip
+from doll.records.control import Alive, Announce, Evaluated, Join, Leave, Nack, Push, PushedBatch, Skip
 
 # Longer than `doll.ps.engine.stuck.STALL_REPORT_S`: workers that wait for a stream without records are reported first.
 DRY_ROUND_S: Final = 15.0

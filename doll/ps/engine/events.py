@@ -1,8 +1,8 @@
 """The engine's input and output: events and actions.
 
-Events are the records that workers and the evaluator send (`doll.records`) and those below, which the parameter server
-makes. All of them can be encoded, so an event log can be kept and replayed. Actions are what the parameter server does
-next; the outcome of FetchGradient and StoreCheckpoint comes back as an event.
+Events are the records that workers and the evaluator send (`doll.records.control`) and those below, which the parameter
+server makes. All of them can be encoded, so an event log can be kept and replayed. Actions are what the parameter
+server does next; the outcome of FetchGradient and StoreCheckpoint comes back as an event.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, PushedBatch, Record, Skip
-from doll.refusals import RefusalState
+from doll.records.control import Alive, Announce, Evaluated, Join, Leave, Nack, Push, PushedBatch, Record, Skip
+from doll.records.refusals import RefusalState
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class ApplyUpdate:
     scale: float
     samples_total: int
     batches_total: int
-    settled: tuple[tuple[int, int], ...] = ()  # as in doll.records.Update
+    settled: tuple[tuple[int, int], ...] = ()  # as in doll.records.control.Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class Finish:
 
     reason: str
     version: int
-    error: str = ""  # as in doll.records.Finished
+    error: str = ""  # as in doll.records.control.Finished
 
 
 EngineAction = (
@@ -275,7 +275,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     restarts: tuple[int, ...]  # of each worker's process
     generation: int = 0  # see `doll.ledger.generations`
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
-    run_id: str = ""  # see `doll.records.TermStarted`; "": of an earlier release
+    run_id: str = ""  # see `doll.records.control.TermStarted`; "": of an earlier release
     empty_updates: int = 0  # of `version`, those that learned no sample
     refusals: RefusalState = RefusalState()
     leader_epochs: tuple[int, ...] = ()  # of each partition's last applied batch (`PushedBatch`); (): not known

@@ -11,7 +11,7 @@ from typing import Final
 
 from doll.ps.engine.events import AppliedSet, ApplyUpdate
 from doll.ps.engine.state import EngineState
-from doll.records import Measures
+from doll.records.control import Measures
 from doll.storage.sections import WireSize
 from doll.theory.staleness import ALL_UP_TO, HISTORY, StalenessMeter
 

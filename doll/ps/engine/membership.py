@@ -12,7 +12,7 @@ from typing import Final
 
 from doll.ps.engine.events import EngineAction, SendFence, SendHello
 from doll.ps.engine.partition_state import Partition
-from doll.records import Join
+from doll.records.control import Join
 
 # Sessions handed out by one parameter server lie in [term << 20, (term + 1) << 20): a later server's are always
 # higher, so it need not remember what its predecessor handed out after the last checkpoint.

@@ -29,7 +29,7 @@ from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import ActiveGrant, LatePush, PushedSet
 from doll.ps.engine.state import EngineState
 from doll.ps.policies.base import BatchId
-from doll.records import Announce, Join, Nack, Push, Skip
+from doll.records.control import Announce, Join, Nack, Push, Skip
 
 
 class MessageHandling(EngineState):

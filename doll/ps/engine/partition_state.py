@@ -20,7 +20,7 @@ from itertools import islice
 from operator import is_
 from typing import Self
 
-from doll.records import Push, Skip
+from doll.records.control import Push, Skip
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +102,9 @@ class Partition:
         self.number = number
         self.origin = origin
         self.applied = applied
-        self.leader_epoch = leader_epoch  # of the last applied batch, see `doll.records.PushedBatch`; -1: not known
+        self.leader_epoch = (
+            leader_epoch  # of the last applied batch, see `doll.records.control.PushedBatch`; -1: not known
+        )
         self.durable = applied
         self.announced = applied
         self.settled = applied  # of batches below it nothing is held back: all of their steps is at the server

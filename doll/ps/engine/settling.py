@@ -15,7 +15,7 @@ from typing import Final
 
 from doll.ps.engine.events import AppliedSet, SendSettle
 from doll.ps.engine.membership import Worker
-from doll.records import Push
+from doll.records.control import Push
 
 _ASK_AGAIN_S: Final = 3.0  # where no answer has come: the message may be lost
 

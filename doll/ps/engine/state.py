@@ -18,8 +18,8 @@ from doll.ps.engine.membership import Membership, Worker
 from doll.ps.engine.partition_state import ActiveGrant, Assignment, Partition
 from doll.ps.engine.settling import Settling
 from doll.ps.policies.base import BatchId, Policy
-from doll.records import Skip
-from doll.refusals import Refusals
+from doll.records.control import Skip
+from doll.records.refusals import Refusals
 
 _RECENT_EVENTS = 30
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from doll.config import StopConfig
-from doll.records import Evaluated
+from doll.records.control import Evaluated
 
 
 def progress_reached(stop: StopConfig, *, updates: int, samples_total: int) -> str | None:

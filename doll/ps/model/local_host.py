@@ -19,7 +19,7 @@ from doll.ps.model.model_parts import ModelParts
 from doll.ps.model.updater import ContributionBuffer, Updater
 from doll.ps.tables.row_server import RowServer, StoredRows
 from doll.ps.tables.store import TableStore
-from doll.records import GetRows
+from doll.records.control import GetRows
 from doll.storage.blobs import (
     HEADER_BYTES,
     Blobs,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.model.updater import HoldsTensors
 from doll.ps.tables.row_server import StoredRows
-from doll.records import GetRows
+from doll.records.control import GetRows
 from doll.storage.blobs import Buffer
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from doll.config import TrainingConfig
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.contribution import Contribution
 from doll.optim.optimizer import WEIGHTS, Optimizer, diverged, is_finite, load_weights, tensor_of
 from doll.optim.row_optimizer import row_optimizer

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from doll.optim.contribution import Contribution
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.tables.store import TableStore
-from doll.rows import Rows
+from doll.tables.rows import Rows
 
 _NO_ROWS: Final[Mapping[str, Rows]] = {}
 
@@ -37,7 +37,7 @@ class Updater(HoldsTensors, Protocol):
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
-        """float32, shape (numel,), laid out as `doll.model` says; a view of the live tensor."""
+        """float32, shape (numel,), laid out as `doll.model.flat_model` says; a view of the live tensor."""
         ...
 
     @property

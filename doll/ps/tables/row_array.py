@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from doll.rows import Floats, Ids
+from doll.tables.rows import Floats, Ids
 
 
 class RowArray:

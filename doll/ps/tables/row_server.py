@@ -11,7 +11,7 @@ from doll.config import JobConfig
 from doll.errors import BlobError
 from doll.ps.tables.store import TableStore
 from doll.ps.tables.subscriptions import Subscriptions
-from doll.records import GetRows
+from doll.records.control import GetRows
 from doll.storage.blobs import Blobs, changed_rows_key, rows_key
 from doll.storage.sections import Encoded, WireSize, decode_row_request, encode_rows
 

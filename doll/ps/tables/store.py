@@ -20,8 +20,8 @@ from doll.optim.optimizer import DivergedError
 from doll.optim.row_optimizer import RowOptimizer
 from doll.ps.tables.row_array import RowArray
 from doll.ps.tables.touched_rows import TouchedRows
-from doll.rows import Floats, Ids, Rows, TableShape, add_in_order
 from doll.storage.sections import RowRequest
+from doll.tables.rows import Floats, Ids, Rows, TableShape, add_in_order
 
 _PREFIX: Final = "table."
 _VALUES: Final = "values"

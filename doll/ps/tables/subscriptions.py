@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.ps.tables.store import TableStore
-from doll.rows import Ids, Rows
+from doll.tables.rows import Ids, Rows
 
 
 class Changes(NamedTuple):

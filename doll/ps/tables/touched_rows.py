@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import IllegalEventError
-from doll.rows import Ids
+from doll.tables.rows import Ids
 
 NEVER: Final = -1  # the last change of a row that has not changed
 _MIN_LOG: Final = 1024

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from doll.bounded import short
 from doll.config import JobConfig
 from doll.errors import AuditError, DollError, ServiceUnavailableError
 from doll.ledger.audit import audit
@@ -20,6 +19,7 @@ from doll.monitor.views.display import Display
 from doll.monitor.views.plots import draw
 from doll.monitor.views.run_report import RunOutcome, build_report
 from doll.process.files import unwritable, write_json
+from doll.records.bounded import short
 from doll.run.folder import RunFolder, display_path
 from doll.run.local.pipeline_plots import draw_pipelines
 from doll.services import Services

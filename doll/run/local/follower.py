@@ -13,7 +13,7 @@ from doll.local.processes import tail as last_lines
 from doll.local.supervisor import Restart
 from doll.monitor.state.progress import JobSnapshot, ProgressModel
 from doll.monitor.views.display import Display
-from doll.records import AnyRecord
+from doll.records.control import AnyRecord
 from doll.run.local.hooks import RunHook, WorkerPool
 
 POLL_S = 0.1

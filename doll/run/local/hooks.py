@@ -11,7 +11,7 @@ from doll.local.stack import Stack
 from doll.local.supervisor import RoleSpec, Supervisor
 from doll.monitor.state.progress import JobSnapshot
 from doll.provisioner.fleets.port import Instance
-from doll.records import AnyRecord
+from doll.records.control import AnyRecord
 from doll.services import Services
 
 

@@ -59,9 +59,9 @@ def check_pipeline(config: JobConfig) -> None:
     """
     if config.worker.pipeline is None:
         return
-    from doll.model import build
+    from doll.model.flat_model import build
     from doll.pipeline.planner.cut import cut
-    from doll.task import load_task
+    from doll.task.base import load_task
 
     task = load_task(config)
     module = build(config, task, with_rows=False).module
@@ -93,9 +93,9 @@ def count_parameters(config: JobConfig) -> int:
     Raises:
         ConfigError: the task cannot be loaded, or its model does not fit the policy or the optimizer.
     """
-    from doll.model import build
+    from doll.model.flat_model import build
     from doll.optim.row_optimizer import row_optimizer
-    from doll.task import load_task
+    from doll.task.base import load_task
 
     model = build(config, load_task(config), with_rows=False)
     if model.tables is not None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from doll import fingerprint
-from doll.config import JobConfig, load
+from doll.config import JobConfig, fingerprint, load
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import kafka_problem
 from doll.ledger.admission import admit

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from doll.kafka.publisher import Publisher
 from doll.provisioner.fleets.processes import Machine
-from doll.records import AnyRecord, Leave, Welcome
+from doll.records.control import AnyRecord, Leave, Welcome
 
 
 class LeaveReporter:

@@ -27,7 +27,7 @@ from doll.process.metric_names import DELIVERED_TOTAL, PRODUCER
 from doll.provisioner.billing import all_on_demand_usd
 from doll.provisioner.fleets.port import Instance
 from doll.provisioner.state_store import FileStateStore
-from doll.records import AnyRecord, Finished, Metric
+from doll.records.control import AnyRecord, Finished, Metric
 from doll.run.folder import RunFolder
 from doll.run.local.hooks import NoHook
 from doll.run.spot.machines import SpotMachines

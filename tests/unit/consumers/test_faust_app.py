@@ -24,7 +24,7 @@ from doll.consumers.runtime import WorkerRuntime
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange, Truncated
 from doll.process.health import Heartbeat
-from doll.records import Durable, Stop
+from doll.records.control import Durable, Stop
 from doll.services import Services
 from mode.services import Service
 from waiting import until

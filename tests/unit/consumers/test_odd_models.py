@@ -13,10 +13,10 @@ import pytest
 import torch
 from doll.consumers.compute.step_model import StepModel
 from doll.errors import ConfigError, TaskError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.pipeline.planner.cut import even_stops
 from doll.pipeline.profiling.layers import layers_of
-from doll.records import Grant
+from doll.records.control import Grant
 from odd_models import CASES, REFUSED, UNSEEN, case_of, odd_samples
 from pipeline_rig import Rig, answer
 from process_checks import is_gone

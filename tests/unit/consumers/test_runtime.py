@@ -21,7 +21,7 @@ from doll.consumers.protocol.worker_core import ComputedBatch, GradientDone, Sen
 from doll.consumers.runtime import WorkerRuntime
 from doll.errors import DollError, ServiceUnavailableError, TaskError
 from doll.process.health import Heartbeat
-from doll.records import Alive, Announce, AnyRecord, Durable, Leave, Nack, Push, Stop
+from doll.records.control import Alive, Announce, AnyRecord, Durable, Leave, Nack, Push, Stop
 from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeStream, grant, welcome
 
 JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'

@@ -14,7 +14,7 @@ from doll.control.link_state import (
     LinkError,
     LinkState,
 )
-from doll.records import AnyRecord, Attach, Detach, Durable, Nack, NewVersion, Ping, encode
+from doll.records.control import AnyRecord, Attach, Detach, Durable, Nack, NewVersion, Ping, encode
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,7 +12,7 @@ from doll.drill import late_copies
 from doll.drill.late_copies import LateCopies
 from doll.kafka.publisher import Delivery
 from doll.kafka.tail import TimedRecord
-from doll.records import AnyRecord, Durable, Grant, Ping, Settle, decode
+from doll.records.control import AnyRecord, Durable, Grant, Ping, Settle, decode
 from doll.services import Services
 
 CONFIG = parse("job: t\ntask: {class: 'a:B'}\ndata: {workers: 2}\n")

@@ -11,7 +11,7 @@ from doll.drill.plan import FAULT_KINDS, Fault
 from doll.drill.recovery import PoisonTracker, RecoveryTracker
 from doll.drill.set_tracker import SetTracker
 from doll.monitor.views.drill_report import lines as report_lines
-from doll.records import Member, Update
+from doll.records.control import Member, Update
 from record_builders import term_started
 
 

@@ -6,7 +6,7 @@ import pytest
 from doll.config import parse
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.drill.stream import poison_for
-from doll.task import load_task
+from doll.task.base import load_task
 
 GAUSSIAN = (
     'task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 4}}\nsource: {kind: synthetic, features: 4}\n'

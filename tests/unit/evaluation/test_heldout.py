@@ -6,7 +6,7 @@ import pytest
 import torch
 from doll.errors import ConfigError
 from doll.evaluation.heldout import CHUNK_SAMPLES, HeldOut
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 
 
 class Constant(Task):

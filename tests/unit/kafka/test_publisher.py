@@ -6,7 +6,7 @@ import pytest
 from doll.kafka import topics
 from doll.kafka.publisher import ClientError, Delivery, Publisher
 from doll.kafka.range_reader import RangeReader
-from doll.records import Hello
+from doll.records.control import Hello
 from doll.services import Services
 from job_files import job
 from structlog.testing import capture_logs

@@ -12,7 +12,7 @@ from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import Partition, Reader, RecordDecoder, from_end
 from doll.kafka.tail import RecordReader, Tail
-from doll.records import Hello, encode
+from doll.records.control import Hello, encode
 from doll.services import Services
 
 pytestmark = pytest.mark.integration

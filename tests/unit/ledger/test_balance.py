@@ -14,7 +14,7 @@ import pytest
 import record_builders
 from doll.ledger import offset_ranges
 from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range, balance
-from doll.records import DeadLetter, Finished, Member, TermStarted, Update
+from doll.records.control import DeadLetter, Finished, Member, TermStarted, Update
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ import msgspec
 from doll.ledger import dead_letters
 from doll.ledger.balance import OffsetState
 from doll.ledger.dead_letters import DeadRecord
-from doll.records import DeadLetter, encode
+from doll.records.control import DeadLetter, encode
 
 
 def test_letters_that_came_twice_count_once() -> None:

@@ -7,7 +7,7 @@ from doll.config import parse
 from doll.errors import ConfigError
 from doll.ledger.admission import ANY_TERM, fold_lineage, refuse_earlier_run, refuse_later_run
 from doll.ledger.generations import GenerationFilter, Lineage, newest
-from doll.records import DeadLetter, Finished, TermStarted, Update, decode, encode
+from doll.records.control import DeadLetter, Finished, TermStarted, Update, decode, encode
 from doll.services import Services
 from record_builders import finished, term_started, update
 

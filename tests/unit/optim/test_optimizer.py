@@ -12,7 +12,7 @@ import pytest
 import torch
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import CheckpointError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
 
 CONFIGS: dict[str, tuple[OptimizerConfig, Callable[[Any], torch.optim.Optimizer]]] = {
@@ -248,7 +248,7 @@ def test_a_server_does_not_import_torchs_compiler() -> None:
     code = """
 import sys, numpy as np, torch
 from doll.config import AdagradConfig, AdamConfig, SgdConfig
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
 for config in (SgdConfig(momentum=0.9), AdamConfig(name="adam"), AdagradConfig()):
     Optimizer(FlatModel(torch.nn.Linear(2, 1)), config).apply([np.ones(3, np.float32)], 1.0, 1)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from doll.errors import ConfigError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.pipeline.profiling.layers import chain, check_cut, layers_of
 from doll.pipeline.runtime.ranges import homes_of
-from doll.task import Task
+from doll.task.base import Task
 from torch import nn
 
 

@@ -24,7 +24,7 @@ from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.reconcile import Launch
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore, MemoryStateStore
-from doll.records import Evaluated, TermStarted, decode, encode
+from doll.records.control import Evaluated, TermStarted, decode, encode
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.theory.cost import Prices
 from hypothesis import given

@@ -24,7 +24,7 @@ from doll.provisioner.job_settings import controller_settings
 from doll.provisioner.observation import PAUSE_S
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import MemoryStateStore
-from doll.records import Alive
+from doll.records.control import Alive
 from job_files import job
 from job_world import ON_DEMAND, SPOT, FlatPrices, JobWorld, markov
 

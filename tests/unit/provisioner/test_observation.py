@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doll.provisioner.observation import Observed
-from doll.records import (
+from doll.records.control import (
     Alive,
     AnyRecord,
     Evaluated,

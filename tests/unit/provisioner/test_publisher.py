@@ -15,7 +15,7 @@ from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.publisher import DecisionPublisher
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
-from doll.records import Metric
+from doll.records.control import Metric
 from kept_records import KeptRecords
 
 

@@ -25,7 +25,7 @@ from doll.provisioner.reconcile import Launch, Terminate
 from doll.provisioner.scale_in import ScaleIn, ScaleInSettings
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import MemoryStateStore
-from doll.records import Evaluated, Member, ProvisionDecision, TermStarted, Update
+from doll.records.control import Evaluated, Member, ProvisionDecision, TermStarted, Update
 from doll.theory.scale_in import ReferenceCurve
 from fleet_rigs import Ec2Rig
 from hypothesis import given

@@ -12,7 +12,7 @@ from doll.ps.policies.base import PolicyView
 from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
 from doll.ps.policies.essp import Essp, EsspPolicyConfig
 from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp, SspPolicyConfig
-from doll.records import Grant, NewVersion
+from doll.records.control import Grant, NewVersion
 from engine_runs import play, random_steps
 from engine_world import World
 from hypothesis import example, given, settings

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 from doll.consumers.protocol.worker_core import Compute, Send
 from doll.ps.engine import events as ev
-from doll.records import Announce, Nack, Push
+from doll.records.control import Announce, Nack, Push
 from threadless_jobs import Job, Worker
 
 NEWEST = 4  # blobs.keep_versions, its default

@@ -10,7 +10,7 @@ from benchmarks.engine import Driver
 from doll.ps.engine.events import Tick
 from doll.ps.policies.base import Policy
 from doll.ps.policies.doll import Doll
-from doll.records import Leave
+from doll.records.control import Leave
 from engine_world import POLICIES
 
 SMALL, LARGE = 8, 400

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
-from doll.records import Join
+from doll.records.control import Join
 from engine_runs import check_random_run, play, random_steps
 from engine_world import POLICIES, World
 from hypothesis import example, given, settings

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from clock_world import RecordedWorld
 from doll.consumers.compute.gradient import GradientComputer
-from doll.model import build
+from doll.model.flat_model import build
 from doll.optim.optimizer import Optimizer
 from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.base import PolicyView
 from doll.ps.policies.ssp import Ssp, SspPolicyConfig
-from doll.task import load_task
+from doll.task.base import load_task
 from engine_runs import play, random_steps
 from threadless_jobs import BATCHES, WORKERS, Job
 

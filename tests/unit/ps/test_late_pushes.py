@@ -19,7 +19,7 @@ from doll.ps.policies.doll import DollPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
 from doll.ps.policies.wsp import WspPolicyConfig
-from doll.records import Alive, Announce, AnyRecord, Durable, Grant, Hello, Join, Push, Welcome
+from doll.records.control import Alive, Announce, AnyRecord, Durable, Grant, Hello, Join, Push, Welcome
 from msgspec import structs
 from pushes import push_of
 

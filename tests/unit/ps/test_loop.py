@@ -13,7 +13,7 @@ from doll.ps.channels.control_channel import ControlChannel, Incoming
 from doll.ps.engine.events import GrantsLost, StopRequested
 from doll.ps.loop import Signals, deliver, serve
 from doll.ps.server import ParameterServer
-from doll.records import Join, Leave, Nack, Stop, encode
+from doll.records.control import Join, Leave, Nack, Stop, encode
 
 LEASE_S = 5.0
 

@@ -19,7 +19,7 @@ from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll, DollPolicyConfig
-from doll.records import Announce, Join, Member, TermStarted, Update, Welcome
+from doll.records.control import Announce, Join, Member, TermStarted, Update, Welcome
 from engine_world import POLICIES, Process, World
 
 pytestmark = pytest.mark.slow  # long random runs

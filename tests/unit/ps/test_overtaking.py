@@ -10,7 +10,7 @@ import pytest
 from doll.consumers.protocol.worker_core import Compute, Send
 from doll.ps.engine import events as ev
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.records import (
+from doll.records.control import (
     Announce,
     AnyRecord,
     Durable,

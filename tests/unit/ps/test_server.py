@@ -15,14 +15,14 @@ import pytest
 import structlog
 from doll.config import JobConfig, parse
 from doll.errors import CheckpointError, FencedError
-from doll.model import build, fingerprint
+from doll.model.flat_model import build, fingerprint
 from doll.optim.optimizer import DivergedError, Optimizer
 from doll.ps.checkpointing import decode_snapshot
 from doll.ps.engine.events import StopRequested
 from doll.ps.model.local_host import LocalModelHost
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
-from doll.records import (
+from doll.records.control import (
     Alive,
     Announce,
     AnyRecord,
@@ -42,7 +42,7 @@ from doll.records import (
 )
 from doll.storage.blobs import HEADER_BYTES, decode_blob, decode_latest, encode_blob, gradient_key, latest_key
 from doll.storage.checkpoints import Checkpoint
-from doll.task import load_task
+from doll.task.base import load_task
 from doll.testing import MemoryBlobs, MemoryCheckpointStore
 from pushes import answer
 

@@ -13,7 +13,7 @@ from doll.ps.engine.state import EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.doll import Doll
-from doll.records import Alive, Announce, Join, Leave, Nack, Push
+from doll.records.control import Alive, Announce, Join, Leave, Nack, Push
 from msgspec.structs import replace
 from pushes import answer
 

@@ -14,7 +14,7 @@ from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.ssp import Ssp
-from doll.records import Announce, Join, Push, Skip
+from doll.records.control import Announce, Join, Push, Skip
 from engine_runs import play, random_steps
 from engine_world import POLICIES, Applied, Process, World
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doll.ps.standby import LeaderLease
-from doll.records import AnyRecord, Finished, Metric, ServerStatus
+from doll.records.control import AnyRecord, Finished, Metric, ServerStatus
 from record_builders import term_started, update
 
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import CheckpointError, ConfigError, IllegalEventError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
 from doll.optim.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowSgd, row_optimizer
 from doll.ps.tables.row_array import RowArray
 from doll.ps.tables.store import Table, TableStore
 from doll.ps.tables.subscriptions import Subscriptions
 from doll.ps.tables.touched_rows import NEVER, TouchedRows
-from doll.rows import Floats, Rows, add_in_order
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
 from doll.storage.sections import RowRequest
+from doll.tables.rows import Floats, Rows, add_in_order
 from hypothesis import given
 from hypothesis import strategies as st
 

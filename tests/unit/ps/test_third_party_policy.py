@@ -16,7 +16,7 @@ from doll.config import dump, parse
 from doll.config.policy import POLICIES, PolicyConfig
 from doll.errors import ConfigError
 from doll.ps.policies import make_policy, policy_spec
-from doll.records import NewVersion
+from doll.records.control import NewVersion
 from doll.simulation.report import summarise
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System

@@ -26,7 +26,7 @@ from doll.consumers.protocol.worker_core import StoreRest, WorkerAction, WorkerC
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import EngineAction
 from doll.ps.engine.settling import Settling
-from doll.records import Grant, Settle
+from doll.records.control import Grant, Settle
 from fuzzing import SEED, SHARE
 from paths import SUPPORT
 

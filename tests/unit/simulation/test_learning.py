@@ -7,7 +7,7 @@ import pytest
 import torch
 from doll.config import SgdConfig
 from doll.consumers.compute.gradient import GradientComputer
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
 from doll.provisioner.traces.availability import Markov
 from doll.ps.engine.events import SendGrant

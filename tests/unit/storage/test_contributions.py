@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from doll.errors import BlobError
-from doll.rows import Rows
 from doll.storage.blobs import blob_info, encode_blob
 from doll.storage.contributions import decode_contribution, encode_contribution
 from doll.storage.sections import encode_push
+from doll.tables.rows import Rows
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from doll.errors import BlobError, NotFiniteError
-from doll.rows import Rows, TableShape
 from doll.storage import sections
 from doll.storage.blobs import HEADER_BYTES, encode_bytes
 from doll.storage.sections import FLAT, RowRequest
+from doll.tables.rows import Rows, TableShape
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -19,9 +19,9 @@ from doll import config as job_config
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BadRecordsError, ConfigError, SampleError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.producers.sources import criteo, synthetic_clicks
-from doll.task import Task, load_task, stack
+from doll.task.base import Task, load_task, stack
 from doll.tasks.clicks import Clicks, columns_of, mix
 from doll.tasks.embeddings import SparseLinear
 from hypothesis import given

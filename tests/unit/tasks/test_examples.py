@@ -11,7 +11,7 @@ from doll import config as job_config
 from doll.config import DigitsSource, JobConfig
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.producers import sources
-from doll.task import as_features, load_task
+from doll.task.base import as_features, load_task
 from paths import EXAMPLES
 
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))

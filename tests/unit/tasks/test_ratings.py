@@ -15,10 +15,10 @@ from doll import config as job_config
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BadRecordsError, SampleError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.producers import sources
 from doll.producers.sources import ratings
-from doll.task import Task, load_task, stack
+from doll.task.base import Task, load_task, stack
 from doll.tasks.ratings import MatrixFactorization, Pmf
 from hypothesis import given
 from hypothesis import strategies as st

@@ -18,7 +18,7 @@ from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.producers import sources
 from doll.producers.sources import digits, images
-from doll.task import Task, load_task, stack
+from doll.task.base import Task, load_task, stack
 from doll.tasks.digits import Digits
 from doll.tasks.emnist import Emnist
 from doll.tasks.intrusion import FAMILIES, Intrusion

@@ -14,9 +14,9 @@ import torch
 from doll import config as job_config
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.guard import Guard
-from doll.embedding_tables import EmbeddingTables
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.producers import sources
+from doll.tables.embedding_tables import EmbeddingTables
 from doll.tasks.words import SkipGram
 from paths import SHARED_DATA
 

@@ -15,9 +15,9 @@ import torch
 from doll import config as job_config
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BadRecordsError, ConfigError, SampleError
-from doll.model import build, fingerprint
+from doll.model.flat_model import build, fingerprint
 from doll.producers import sources
-from doll.task import Task, load_task, stack
+from doll.task.base import Task, load_task, stack
 from doll.tasks.text import ENGLISH, TextTask, Vocabulary, write_vocabulary
 from doll.tasks.topics import Topics
 from doll.tasks.words import SkipGram

@@ -16,9 +16,9 @@ from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.task_steps import OwnSteps
 from doll.errors import TaskError
 from doll.evaluation.heldout import HeldOut
-from doll.model import FlatModel, build
+from doll.model.flat_model import FlatModel, build
 from doll.producers import sources
-from doll.task import Sample, load_task, stack
+from doll.task.base import Sample, load_task, stack
 from doll.tasks import lda
 from doll.tasks.topics import Topics
 from paths import SHARED_DATA

@@ -15,9 +15,9 @@ from datetime import datetime
 from typing import Any, Final
 
 from doll import telemetry
-from doll.bounded import MalformedError, json_object, short
 from doll.errors import ServiceUnavailableError
 from doll.provisioner.fleets.ec2.client import aws_errors
+from doll.records.bounded import MalformedError, json_object, short
 
 log = telemetry.get_logger(__name__)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from doll.bounded import short
 from doll.errors import ConfigError
 from doll.provisioner.traces.formats.form import MAX_HEADER_CHARS, Parts, TraceFormat, steps, unpriced
 from doll.provisioner.traces.model import MAX_MACHINES, TraceSet
 from doll.provisioner.traces.tables import moment, number, text_lines
+from doll.records.bounded import short
 
 _EVENT = re.compile(r"\s*[-+.\de]+\s*,\s*(add|remove)\s*,[^,]*", re.IGNORECASE)
 _COUNT = re.compile(r"\s*\d{4}-\d\d-\d\d\s*,\s*\d\d:\d\d(:\d\d)?\s*,\s*\d+\s*")

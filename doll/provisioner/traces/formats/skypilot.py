@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from doll.bounded import MalformedError, json_object, short
 from doll.errors import ConfigError
 from doll.provisioner.traces.formats.form import Parts, TraceFormat, nothing_in, unpriced
 from doll.provisioner.traces.model import Pool, Series, TraceSet
 from doll.provisioner.traces.tables import text_lines
+from doll.records.bounded import MalformedError, json_object, short
 
 _LONGEST_GAP_S = 1e7
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from doll.config import SgdConfig, parse
+from doll.config.fingerprint import difference
 from doll.consumers.compute.gradient import Gradient, GradientComputer, GradientSum
 from doll.errors import ConfigError, IllegalEventError
-from doll.fingerprint import difference
-from doll.model import FlatModel, build, fingerprint
+from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 from doll.tasks.synthetic import Gaussian
 from worker_fakes import grant
 

@@ -16,9 +16,9 @@ from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import Records
 from doll.consumers.protocol.worker_core import Batch
-from doll.model import build
+from doll.model.flat_model import build
 from doll.storage.blobs import decode_blob, encode_blob
-from doll.task import Sample, load_task
+from doll.task.base import Sample, load_task
 from doll.testing import MemoryBlobs
 from worker_fakes import FakeChannel, grant
 

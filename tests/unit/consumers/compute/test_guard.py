@@ -13,9 +13,9 @@ from doll.config import parse
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.guard import Guard, GuardedGradient, Samples
 from doll.errors import TaskError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 
 BATCH, GROUP = 32, 2
 JOB = f"""

@@ -12,11 +12,11 @@ from doll.config import TrainingConfig
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.step_model import StepModel
 from doll.errors import IllegalEventError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
-from doll.records import Grant, NewVersion
+from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
-from doll.task import Task
+from doll.task.base import Task
 from doll.testing import MemoryBlobs
 from worker_fakes import grant
 

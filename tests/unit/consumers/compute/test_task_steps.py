@@ -13,8 +13,8 @@ from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.compute.task_steps import OwnSteps
 from doll.errors import ConfigError, TaskError
-from doll.model import FlatModel, build
-from doll.task import Task
+from doll.model.flat_model import FlatModel, build
+from doll.task.base import Task
 from doll.testing import MemoryBlobs
 
 JOB = """

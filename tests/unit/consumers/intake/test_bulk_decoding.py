@@ -15,9 +15,9 @@ import pytest
 from doll import JsonTask
 from doll.consumers.intake.decoding import Decoded, Records, decode_records
 from doll.errors import BadRecordsError, SampleError
-from doll.json_task import Columns
-from doll.packing import pack
-from doll.task import Sample, Task
+from doll.records.packing import pack
+from doll.task.base import Sample, Task
+from doll.task.json_task import Columns
 from doll.tasks.synthetic import Gaussian
 from hypothesis import given
 from hypothesis import strategies as st

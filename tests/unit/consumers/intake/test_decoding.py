@@ -13,8 +13,8 @@ import torch
 from doll.consumers.intake.decoding import MAX_REASON_CHARS, Decoded, Records, Refused, decode_records, refuse
 from doll.errors import SampleError
 from doll.kafka.unread import UnreadValue
-from doll.packing import pack
-from doll.task import Sample, Task, stack
+from doll.records.packing import pack
+from doll.task.base import Sample, Task, stack
 from doll.tasks.synthetic import Gaussian
 from hypothesis import given
 from hypothesis import strategies as st

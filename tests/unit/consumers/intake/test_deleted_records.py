@@ -11,7 +11,7 @@ from doll.consumers.intake.deleted_records import DeletedRecords
 from doll.consumers.lifecycle.exits import ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
-from doll.records import Durable, Join
+from doll.records.control import Durable, Join
 from worker_fakes import FakeChannel, welcome
 
 JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 4}\n'

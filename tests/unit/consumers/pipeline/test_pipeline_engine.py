@@ -20,7 +20,7 @@ from doll.consumers.protocol.worker_core import GradientDone
 from doll.errors import ConfigError, ServiceUnavailableError, TaskError
 from doll.pipeline.links.link import socket_pair
 from doll.pipeline.runtime.messages import Ready, encode
-from doll.records import Grant, NewVersion
+from doll.records.control import Grant, NewVersion
 from pipeline_rig import BATCH, Rig, answer
 from process_checks import is_gone
 from stage_models import samples

@@ -19,7 +19,7 @@ from doll.consumers.protocol.worker_core import (
     WorkerAction,
     WorkerCore,
 )
-from doll.records import (
+from doll.records.control import (
     Alive,
     Announce,
     AnyRecord,

@@ -10,8 +10,8 @@ import pytest
 from doll.consumers.tables.op_log import OpLog
 from doll.consumers.tables.row_cache import FetchedRows, RowCache
 from doll.errors import BlobError, IllegalEventError
-from doll.rows import Floats, Rows, TableShape
 from doll.storage.sections import RowRequest
+from doll.tables.rows import Floats, Rows, TableShape
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -10,10 +10,10 @@ from doll.config import parse
 from doll.consumers.tables import row_client
 from doll.consumers.tables.row_client import RowClient
 from doll.errors import BlobError
-from doll.records import GetRows, Grant, RowsStored
-from doll.rows import Rows, TableShape
+from doll.records.control import GetRows, Grant, RowsStored
 from doll.storage.blobs import rows_key
 from doll.storage.sections import RowRequest, encode_rows
+from doll.tables.rows import Rows, TableShape
 from doll.testing import MemoryBlobs
 
 JOB = "job: j\ntask: {class: 'm:T'}\ndata: {workers: 1, batch_size: 1}\ntraining: {policy: {name: asp}}"

@@ -9,8 +9,8 @@ from doll.consumers.tables.row_steps import RowSteps, state_row_bytes
 from doll.errors import TaskError
 from doll.optim.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowSgd
 from doll.ps.tables.store import Table
-from doll.rows import Floats, Rows, TableShape
 from doll.storage.sections import RowRequest
+from doll.tables.rows import Floats, Rows, TableShape
 
 NUM_ROWS, WIDTH = 20_000, 2
 

@@ -6,10 +6,10 @@ import numpy as np
 from doll.config import parse
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
-from doll.records import GetRows, Grant, NewVersion, RowsStored
-from doll.rows import Rows, TableShape
+from doll.records.control import GetRows, Grant, NewVersion, RowsStored
 from doll.storage.blobs import changed_rows_key, rows_key
 from doll.storage.sections import encode_rows
+from doll.tables.rows import Rows, TableShape
 from doll.testing import MemoryBlobs
 
 JOB = "job: j\ntask: {class: 'm:T'}\ndata: {workers: 1, batch_size: 1}\ntraining: {policy: {name: asp}}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.process.heartbeats import LEFT
-from doll.records import Metric, TermStarted
+from doll.records.control import Metric, TermStarted
 from statuses import gone_worker, live_worker, server_status
 
 T0 = 1_700_000_000.0

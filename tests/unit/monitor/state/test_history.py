@@ -9,7 +9,7 @@ import record_builders
 from doll.monitor.state.csv_file import CsvFile, read_rows
 from doll.monitor.state.history import History
 from doll.process.files import json_safe
-from doll.records import Finished, Member, TermStarted, Update
+from doll.records.control import Finished, Member, TermStarted, Update
 
 
 def term_started(number: int, resumed: int = 0, generation: int = 0) -> TermStarted:

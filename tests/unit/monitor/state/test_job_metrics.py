@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from doll.monitor.state.job_metrics import JobMetrics, Sample, samples_of
 from doll.monitor.views.prometheus import JobCollector
-from doll.records import Finished, Measures, Member, Metric, ServerStatus, TermStarted, Update
+from doll.records.control import Finished, Measures, Member, Metric, ServerStatus, TermStarted, Update
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from statuses import gone_worker, live_worker, server_status

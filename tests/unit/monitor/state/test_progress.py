@@ -12,7 +12,7 @@ from doll.monitor.state.rates import Margin
 from doll.monitor.views.display import LineDisplay
 from doll.monitor.views.live_display import panel
 from doll.monitor.views.text import one_line, worker_table
-from doll.records import Finished, Measures, Member, Metric, Update
+from doll.records.control import Finished, Measures, Member, Metric, Update
 from doll.run.status import JobStatus
 from paths import EXAMPLES
 from record_builders import term_started

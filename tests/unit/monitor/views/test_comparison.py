@@ -15,7 +15,7 @@ from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.views.comparison import Comparison, PolicyRun, read_run
 from doll.monitor.views.comparison_plot import draw
 from doll.process.files import json_safe, write_json
-from doll.records import Measures
+from doll.records.control import Measures
 from record_builders import term_started, update
 
 MEASURES = Measures(

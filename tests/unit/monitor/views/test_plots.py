@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from doll.monitor.state.history import History
 from doll.monitor.views.plots import draw, make_panels, moving_mean, moving_rate, staleness_panel
-from doll.records import Member, TermStarted, Update
+from doll.records.control import Member, TermStarted, Update
 
 
 def run(updates: int, *, every_s: float = 0.5, metrics: bool = True) -> History:

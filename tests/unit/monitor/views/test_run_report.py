@@ -8,7 +8,7 @@ from doll.ledger.report import LedgerReport, Range
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.run_report import RunOutcome, build_report, summary
 from doll.monitor.views.text import one_line
-from doll.records import Member, Metric, TermStarted, Update
+from doll.records.control import Member, Metric, TermStarted, Update
 from statuses import server_status
 
 JOB = """

@@ -12,7 +12,7 @@ from doll.config import parse
 from doll.errors import ConfigError
 from doll.pipeline.planner.cut import cut, even_stops
 from doll.pipeline.profiling.profile import LayerProfile, Profile
-from doll.task import load_task
+from doll.task.base import load_task
 from hypothesis import given
 from hypothesis import strategies as st
 

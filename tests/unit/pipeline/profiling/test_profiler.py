@@ -11,7 +11,7 @@ from doll.errors import ConfigError
 from doll.pipeline.links.device import as_received
 from doll.pipeline.profiling.layers import layers_of
 from doll.pipeline.profiling.profiler import profile_layers, sample_batch
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 from torch import nn
 
 

@@ -15,14 +15,14 @@ from doll.config import TrainingConfig
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.consumers.compute.step_model import StepModel
 from doll.errors import ConfigError
-from doll.model import FlatModel
+from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError
 from doll.pipeline.links.device import Device
 from doll.pipeline.runtime.messages import Commit
 from doll.pipeline.runtime.stage import Stage
-from doll.records import Grant, NewVersion
+from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
-from doll.task import Task
+from doll.task.base import Task
 from doll.testing import MemoryBlobs
 from stage_models import Images, Net, samples
 from worker_fakes import grant

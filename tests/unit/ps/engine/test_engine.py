@@ -18,7 +18,7 @@ from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll
-from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack
+from doll.records.control import Alive, Announce, Evaluated, Join, Leave, Nack
 from doll.storage.checkpoints import Checkpoint
 from pushes import push_of
 

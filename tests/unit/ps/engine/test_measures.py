@@ -14,7 +14,7 @@ from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
 from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.bsp import BspPolicyConfig
-from doll.records import Join, Measures
+from doll.records.control import Join, Measures
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from engine_world import POLICIES

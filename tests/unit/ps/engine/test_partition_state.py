@@ -11,7 +11,7 @@ from doll.ps.engine.engine import Engine
 from doll.ps.engine.partition_state import Assignment, Partition, PushedSet
 from doll.ps.engine.state import EngineSettings
 from doll.ps.policies.doll import Doll
-from doll.records import Announce, Join
+from doll.records.control import Announce, Join
 from pushes import answer
 
 

@@ -11,7 +11,7 @@ from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import BatchId
 from doll.ps.policies.isp import IspPolicyConfig
-from doll.records import Push
+from doll.records.control import Push
 from engine_runs import check_random_run, play, random_steps
 from engine_world import World
 from hypothesis import example, given, settings

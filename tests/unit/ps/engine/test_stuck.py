@@ -13,7 +13,7 @@ from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import Bsp, BspPolicyConfig
 from doll.ps.policies.doll import Doll, DollPolicyConfig
-from doll.records import Alive, Announce, Join, Leave
+from doll.records.control import Alive, Announce, Join, Leave
 from pushes import answer
 
 

@@ -11,7 +11,7 @@ from doll.kafka.tail import Tail, TimedRecord
 from doll.local.supervisor import Restart
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import LineDisplay
-from doll.records import AnyRecord, Finished, TermStarted
+from doll.records.control import AnyRecord, Finished, TermStarted
 from doll.run.local.follower import RunFollower
 from doll.run.local.hooks import NoHook
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from doll.id_index import IdIndex
-from doll.rows import Rows, add_in_order, no_rows
+from doll.tables.id_index import IdIndex
+from doll.tables.rows import Rows, add_in_order, no_rows
 from hypothesis import given
 from hypothesis import strategies as st
 

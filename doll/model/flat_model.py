@@ -22,11 +22,11 @@ import torch
 from isal import isal_zlib
 
 from doll.config import JobConfig
-from doll.embedding_tables import EmbeddingTables
+from doll.config.fingerprint import make_fingerprint
 from doll.errors import ConfigError
-from doll.fingerprint import make_fingerprint
-from doll.model_without_tables import build_without_tables
-from doll.task import Task, described
+from doll.model.without_tables import build_without_tables
+from doll.tables.embedding_tables import EmbeddingTables
+from doll.task.base import Task, described
 
 MAX_MODEL_BYTES: Final = 499_000_000  # one blob, header included, is at most 500 MB (`doll.storage.blobs`)
 
@@ -200,7 +200,7 @@ def _take_tables(config: JobConfig, task: Task, module: torch.nn.Module) -> Embe
 
 
 def fingerprint(config: JobConfig, model: FlatModel) -> str:
-    """What must agree between a checkpoint, the parameter server and its workers (see `doll.fingerprint`)."""
+    """What must agree between a checkpoint, the parameter server and its workers (see `doll.config.fingerprint`)."""
     shapes = zlib.crc32(repr(model.shapes).encode())
     others = zlib.crc32(repr(model.other_buffers).encode()) if model.other_buffers else None
     tables = None if model.tables is None else zlib.crc32(repr(sorted(model.tables.shapes.items())).encode())

@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 from doll.config import JobConfig, dump, parse
+from doll.config.fingerprint import MAY_CHANGE, difference, differences, job_fields, make_fingerprint, refused_changes
+from doll.config.fingerprint import parse as fields_of
 from doll.consumers.protocol.worker_core import Exit, WorkerCore
 from doll.errors import CheckpointError
-from doll.fingerprint import MAY_CHANGE, difference, differences, job_fields, make_fingerprint, refused_changes
-from doll.fingerprint import parse as fields_of
-from doll.records import Hello, Join, Welcome
+from doll.records.control import Hello, Join, Welcome
 from doll.storage.checkpoints import Checkpoint
 from doll.testing import MemoryCheckpointStore
 from engine_runs import play, random_steps

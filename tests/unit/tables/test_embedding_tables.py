@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doll.embedding_tables import EmbeddingTables, norm
 from doll.errors import ConfigError
-from doll.model import FlatModel
-from doll.model_without_tables import build_without_tables
-from doll.rows import Floats, Ids, Rows, TableShape
+from doll.model.flat_model import FlatModel
+from doll.model.without_tables import build_without_tables
+from doll.tables.embedding_tables import EmbeddingTables, norm
+from doll.tables.rows import Floats, Ids, Rows, TableShape
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from doll.rows import Ids
+from doll.tables.rows import Ids
 
 _EMPTY: Final = -1
 _REMOVED: Final = -2

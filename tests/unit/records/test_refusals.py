@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doll.config.data import BadRecordsConfig
-from doll.refusals import MAX_REASONS, OTHER, ReasonCounts, Refusals
+from doll.records.refusals import MAX_REASONS, OTHER, ReasonCounts, Refusals
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,7 +2,7 @@
 
 Each record is one msgspec struct, encoded as MessagePack behind two bytes: a magic byte and the schema version. Unknown
 magic, version or type raises `RecordError`; the reader counts and drops such a record. Sample records are the user's
-own bytes (see `doll.packing` for the packed form).
+own bytes (see `doll.records.packing` for the packed form).
 
 Topics: `events` carries Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave and Evaluated; partition n of
 `commands` Welcome, Grant, NewVersion, RowsStored, Settle, Durable, Hello, Fence and Stop for worker n; `updates`
@@ -158,7 +158,7 @@ class Welcome(Record, frozen=True, omit_defaults=True):
     session: int
     origin: int  # offset at which the job began on this partition
     next_batch: int  # first that is not in the durable model: read from origin + next_batch * records_per_batch
-    fingerprint: str  # see `doll.fingerprint`: a worker of another job file ends
+    fingerprint: str  # see `doll.config.fingerprint`: a worker of another job file ends
     incarnation: int = 0  # as in the Join
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
     generation: int = 0  # see `TermStarted`

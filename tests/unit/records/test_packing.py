@@ -7,7 +7,7 @@ import struct
 
 import pytest
 from doll.errors import SampleError
-from doll.packing import HEADER_BYTES, pack, unpack
+from doll.records.packing import HEADER_BYTES, pack, unpack
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -43,7 +43,7 @@ _HINTS: Final = {
     "them with torch's own random numbers",
     _PUSHES: "training.policy decides whether workers push gradients, steps, or waves of several steps",
 }
-_PATHS: Final = ("_path", "_folder", "_file")  # endings of arguments that `doll.task` takes for paths
+_PATHS: Final = ("_path", "_folder", "_file")  # endings of arguments that `doll.task.base` takes for paths
 _MAX_VALUE_CHARS: Final = 200
 
 

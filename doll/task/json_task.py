@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import BadRecordsError
-from doll.task import Sample, Task
+from doll.task.base import Sample, Task
 
 Columns: TypeAlias = Mapping[str, npt.NDArray[Any]]
 

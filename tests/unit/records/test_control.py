@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 from any_record import ANY, TYPES, struct_of
-from doll import records
 from doll.errors import RecordError
-from doll.records import decode, encode
+from doll.records import control as records
+from doll.records.control import decode, encode
 from hypothesis import given
 
 

@@ -2,8 +2,9 @@
 of these.
 
 Every `torch.nn.Embedding` or `EmbeddingBag` with `sparse=True` is one, without further words. Its parameter is taken
-out of the module, so it is not in the flat vector (`doll.model`). Its forward looks up the distinct ids of its input,
-and computes on a matrix of these rows alone, with ids that count in it: no gradient is ever as large as the table.
+out of the module, so it is not in the flat vector (`doll.model.flat_model`). Its forward looks up the distinct ids of
+its input, and computes on a matrix of these rows alone, with ids that count in it: no gradient is ever as large as the
+table.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from doll.errors import ConfigError
-from doll.rows import Floats, Ids, Rows, TableShape, add_in_order, add_where_equal
+from doll.tables.rows import Floats, Ids, Rows, TableShape, add_in_order, add_where_equal
 
 # Name of the table and ids, strictly increasing -> their rows, float32, shape (n, width), which may be changed.
 LookUp: TypeAlias = Callable[[str, Ids], Floats]
@@ -99,7 +100,7 @@ class EmbeddingTables:
         They are the caller's; here they are forgotten. A server keeps them, other processes drop them.
 
         Raises:
-            RuntimeError: they were taken before, or the module was built without them (`doll.model_without_tables`).
+            RuntimeError: they were taken before, or the module was built without them (`doll.model.without_tables`).
         """
         initial, self._initial = self._initial, {}
         self._weights = {}

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from doll.bounded import short
+from doll.records.bounded import short
 
 MAX_REASONS: Final = 20  # distinct ones that are kept; letters with others are counted as `OTHER`
 MAX_REASON_CHARS: Final = 200

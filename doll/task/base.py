@@ -155,7 +155,7 @@ class Task:
         (`training.policy`). Loss and metrics are computed before it, without gradients.
 
         Args:
-            weights: float32, shape (numel,), laid out as `doll.model` says; it must not be changed.
+            weights: float32, shape (numel,), laid out as `doll.model.flat_model` says; it must not be changed.
             x: shape (n, *input_shape), n >= 1.
             y: shape (n, ...).
             rng: the same numbers whenever this batch is computed.
