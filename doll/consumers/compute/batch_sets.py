@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from doll.records.control import Grant
 
 
-def grant_id_of(grant: Grant | None, batch: int) -> int:
-    """Which of its ids grants `batch`; 0 where none does: the server has no such grant, and refuses a push of it."""
-    at = -1 if grant is None else batch - grant.first
-    return grant.grant_ids[at] if grant is not None and 0 <= at < len(grant.grant_ids) else 0
-
-
 class SetContribution(Protocol):
     """Takes the gradients of a set's batches, in their order. Not thread-safe.
 

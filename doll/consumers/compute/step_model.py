@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import TrainingConfig
-from doll.consumers.compute.batch_sets import grant_id_of
+from doll.consumers.protocol.grants import grant_id_of
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.compute.significance_filter import Residual

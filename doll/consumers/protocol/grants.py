@@ -140,3 +140,9 @@ def _runs(numbers: Iterable[int]) -> list[range]:
         else:
             runs.append(range(number, number + 1))
     return runs
+
+
+def grant_id_of(grant: Grant | None, batch: int) -> int:
+    """Which of its ids grants `batch`; 0 where none does: the server has no such grant, and refuses a push of it."""
+    at = -1 if grant is None else batch - grant.first
+    return grant.grant_ids[at] if grant is not None and 0 <= at < len(grant.grant_ids) else 0
