@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-fast test-durations check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets compose-check bench-large bench-links bench-stages bench-accuracy paper build lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets compose-check bench-large bench-links bench-stages bench-accuracy paper build lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,12 +76,10 @@ test: setup ## run the whole test suite
 test-fast: setup ## run the tests without servers, torch and long runs: about a minute
 	@$(BIN)/python -m pytest $(DISTRIBUTE) -m "not slow" --durations=5 --durations-min=0.5 $(PYTEST)
 
-test-durations: setup ## measure the tests that load no torch and start no server; write tests/slow_tests.txt (on a quiet machine)
-	@$(BIN)/python -m pytest $(DISTRIBUTE) -m "not slow" --write-slow-tests $(PYTEST)
-
-lint: setup ## check style and formatting
+lint: setup ## check style, formatting, and which package imports which
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
 
 type: setup ## check types
 	@$(BIN)/mypy
@@ -163,5 +161,5 @@ wheels: setup ## query the registry for arm64 wheels of requirements.lock; write
 	@$(BIN)/python deploy/wheels.py
 
 clean: ## remove build results and caches, except .venv and runs/
-	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import durations
 import fast_botocore
 import numpy as np
 import pytest
-import slow_tests
 from doll.local import kafka_jars
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
@@ -31,38 +29,45 @@ settings.register_profile("doll", deadline=None, derandomize=UNDER_CI)
 settings.load_profile("doll")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--write-slow-tests", action="store_true", help=f"measure the tests and write {durations.LIST.name}"
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    # Of the processes of pytest-xdist, the one that is told what all of them measure.
-    if config.getoption("--write-slow-tests") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(durations.WriteSlowTests())
+SLOW_FOLDERS = {"integration", "e2e"}
+SLOW_MARKERS = {"integration", "e2e", "fuzz"}
+SERVER_FIXTURES = {"broker", "redis_server", "own_redis", "fork_server"}
+SLOW_MODULE = re.compile(r"^pytestmark = .*pytest\.mark\.(slow|integration|e2e|fuzz)", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where no slow test is wanted, their modules are not even imported: that would load torch."""
-    if config.option.markexpr == "not slow" and collection_path.name.startswith("test_"):
-        return slow_tests.slow_reason(collection_path, (), ()) is not None or None
-    return None
+    """`-m "not slow"` does not import the modules that are slow as a whole: they load torch."""
+    if config.option.markexpr != "not slow" or not collection_path.name.startswith("test_"):
+        return None
+    slow = SLOW_FOLDERS & set(collection_path.parts) or SLOW_MODULE.search(collection_path.read_text(encoding="utf-8"))
+    return True if slow else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`make test-fast` runs what is not marked slow; the marks come from what each test uses, and how long it took."""
-    measures = config.getoption("--write-slow-tests")
-    slow_tests.mark(items, {} if measures else durations.measured_s())
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """A fast module that loads torch fails: the other fast tests would wait for it."""
+    before = "torch" in sys.modules
+    report: Any = yield
+    if not before and "torch" in sys.modules and collector.config.option.markexpr == "not slow":
+        report.outcome, report.longrepr = "failed", "this module loads torch: give it `pytestmark = pytest.mark.slow`"
+    return report
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts a server or runs a whole job is slow without a marker of its own."""
+    for item in items:
+        names = {marker.name for marker in item.iter_markers()}
+        fixtures = set(item.fixturenames) if isinstance(item, pytest.Function) else set()
+        if SLOW_FOLDERS & set(item.path.parts) or SLOW_MARKERS & names or SERVER_FIXTURES & fixtures:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
 def _fast_tests_load_no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The choice of fast tests reads imports from the source; this is what holds it to the truth."""
     before = "torch" in sys.modules
     yield
     if not before and "torch" in sys.modules and request.node.get_closest_marker("slow") is None:
-        pytest.fail("this test loads torch: mark it slow, or import torch where tests/support/slow_tests.py sees it")
+        pytest.fail("this test loads torch: mark it slow")
 
 
 @pytest.fixture(autouse=True)

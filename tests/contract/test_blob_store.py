@@ -31,6 +31,8 @@ from doll.storage.shm_blobs import ShmBlobs
 from doll.testing import MemoryBlobs
 from waiting import until
 
+pytestmark = pytest.mark.slow  # starts servers
+
 
 def client_of(server: LocalRedis) -> redis.Redis:
     return connect_redis(Services("", server.address))

@@ -115,6 +115,7 @@ def same(a: Checkpoint | None, b: Checkpoint) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_an_empty_store_has_nothing(kit: Kit) -> None:
     assert kit.store.load_newest("f1") is None
     assert kit.store.versions() == []
@@ -127,6 +128,7 @@ def test_what_is_saved_is_loaded(kit: Kit) -> None:
     assert same(kit.again("digits").load_newest(None), checkpoint(1, 20))
 
 
+@pytest.mark.slow
 def test_a_higher_term_is_newer_than_a_higher_version(kit: Kit) -> None:
     kit.store.save(checkpoint(1, 20))
     kit.store.save(checkpoint(1, 40))
@@ -150,6 +152,7 @@ def test_a_save_may_be_repeated(kit: Kit) -> None:
     assert kit.store.versions() == [(1, 20)]
 
 
+@pytest.mark.slow
 def test_a_repeated_save_that_is_fenced_leaves_what_is_durable(kit: Kit) -> None:
     """A server that is told to stop saves its version once more, with newer state, while a successor claims."""
     old = kit.store.claim_term()
@@ -169,6 +172,7 @@ def test_a_term_does_not_go_back(kit: Kit) -> None:
     assert kit.store.versions() == [(1, 20)]
 
 
+@pytest.mark.slow
 def test_claims_rise_above_all_that_was_seen(kit: Kit) -> None:
     assert [kit.store.claim_term() for _ in range(3)] == [1, 2, 3]
     assert kit.store.claim_term(above=2) == 4
@@ -190,6 +194,7 @@ def test_a_claim_fences_every_lower_term(kit: Kit) -> None:
     assert same(kit.store.load_newest("f1"), checkpoint(new, 21))
 
 
+@pytest.mark.slow
 def test_threads_never_claim_the_same(kit: Kit) -> None:
     claimed: list[int] = []
     threads = [

@@ -45,6 +45,8 @@ from doll.storage.blobs import scope_of
 from doll.storage.redis_client import connect_redis
 from waiting import WAIT_TIMEOUT_S
 
+pytestmark = pytest.mark.slow  # starts servers
+
 TERM, SESSION = 3, (3 << 20) + 1
 KINDS = ("local", "redis")
 

@@ -33,10 +33,12 @@ def alive(rig: Rig) -> set[str]:
     return {id_ for id_, instance in listed(rig).items() if instance.is_alive}
 
 
+@pytest.mark.slow
 def test_an_empty_fleet_has_no_instances(rig: Rig) -> None:
     assert listed(rig) == {}
 
 
+@pytest.mark.slow
 def test_what_was_launched_is_listed_at_once_with_its_identity(rig: Rig) -> None:
     orders = [Order(0, 1, "spot"), Order(7, 3, "on_demand"), Order(12, 2, "spot", attempt=4)]
     made = [rig.fleet.launch(order) for order in orders]
@@ -60,6 +62,7 @@ def test_an_instance_boots_and_runs(rig: Rig) -> None:
     assert listed(rig)[instance.id].state is InstanceState.RUNNING
 
 
+@pytest.mark.slow
 def test_the_same_order_launches_once(rig: Rig) -> None:
     order = Order(3, 2, "spot")
     first = rig.fleet.launch(order)
@@ -69,6 +72,7 @@ def test_the_same_order_launches_once(rig: Rig) -> None:
     assert set(listed(rig)) == {first.id}
 
 
+@pytest.mark.slow
 def test_the_same_order_after_a_crash_finds_its_instance(rig: Rig) -> None:
     order = Order(3, 2, "spot")
     first = rig.fleet.launch(order)
@@ -80,6 +84,7 @@ def test_the_same_order_after_a_crash_finds_its_instance(rig: Rig) -> None:
     assert alive(rig) == {first.id}
 
 
+@pytest.mark.slow
 def test_instances_outlive_the_provisioner(rig: Rig) -> None:
     made = {rig.fleet.launch(Order(slot, 1, "on_demand")).id for slot in range(3)}
     rig.advance(90)
@@ -88,6 +93,7 @@ def test_instances_outlive_the_provisioner(rig: Rig) -> None:
     assert alive(rig) == made
 
 
+@pytest.mark.slow
 def test_a_replacement_runs_beside_what_it_replaces(rig: Rig) -> None:
     old = rig.fleet.launch(Order(5, 1, "spot"))
     new = rig.fleet.launch(Order(5, 2, "on_demand"))
@@ -96,6 +102,7 @@ def test_a_replacement_runs_beside_what_it_replaces(rig: Rig) -> None:
     assert alive(rig) == {new.id}
 
 
+@pytest.mark.slow
 def test_terminated_ones_end_and_are_listed_for_a_while(rig: Rig) -> None:
     gone, stays = (rig.fleet.launch(Order(slot, 1, "spot")) for slot in range(2))
     rig.advance(60)
@@ -115,6 +122,7 @@ def test_terminated_ones_end_and_are_listed_for_a_while(rig: Rig) -> None:
     assert alive(rig) == {stays.id}
 
 
+@pytest.mark.slow
 def test_terminating_works_after_a_crash_too(rig: Rig) -> None:
     one, two = (rig.fleet.launch(Order(slot, 1, "spot")) for slot in range(2))
     rig.advance(90)
@@ -135,6 +143,7 @@ def test_a_machine_that_ends_by_itself_has_failed(rig: Rig) -> None:
     assert ended.ended_s is not None
 
 
+@pytest.mark.slow
 def test_other_clusters_are_neither_seen_nor_touched(rig: Rig) -> None:
     strangers = rig.strangers()
     theirs = strangers.launch(Order(0, 1, "spot"))
@@ -184,6 +193,7 @@ def test_a_lost_answer_and_the_same_order_again_is_one_instance(rig: Rig) -> Non
     assert alive(rig) == {made.id}
 
 
+@pytest.mark.slow
 def test_a_lost_answer_and_a_crash_and_the_same_order_is_one_instance(rig: Rig) -> None:
     need(rig, "lose_answer")
     order = Order(0, 1, "spot")

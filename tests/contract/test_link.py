@@ -132,6 +132,7 @@ def test_arrays_may_change_after_sending_and_received_ones_stay(pair: Pair) -> N
     assert [a.tolist() for a in kept] == [[number] * 1000 for number in range(20)]
 
 
+@pytest.mark.slow
 def test_both_ends_send_more_than_buffers_hold_at_the_same_time(pair: Pair, pool: ThreadPoolExecutor) -> None:
     arrays = [np.arange(BIG, dtype=np.float32), np.arange(BIG, dtype=np.float32)[::-1]]
     begin = threading.Barrier(4)
@@ -287,6 +288,7 @@ def test_nothing_follows_a_message_that_was_cut_by_a_signal(pair: Pair, pool: Th
         pair[1].receive()
 
 
+@pytest.mark.slow
 def test_a_signal_that_raises_nothing_cuts_nothing(pool: ThreadPoolExecutor, pair: Pair) -> None:
     handled = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda signum, frame: handled.set())

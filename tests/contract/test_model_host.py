@@ -22,6 +22,8 @@ from doll.storage.shm_blobs import ShmBlobs
 from doll.testing import MemoryBlobs
 from pushes import applied_set, push_of
 
+pytestmark = pytest.mark.slow  # loads torch
+
 JOB = """
 job: unit
 task: {class: "doll.tasks.synthetic:Gaussian"}

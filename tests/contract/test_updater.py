@@ -19,6 +19,8 @@ from doll.ps.model.model_parts import StepAdder
 from doll.ps.model.updater import ContributionBuffer, Updater
 from pushes import applied_set, push_of
 
+pytestmark = pytest.mark.slow  # loads torch
+
 ADAPTERS: dict[str, Callable[[FlatModel], Updater]] = {
     "sgd": lambda model: Optimizer(model, SgdConfig(lr=0.1)),
     "momentum, clipped": lambda model: Optimizer(model, SgdConfig(lr=0.1, momentum=0.9), clip_norm=1.0),

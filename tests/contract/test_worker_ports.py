@@ -23,6 +23,8 @@ from doll.task.base import Task
 from doll.testing import MemoryBlobs
 from worker_fakes import grant
 
+pytestmark = pytest.mark.slow  # loads torch
+
 NOTHING = Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64))
 
 # --- Decoder --------------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def test_what_doll_does_not_take_is_seen(words: str) -> None:
         doll_takes([*words.split(), "--job", "/job/job.yaml"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words"),
     [

@@ -47,7 +47,7 @@ from paths import SHARED_DATA
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-pytestmark = pytest.mark.fuzz
+pytestmark = [pytest.mark.slow, pytest.mark.fuzz]  # loads torch
 
 # Pieces that break readers of JSON: depth, numbers without end, values of another type, halves of characters.
 JSON_WORDS = [

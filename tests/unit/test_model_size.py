@@ -12,6 +12,8 @@ from doll.model.flat_model import MAX_MODEL_BYTES, build
 from doll.storage.blobs import HEADER_BYTES, MAX_BLOB_BYTES
 from doll.task.base import Sample, Task
 
+pytestmark = pytest.mark.slow  # loads torch
+
 CONFIG = parse('{job: j, task: {class: "doll.tasks.synthetic:Gaussian"}, data: {workers: 1, batch_size: 4}}')
 
 

@@ -18,6 +18,8 @@ from doll.testing import MemoryBlobs
 from record_builders import term_started
 from threadless_jobs import GAUSSIAN, JOB, SGD, Job
 
+pytestmark = pytest.mark.slow  # loads torch
+
 SLOWER = "optimizer: {name: sgd, lr: 0.01, momentum: 0.5}"
 POLICIES = ("{name: bsp}", "{name: asp}", "{name: ssp, staleness: 2}", "{name: wsp, wave_batches: 2}")
 

@@ -68,6 +68,7 @@ def test_the_search_finds_what_it_must() -> None:
     assert unsafe_uses("yaml.safe_load(x)\nmodel.eval()\nsubprocess.run(x, shell=False)") == []
 
 
+@pytest.mark.slow
 def test_no_module_of_doll_reads_what_could_run() -> None:
     modules = sorted((ROOT / "doll").rglob("*.py"))
     assert len(modules) > 50

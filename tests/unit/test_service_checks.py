@@ -18,6 +18,8 @@ from doll.services import Services
 from job_files import job
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.slow  # starts servers
+
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:

@@ -29,6 +29,8 @@ from doll.testing import MemoryBlobs, MemoryCheckpointStore
 from msgspec import structs
 from worker_fakes import FakeChannel
 
+pytestmark = pytest.mark.slow  # loads torch
+
 JOB = """
 job: unit
 task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 6}}

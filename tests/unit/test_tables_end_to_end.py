@@ -18,6 +18,8 @@ from doll.tables.embedding_tables import EmbeddingTables
 from doll.tables.rows import Floats, Ids, Rows
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.slow  # loads torch
+
 JOB, NUM_ROWS, WIDTH = "clicks", 500, 4
 
 

@@ -18,6 +18,8 @@ from doll.tables.rows import Floats, Ids, Rows
 from paths import SUPPORT
 from threadless_jobs import BATCHES, WORKERS, Job
 
+pytestmark = pytest.mark.slow  # loads torch
+
 TASK = SUPPORT / "bag_task.py"
 NAME = "0.weight"
 POLICIES = {

@@ -99,6 +99,7 @@ def violations(banned: Mapping[str, str], searched: Iterable[tuple[str, int, str
     ]
 
 
+@pytest.mark.slow
 def test_no_replaced_word_comes_back() -> None:
     assert violations(BANNED, lines(PLACES, FILES)) == []
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import InfeasiblePlanError
-from doll.provisioner.traces.model import Floats
+from doll.theory.checks import Floats
 from doll.theory.cost import Prices
 from doll.theory.planning import best_assignment
 

@@ -77,6 +77,7 @@ def held_by(job: FunctionJob) -> npt.NDArray[np.float64]:
     return np.asarray(held + coming + np.zeros(len(job.weights)))
 
 
+@pytest.mark.slow
 def test_the_filter_reaches_the_target_and_one_that_drops_does_not() -> None:
     problem = factors(0)
     bsp, filtered = play(problem, BSP, mlless_fig7.TARGET), play(problem, isp(0.7), mlless_fig7.TARGET)

@@ -83,6 +83,7 @@ def test_the_former_name_of_an_option_leads_to_its_name() -> None:
     assert "--parent-folder" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["config", "check", "{job}"], ["up", "--help"]])
 def test_help_and_checks_answer_at_once(job: Path, arguments: list[str]) -> None:
     """Well below a second of processor time; fifteen here, since test machines are slow and shared."""
@@ -94,6 +95,7 @@ def test_help_and_checks_answer_at_once(job: Path, arguments: list[str]) -> None
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15.0
 
 
+@pytest.mark.slow
 def test_no_command_line_module_loads_torch(job: Path) -> None:
     """Torch costs 5 s of processor time: neither help nor a check nor the modules behind `up` may import it."""
     code = (
@@ -195,6 +197,7 @@ def test_a_yaml_tag_in_a_job_file_is_no_traceback(job: Path, value: str, expecte
         assert isinstance(result.exception, SystemExit)
 
 
+@pytest.mark.slow
 def test_every_command_refuses_a_missing_job_file() -> None:
     for command in COMMANDS:
         words = ["config", "check"] if command == "config" else [command]
@@ -210,6 +213,7 @@ def test_debug_shows_the_traceback(job: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "Traceback" in result.stderr
 
 
+@pytest.mark.slow
 def test_services_that_are_not_there_are_named(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from doll import service_checks
     from doll.kafka.clients import kafka_problem
@@ -242,6 +246,7 @@ def test_produce_without_a_source_says_what_to_do(job: Path) -> None:
     assert "--stdin" in result.stderr
 
 
+@pytest.mark.slow
 def test_up_reads_no_terminal(job: Path) -> None:
     master, terminal = os.openpty()
     try:

@@ -81,6 +81,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 SMALL = ["simulate", "-N", "4", "-K", "2", "-b", "8", "-J", "20", "--json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -15,6 +15,7 @@ from doll.process.health import PORT_ENV, heartbeat_of
 JOB = "job: j\ntask: {class: 'a:B'}\n"
 
 
+@pytest.mark.slow
 def test_health_says_what_the_probe_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PORT_ENV, str(free_port()))
     with heartbeat_of("ps", parse(JOB)) as heartbeat:

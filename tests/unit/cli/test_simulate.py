@@ -28,6 +28,7 @@ def simulate(*arguments: str | Path | float) -> Result:
     return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_doll_simulate_prints_measurement_beside_formula_and_writes_files(tmp_path: Path) -> None:
     result = simulate(*SMALL, "--spot", 4, "--alpha", 0.8, "--cycle", 20, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output

@@ -18,6 +18,8 @@ from engine_runs import play, random_steps
 from engine_world import POLICIES, World
 from paths import ROOT
 
+pytestmark = pytest.mark.slow  # loads torch
+
 JOB = """
 job: j
 task: {class: 'doll.tasks.synthetic:Gaussian', args: {hidden: [4], vocabulary_file: /data/words.txt}}

@@ -21,6 +21,8 @@ from doll.config.variants import sections_of
 from doll.errors import ConfigError
 from pydantic import BaseModel
 
+pytestmark = pytest.mark.slow  # loads torch
+
 EXTREMES = (
     "0", "-0.0", "1", "-1", "2", "0.5", "1e-9", "1e-7", "1e-320", "5e-324", "1e7", "2147483647", "2147483648",
     "9007199254740992", "9223372036854775807", "9223372036854775808", "18446744073709551616", "1e20", "1e31", "1e308",

@@ -123,6 +123,7 @@ def test_every_fault_is_told_at_once() -> None:
     assert all(line.startswith("job.yaml: ") for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -142,6 +143,7 @@ def test_what_is_no_job_file_is_refused(text: str, expected: str) -> None:
         parse(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -332,6 +334,7 @@ NAMES = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,62}", fullmatch=True)
 TASK = SECTIONS.pop("task")
 
 
+@pytest.mark.slow
 @given(st.fixed_dictionaries({"job": NAMES, "task": TASK}, optional=SECTIONS))
 def test_dump_and_parse_give_the_same_job(raw: dict[str, Any]) -> None:
     config = JobConfig.model_validate(raw)

@@ -30,6 +30,8 @@ from mode.services import Service
 from waiting import until
 from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, welcome
 
+pytestmark = pytest.mark.slow  # loads Faust
+
 JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
 
 

@@ -22,6 +22,8 @@ from pipeline_rig import Rig, answer
 from process_checks import is_gone
 from waiting import WAIT_TIMEOUT_S
 
+pytestmark = pytest.mark.slow  # loads torch
+
 Array = npt.NDArray[Any]
 SIZES = (8, 3, 1)  # samples of each batch
 TOLERANCE = 1e-6

@@ -16,6 +16,8 @@ from doll.storage.sections import decode_row_request, encode_rows
 from doll.tables.rows import Rows, TableShape
 from doll.testing import MemoryBlobs
 
+pytestmark = pytest.mark.slow  # loads torch
+
 JOB = "job: j\ntask: {class: 'm:T'}\ndata: {workers: 1, batch_size: 1}\ntraining: {policy: {name: ssp}}"
 TABLES = {"users": TableShape(200_000, 4), "items": TableShape(20_000, 8)}
 

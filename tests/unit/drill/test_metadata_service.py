@@ -21,6 +21,7 @@ def imds(metadata: FakeMetadataService, role: str) -> Imds:
     return Imds(metadata.environment(role)[ENDPOINT_ENV], timeout_s=WAIT_TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_a_notice_is_for_one_role_and_ends(metadata: FakeMetadataService) -> None:
     one, other = imds(metadata, "worker-1"), imds(metadata, "worker-2")
     path = "spot/instance-action"
@@ -32,6 +33,7 @@ def test_a_notice_is_for_one_role_and_ends(metadata: FakeMetadataService) -> Non
     assert one.get(path) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(UNREADABLE)))
 def test_a_watcher_survives_each_notice_that_cannot_be_read(metadata: FakeMetadataService, number: int) -> None:
     """It leaves on the bad one, or asks on and leaves on the good one; it never ends in silence."""

@@ -101,6 +101,7 @@ def test_it_passes_on_megabytes_and_the_end_of_each_side(relay: Relay) -> None:
     assert hashlib.sha256(got[0]).digest() == hashlib.sha256(sent).digest()
 
 
+@pytest.mark.slow
 def test_a_silent_cut_holds_back_what_is_sent_until_it_is_restored(relay: Relay) -> None:
     with connect(relay) as before:
         assert_answers(before)

@@ -13,6 +13,8 @@ from doll.testing import MemoryCheckpointStore
 from logged_runs import LoggedRun
 from msgspec import structs
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 @pytest.fixture
 def store() -> MemoryCheckpointStore:

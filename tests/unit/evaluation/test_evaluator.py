@@ -12,6 +12,8 @@ from doll.evaluation.evaluator import Evaluator
 from doll.evaluation.stored_weights import newest_weights
 from doll.testing import MemoryBlobs
 
+pytestmark = pytest.mark.slow  # loads torch
+
 TASK = """
 import torch
 from doll import Sample, Task

@@ -8,6 +8,8 @@ from doll.errors import ConfigError
 from doll.evaluation.heldout import CHUNK_SAMPLES, HeldOut
 from doll.task.base import Sample, Task
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 class Constant(Task):
     """The held-out target of sample i is i; the model says 0."""

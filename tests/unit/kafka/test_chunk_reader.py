@@ -25,7 +25,7 @@ from doll.local.kafka_broker import LocalKafka
 from doll.services import Services
 from waiting import until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
 GROUP = "the-group"
 

@@ -85,6 +85,7 @@ def _built_clients(source: str) -> set[str]:
     return names & {"AdminClient", "Consumer", "Producer"}
 
 
+@pytest.mark.slow
 def test_clients_are_built_in_one_module() -> None:
     package = Path(doll.__file__).parent
     builders = {

@@ -584,6 +584,7 @@ def test_wrong_shapes_are_refused() -> None:
         balance(durable=durable(0, 0, 0, 0), ends=(1, 2, 3), records=[], dead_letters=[])
 
 
+@pytest.mark.slow
 def test_ten_million_offsets_take_a_moment() -> None:
     """39 k updates of 4 batches of 64: seconds would mean that offsets are looked at one by one."""
     num, rpb, versions = 4, 64, 39_063

@@ -14,6 +14,8 @@ from doll.local.mock_kafka import MockKafka
 from doll.local.redis_server import LocalRedis
 from doll.local.stack import local_stack
 
+pytestmark = pytest.mark.slow  # starts servers
+
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -17,6 +17,8 @@ from paths import SUPPORT
 from process_checks import is_gone
 from waiting import WAIT_TIMEOUT_S, until
 
+pytestmark = pytest.mark.slow  # starts servers
+
 SAMPLES = "role_samples"
 
 

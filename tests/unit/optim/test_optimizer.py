@@ -15,6 +15,8 @@ from doll.errors import CheckpointError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
 
+pytestmark = pytest.mark.slow  # loads torch
+
 CONFIGS: dict[str, tuple[OptimizerConfig, Callable[[Any], torch.optim.Optimizer]]] = {
     "sgd": (SgdConfig(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
     "momentum": (

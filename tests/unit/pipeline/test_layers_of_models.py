@@ -13,6 +13,8 @@ from doll.pipeline.runtime.ranges import homes_of
 from doll.task.base import Task
 from torch import nn
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 class Any4(Task):
     input_shape = (4,)

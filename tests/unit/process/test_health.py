@@ -123,6 +123,7 @@ def test_the_port_comes_from_the_environment_else_from_the_job_file(monkeypatch:
             port_of(config, "ps")
 
 
+@pytest.mark.slow
 def test_probes_answer_on_loopback_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv(PORT_ENV, str(port))
@@ -155,6 +156,7 @@ def test_a_port_that_is_taken_does_not_stop_the_work(
     assert "health_probe_unavailable" in captured.out + captured.err
 
 
+@pytest.mark.slow
 def test_a_stuck_process_ends_with_an_error() -> None:
     program = (
         "import signal, sys\nfrom doll.config import parse\nfrom doll.process.health import heartbeat_of\n"

@@ -138,6 +138,7 @@ def _mappings(limit_mb: int = 0, **env: str) -> dict[str, Any]:
     return mappings
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_large_blocks_are_used_again_without_page_faults() -> None:
     kept, default = _faults("keep"), _faults("default")

@@ -50,6 +50,7 @@ def test_the_split_is_fixed_and_disjoint() -> None:
     assert held_out.labels[:12].tolist() == [0, 2, 6, 7, 2, 0, 7, 2, 0, 4, 6, 9]
 
 
+@pytest.mark.slow
 def test_the_loaded_table_is_scikit_learns() -> None:
     from sklearn.datasets import load_digits
 

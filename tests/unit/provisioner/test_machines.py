@@ -42,6 +42,7 @@ def closed(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> list[Any]:
     return fleets
 
 
+@pytest.mark.slow
 def test_ec2_is_bought_with_the_jobs_tags_at_its_own_prices_and_billed_as_it_bills(
     rig: Ec2Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

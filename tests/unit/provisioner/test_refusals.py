@@ -75,6 +75,7 @@ def test_one_code_of_all_pools_of_both_markets_stops_and_says_what_to_do(stack: 
     assert len(stack.rig.market.requests) == requests <= 40
 
 
+@pytest.mark.slow
 def test_a_refusal_of_one_market_is_an_alarm_and_the_other_is_used(stack: Stack) -> None:
     stack.refuse("spot", SERVICE_LINKED_ROLE)
     for _ in range(40):
@@ -90,6 +91,7 @@ def test_a_refusal_of_one_market_is_an_alarm_and_the_other_is_used(stack: Stack)
     assert stack.alive("spot") >= 2
 
 
+@pytest.mark.slow
 def test_dry_pools_never_stop_it_and_are_asked_again(stack: Stack) -> None:
     for kind in ("spot", "on_demand"):
         stack.rig.run_dry(kind)

@@ -125,6 +125,7 @@ def test_a_slot_is_released_at_the_knee_and_its_machine_is_ended_in_order() -> N
     assert [instance.end_reason for instance in ended] == [EndReason.TERMINATED]
 
 
+@pytest.mark.slow
 def test_more_slots_follow_down_to_the_least_number_and_the_job_ends_in_time() -> None:
     scene = Scene()
     scene.until(lambda: scene.world.finished_s is not None)
@@ -215,6 +216,7 @@ def test_a_deadline_that_needs_all_workers_keeps_them() -> None:
     assert scene.world.finished_s - scene.decisions[0].started_s <= 2650
 
 
+@pytest.mark.slow
 def test_without_the_guard_that_deadline_is_missed_or_slots_must_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
     monkeypatch.setattr(ScaleIn, "_refusal", lambda *args: "")
@@ -241,6 +243,7 @@ def test_an_error_target_that_fewer_batches_cannot_reach_keeps_them(batches: tup
     assert ("error target 0.1 would be at risk" in refusals(scene)) == (not released)
 
 
+@pytest.mark.slow
 def test_an_update_that_takes_longer_with_fewer_workers_is_no_gain() -> None:
     """Under policy doll an update needs K batches whoever computes them: the second removal would only cost time."""
     scene = Scene(job(rule=replace(RULE, require_gain=True)))
@@ -338,6 +341,7 @@ def test_losses_of_updates_that_are_rolled_back_are_forgotten() -> None:
     assert 0 < scene.controller.observed.losses.last_step <= 20
 
 
+@pytest.mark.slow
 @hypothesis_settings(max_examples=8, deadline=None)
 @given(restarts=st.sets(st.integers(1, 89), max_size=5))
 def test_restarts_at_any_turn_change_no_decision(restarts: set[int]) -> None:
@@ -413,6 +417,7 @@ class Ec2World:
         return [instance for instance in self.all_instances() if instance.is_alive]
 
 
+@pytest.mark.slow
 def test_on_ec2_the_machine_is_terminated_and_a_recall_launches_the_next_incarnation(rig: Ec2Rig) -> None:
     asked = job()
     world = JobWorld(rig.clock, Ec2World(rig), asked)

@@ -18,6 +18,8 @@ from engine_world import World
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow  # loads torch
+
 CONFIGS = {"ssp": SspPolicyConfig, "essp": EsspPolicyConfig}
 
 

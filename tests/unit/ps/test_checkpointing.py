@@ -12,6 +12,8 @@ from doll.storage.checkpoints import Checkpoint
 from doll.testing import MemoryCheckpointStore
 from engine_world import World
 
+pytestmark = pytest.mark.slow  # loads torch
+
 RETRY_TIMEOUT_S = 60.0
 
 

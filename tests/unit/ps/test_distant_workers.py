@@ -10,6 +10,8 @@ from doll.ps.engine import events as ev
 from doll.records.control import Announce, Nack, Push
 from threadless_jobs import Job, Worker
 
+pytestmark = pytest.mark.slow  # loads torch
+
 NEWEST = 4  # blobs.keep_versions, its default
 
 

@@ -13,6 +13,8 @@ from doll.ps.policies.doll import Doll
 from doll.records.control import Leave
 from engine_world import POLICIES
 
+pytestmark = pytest.mark.slow  # loads torch
+
 SMALL, LARGE = 8, 400
 
 

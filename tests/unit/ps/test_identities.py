@@ -18,6 +18,8 @@ from doll.task.base import load_task
 from engine_runs import play, random_steps
 from threadless_jobs import BATCHES, WORKERS, Job
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 @pytest.mark.parametrize("seed", range(5))
 def test_isp_that_holds_nothing_back_is_bsp(seed: int) -> None:

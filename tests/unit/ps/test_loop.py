@@ -15,6 +15,8 @@ from doll.ps.loop import Signals, deliver, serve
 from doll.ps.server import ParameterServer
 from doll.records.control import Join, Leave, Nack, Stop, encode
 
+pytestmark = pytest.mark.slow  # loads torch
+
 LEASE_S = 5.0
 
 

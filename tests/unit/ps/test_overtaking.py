@@ -30,6 +30,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+pytestmark = pytest.mark.slow  # loads torch
+
 GROUP = 2
 
 

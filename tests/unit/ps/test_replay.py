@@ -18,6 +18,8 @@ from doll.storage.checkpoints import Checkpoint
 from doll.testing import MemoryCheckpointStore
 from logged_runs import LoggedRun
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
     assert (ours.version, ours.term, ours.state) == (theirs.version, theirs.term, theirs.state)

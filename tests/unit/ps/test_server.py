@@ -46,6 +46,8 @@ from doll.task.base import load_task
 from doll.testing import MemoryBlobs, MemoryCheckpointStore
 from pushes import answer
 
+pytestmark = pytest.mark.slow  # loads torch
+
 JOB = """
 job: unit
 task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 3}}

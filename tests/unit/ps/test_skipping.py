@@ -18,6 +18,8 @@ from doll.records.control import Announce, Join, Push, Skip
 from engine_runs import play, random_steps
 from engine_world import POLICIES, Applied, Process, World
 
+pytestmark = pytest.mark.slow  # loads torch
+
 RECORDS = 14  # between two holes
 HOLE = 40  # offsets: 20 batches
 LEAST = 6  # batches that are skipped as one

@@ -23,6 +23,8 @@ from doll.tables.rows import Floats, Rows, add_in_order
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow  # loads torch
+
 NUM_ROWS, WIDTH = 40, 3
 OPTIMIZERS: tuple[RowOptimizer, ...] = (RowSgd(0.3), RowAdagrad(0.1), RowAdagrad(0.1, 0.5), LazyAdam(0.01, 0.8, 0.9))
 

@@ -24,6 +24,8 @@ from engine_runs import check_random_run, play, random_steps
 from engine_world import World
 from paths import SUPPORT
 
+pytestmark = pytest.mark.slow  # loads torch
+
 JOB = "job: j\ntask: {class: 'm:C'}\ntraining: {policy: %s}"
 
 

@@ -20,6 +20,8 @@ from engine_world import World
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow  # loads torch
+
 Vector = npt.NDArray[np.float64]
 
 

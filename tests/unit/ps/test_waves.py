@@ -19,6 +19,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from wave_mutants import OneWaveLooser, Ungated
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 class Waves(ClockWorld):
     """Attributes:

@@ -15,6 +15,7 @@ from doll.records.control import decode, encode
 from hypothesis import given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", TYPES)
 def test_comes_back_as_it_was(cls: type) -> None:
     @given(struct_of(cls))

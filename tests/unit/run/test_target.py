@@ -85,6 +85,7 @@ def ended(run: runfolder.RunFolder, monkeypatch: pytest.MonkeyPatch) -> runfolde
     return run
 
 
+@pytest.mark.slow
 def test_the_audit_of_a_run_that_has_ended_is_in_its_report(ended: runfolder.RunFolder) -> None:
     with pytest.raises(ServiceUnavailableError, match="left no report"):
         audit_target(open_target(ended.path, []))

@@ -17,6 +17,8 @@ from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from doll.tasks.digits import Digits
 
+pytestmark = pytest.mark.slow  # loads torch
+
 TASK = Digits(hidden=(8,), holdout_samples=50)
 
 

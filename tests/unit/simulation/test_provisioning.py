@@ -37,6 +37,7 @@ def run(seed: int, ratio: float, *, guard: bool = True) -> System:
     return system
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_planner_meets_the_deadline_for_less_than_on_demand(seed: int) -> None:
     system = run(seed, ratio=1.1)
@@ -45,6 +46,7 @@ def test_the_planner_meets_the_deadline_for_less_than_on_demand(seed: int) -> No
     assert system.usd < 0.9 * ON_DEMAND_S * N * 0.286 / 3600
 
 
+@pytest.mark.slow
 def test_without_need_nothing_is_moved() -> None:
     system = run(0, ratio=2.0)
     assert system.now <= 2.0 * ON_DEMAND_S

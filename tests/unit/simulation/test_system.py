@@ -158,6 +158,7 @@ def test_a_run_ends_at_its_time() -> None:
     assert system.now == 2.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "k", "b", "rate"), [(64, 20, 256, 125.0), (16, 4, 32, 50.0), (8, 8, 64, 100.0)])
 def test_the_update_rate_is_the_formulas(n: int, k: int, b: int, rate: float) -> None:
     """Digest 6, "DOLL (1)"; the longer runs are in benchmarks/paper/rates.py."""
@@ -170,6 +171,7 @@ def test_the_update_rate_is_the_formulas(n: int, k: int, b: int, rate: float) ->
     assert summary.max_waiting_batches < 3 * k
 
 
+@pytest.mark.slow
 def test_the_queue_grows_where_the_necessary_condition_fails() -> None:
     """Proposition 1: groups arrive every 0.64 s and take H_20 times the mean gradient time."""
     for load, grows in ((0.7, False), (1.3, True)):
@@ -180,6 +182,7 @@ def test_the_queue_grows_where_the_necessary_condition_fails() -> None:
         assert (summary.margin_necessary < 1) is grows
 
 
+@pytest.mark.slow
 def test_with_replacement_the_formula_holds_and_without_it_the_job_stalls() -> None:
     """Digest 1.2, (30, 0.9): at least 99 % against at most 70 %."""
     slots = [slot < 30 for slot in range(64)]

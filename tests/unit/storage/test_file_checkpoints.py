@@ -104,6 +104,7 @@ store.save(Checkpoint(job="digits", fingerprint="f1", term=1, version=30, state=
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "version"), [("before rename", 20), ("after rename", 30)])
 def test_killed_while_saving(tmp_path: Path, moment: str, version: int) -> None:
     store = FileCheckpointStore(tmp_path, "digits")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from doll.control.redis_streams import streams_pattern
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
 from doll.storage.redis_client import connect_redis, delete_keys, server_pid
+
+pytestmark = pytest.mark.slow  # starts servers
 
 
 def test_redis_client_packs_in_python_parses_with_hiredis_and_keeps_bytes(redis_server: LocalRedis) -> None:

@@ -69,6 +69,7 @@ def before(act: Callable[[], object], call: Callable[..., Any]) -> Callable[...,
     return wrapped
 
 
+@pytest.mark.slow
 def test_a_claim_between_a_save_s_look_and_its_write_fences_it(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = store(), store()
     assert old.claim_term() == 1
@@ -112,6 +113,7 @@ def test_what_a_claim_has_seen_stays_though_its_writer_was_fenced(s3: Any, monke
     assert newest(new) == (1, 40)
 
 
+@pytest.mark.slow
 def test_a_late_write_that_nobody_could_take_back_does_not_count(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old server is killed right after its write: its object stays, and is later than what term 2 began from."""
     old, new = store(), store()
@@ -162,6 +164,7 @@ def test_a_claimer_that_died_before_its_line_hinders_nobody(s3: Any, monkeypatch
     assert newest(store()) == (1, 20)
 
 
+@pytest.mark.slow
 def test_a_reply_that_was_lost_is_not_taken_for_another_server(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """boto3 sends a request again when its reply is lost; S3 then says that the object is there: it is our own."""
     of = store()
@@ -219,6 +222,7 @@ def test_checkpoints_that_vanish_while_they_are_read_are_looked_up_again(
     assert newest(reader) == (1, 50)
 
 
+@pytest.mark.slow
 def test_neighbours_under_a_longer_prefix_are_not_ours(s3: Any) -> None:
     S3CheckpointStore(f"{URL}-2", "digits").save(checkpoint(9, 90))
     assert store().load_newest(None) is None

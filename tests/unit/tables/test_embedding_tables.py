@@ -18,6 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.slow  # loads torch
+
 NUM_ROWS, WIDTH = 20, 3
 
 

@@ -28,6 +28,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import SHARED_DATA
 
+pytestmark = pytest.mark.slow  # loads torch
+
 COUNTS = [b"1", b"-3", b"", b"0", b"1382", b"4", b"15", b"2", b"181", b"1", b"2", b"", b"2147483647"]
 CATEGORIES = [b"68fd1e64", b"", *(b"%08X" % (n * 40_503_001) for n in range(1, 24)), b"f"]
 LINE = b"\t".join([b"1", *COUNTS, *CATEGORIES])

@@ -79,10 +79,12 @@ def test_the_conditional_distribution_is_that_of_the_joint(token: int) -> None:
         np.testing.assert_allclose(weights / weights.sum(), exact / exact.sum(), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_chain_visits_states_as_the_posterior_says() -> None:
     assert _distance(Sampler) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["_document_topic", "_word_topic", "_topic"])
 def test_a_sampler_that_counts_the_token_itself_is_seen(table: str) -> None:
     class CountsItself(Sampler):
@@ -95,6 +97,7 @@ def test_a_sampler_that_counts_the_token_itself_is_seen(table: str) -> None:
     assert _distance(CountsItself) > 0.1
 
 
+@pytest.mark.slow
 def test_a_sampler_that_forgets_how_many_words_there_are_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lda, "conditional", lambda document, word, topic, prior, _: conditional(
         document, word, topic, prior, 1))  # fmt: skip
@@ -231,6 +234,7 @@ def _perplexity(probabilities: npt.NDArray[np.float64], documents: npt.NDArray[n
     return float(np.exp(-likelihoods.sum() / numbers.sum()))
 
 
+@pytest.mark.slow
 def test_topics_are_found_side_by_side_as_well_as_one_after_the_other() -> None:
     rng = np.random.default_rng(0)
     documents, held_out = _corpus(300, rng), _corpus(100, rng)

@@ -24,6 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import SHARED_DATA
 
+pytestmark = pytest.mark.slow  # loads torch
+
 TASK = MatrixFactorization(users=10, items=20)
 NAN = float("nan")
 

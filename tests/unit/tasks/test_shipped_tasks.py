@@ -27,6 +27,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from paths import SHARED_DATA
 
+pytestmark = pytest.mark.slow  # loads torch
+
 KDD_NORMAL = (
     b"0,tcp,http,SF,181,5450,0,0,0,0,0,1,0,0,0,0,0,0,0,0,0,0,8,8,0.00,0.00,0.00,0.00,1.00,0.00,0.00,"
     b"9,9,1.00,0.00,0.11,0.00,0.00,0.00,0.00,0.00,normal."

@@ -20,6 +20,8 @@ from doll.tables.embedding_tables import EmbeddingTables
 from doll.tasks.words import SkipGram
 from paths import SHARED_DATA
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 def _task(**arguments: Any) -> SkipGram:
     return SkipGram(

@@ -24,6 +24,8 @@ from doll.tasks.words import SkipGram
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 def _record(text: str) -> bytes:
     return json.dumps({"text": text}).encode()

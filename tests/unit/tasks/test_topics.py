@@ -23,6 +23,8 @@ from doll.tasks import lda
 from doll.tasks.topics import Topics
 from paths import SHARED_DATA
 
+pytestmark = pytest.mark.slow  # loads torch
+
 REUTERS = SHARED_DATA / "reuters21578/docs.jsonl.gz"
 
 

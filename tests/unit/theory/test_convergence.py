@@ -73,6 +73,7 @@ def test_step_beyond_the_theory_is_refused() -> None:
         decay(1.0, 1.1, 1.0, 1.0, 1.0, 4, 10)
 
 
+@pytest.mark.slow
 def test_fit_recovers_the_constants_and_covers_them() -> None:
     """The 90 % interval of J holds the truth in four of five noisy runs at least."""
     rng = np.random.default_rng(4)

@@ -120,12 +120,14 @@ def test_wrong_numbers_are_named(bad: dict[str, float]) -> None:
         best_num_spot(**{**good, **bad}, prices=HIGH)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_theorem_4_and_corollary_2_against_brute_force() -> None:
     sweep = planning.theorem_4(SWEEP)
     assert sweep.wrong == []
     assert min(sweep.infeasible, sweep.telling) > SWEEP / 100
 
 
+@pytest.mark.slow
 def test_theorem_5_against_every_prefix() -> None:
     sweep = planning.theorem_5(SWEEP)
     assert sweep.wrong == []

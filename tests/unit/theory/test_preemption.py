@@ -88,6 +88,7 @@ def test_a_step_longer_than_a_spell_is_refused() -> None:
         preemption.step_probabilities(200.0, 0.9, 1000.0)
 
 
+@pytest.mark.slow
 def test_a_gang_is_up_while_all_of_its_machines_are() -> None:
     """Against simulated chains: share of the time, up periods within it, and the variance of the up-time."""
     rng, machines, alpha, cycle_s, step_s, time_s = np.random.default_rng(3), 3, 0.9, 1000.0, 4.0, 6720.0

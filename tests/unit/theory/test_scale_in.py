@@ -153,6 +153,7 @@ def test_what_cannot_be_fitted_is_no_curve(fit: Callable[..., object], steps: ob
     assert fit(list(steps), losses) is None  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 @given(
     losses=st.lists(st.floats(1e-6, 1e6), min_size=8, max_size=40),
     ahead=st.integers(0, 1000),

@@ -92,6 +92,7 @@ def test_bulk_synchronous_is_always_minus_one(num_workers: int) -> None:
     assert (histogram.older, histogram.mean, histogram.percentile(1)) == (0, -1.0, -1.0)
 
 
+@pytest.mark.slow
 def test_one_other_worker_in_turn_gives_the_same_mean() -> None:
     schedule = Schedule(40, 20_000, seed=1, lag=80)
     in_turn = schedule.feed(StalenessMeter([0] * 40))

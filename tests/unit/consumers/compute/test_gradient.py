@@ -18,6 +18,8 @@ from doll.task.base import Sample, Task
 from doll.tasks.synthetic import Gaussian
 from worker_fakes import grant
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 class Classes(Task):
     input_shape = (5,)

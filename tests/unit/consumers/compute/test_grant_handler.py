@@ -22,6 +22,8 @@ from doll.task.base import Sample, load_task
 from doll.testing import MemoryBlobs
 from worker_fakes import FakeChannel, grant
 
+pytestmark = pytest.mark.slow  # loads torch
+
 JOB = """
 job: unit
 task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 3}}

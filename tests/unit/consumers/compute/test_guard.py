@@ -17,6 +17,8 @@ from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
 from doll.task.base import Sample, Task
 
+pytestmark = pytest.mark.slow  # loads torch
+
 BATCH, GROUP = 32, 2
 JOB = f"""
 job: j

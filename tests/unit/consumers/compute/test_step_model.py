@@ -20,6 +20,8 @@ from doll.task.base import Task
 from doll.testing import MemoryBlobs
 from worker_fakes import grant
 
+pytestmark = pytest.mark.slow  # loads torch
+
 LR = 0.5
 
 

@@ -17,6 +17,8 @@ from doll.model.flat_model import FlatModel, build
 from doll.task.base import Task
 from doll.testing import MemoryBlobs
 
+pytestmark = pytest.mark.slow  # loads torch
+
 JOB = """
 job: unit
 task: {class: "m:C"}

@@ -159,12 +159,14 @@ strange = st.one_of(
 batches = st.lists(st.one_of(good, good, good, strange), max_size=40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Shop, Ids, Open])
 @given(values=batches)
 def test_json_in_bulk_equals_json_one_by_one(kind: type[Shop], values: list[bytes | None]) -> None:
     assert_same(decode(kind(), values), decode(one_by_one(kind()), values))
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.one_of(good, strange.filter(bool)), min_size=1, max_size=8), max_size=6))
 def test_packed_json_in_bulk_equals_json_one_by_one(packs: list[list[bytes]]) -> None:
     values = [pack(values) for values in packs]

@@ -19,6 +19,8 @@ from doll.tasks.synthetic import Gaussian
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 class Points(Task):
     input_shape: tuple[int, ...] | None = (2,)

@@ -26,6 +26,8 @@ from process_checks import is_gone
 from stage_models import samples
 from waiting import WAIT_TIMEOUT_S, until
 
+pytestmark = pytest.mark.slow  # loads torch
+
 Array = npt.NDArray[Any]
 
 

@@ -12,6 +12,8 @@ from doll.ps.tables.store import Table
 from doll.storage.sections import RowRequest
 from doll.tables.rows import Floats, Rows, TableShape
 
+pytestmark = pytest.mark.slow  # loads torch
+
 NUM_ROWS, WIDTH = 20_000, 2
 
 

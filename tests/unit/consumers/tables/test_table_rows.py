@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from doll.config import parse
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
@@ -11,6 +12,8 @@ from doll.storage.blobs import changed_rows_key, rows_key
 from doll.storage.sections import encode_rows
 from doll.tables.rows import Rows, TableShape
 from doll.testing import MemoryBlobs
+
+pytestmark = pytest.mark.slow  # loads torch
 
 JOB = "job: j\ntask: {class: 'm:T'}\ndata: {workers: 1, batch_size: 1}\ntraining: {policy: {name: asp}}"
 TABLES = {"t": TableShape(10, 1)}

@@ -134,6 +134,7 @@ def test_a_policy_that_never_began_has_a_row_too() -> None:
     assert comparison.to_dict()["target_loss"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_picture(tmp_path: Path, fast: PolicyRun, slow: PolicyRun, suffix: str) -> None:
     path = tmp_path / f"comparison.{suffix}"

@@ -33,6 +33,7 @@ def run(updates: int, *, every_s: float = 0.5, metrics: bool = True) -> History:
     return history
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "progress.png"
     draw(run(60), path, job="digits", predicted_rate=2.0, target_accuracy=0.95)
@@ -44,6 +45,7 @@ def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
     assert len(data) > 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", [0, 1, 4])
 def test_a_run_that_hardly_began_becomes_a_picture_too(tmp_path: Path, updates: int) -> None:
     path = tmp_path / "progress.png"
@@ -80,6 +82,7 @@ def test_moving_rate_of_a_steady_run() -> None:
     assert rates == pytest.approx(np.full(len(rates), 4.0))
 
 
+@pytest.mark.slow
 def test_the_staleness_of_a_run_is_a_panel_of_its_own(tmp_path: Path) -> None:
     panel = staleness_panel({-2: 1, 3: 3})
     (curve,) = panel.curves

@@ -16,6 +16,8 @@ from doll.task.base import load_task
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow  # loads torch
+
 JOB = """
 job: cuts
 task: {class: "doll.tasks.digits:Digits", args: {hidden: [16, 8]}}

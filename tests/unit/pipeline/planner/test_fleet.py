@@ -190,6 +190,7 @@ def run(*args: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_the_command_compares_and_shows_the_stages(profile_file: Path, tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     arguments = ("--pipeline", EXAMPLE, "--profile", profile_file, "--stages", 4, "--in-flight", 4)

@@ -108,6 +108,7 @@ def test_the_best_of_all_cuts_and_orders_is_found() -> None:
     assert infeasible >= 5
 
 
+@pytest.mark.slow
 def test_a_mixed_integer_programme_finds_the_same() -> None:
     rng = random.Random(2)
     for number in range(15):
@@ -200,6 +201,7 @@ class LastStageAsTheOthers(MemoryRule):
         return super().stage_bytes(size, in_flight=in_flight, is_last=False)
 
 
+@pytest.mark.slow
 def test_a_last_stage_with_n_m_minibatches_and_a_search_for_the_furthest_layer_are_seen_to_be_wrong() -> None:
     rng = random.Random(6)
     memory = furthest = 0

@@ -136,6 +136,7 @@ def in_steady_state(times_s: list[float], in_flight: int) -> float:
     return (last - first) / (times_s[last] - times_s[first])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("distance", "push_s", "pull_s"), [(0, 0.0, 0.0), (0, 1.5, 0.7), (0, 6.0, 1.0), (1, 2.0, 0.0), (4, 9.0, 0.0)]
 )

@@ -14,6 +14,8 @@ from doll.pipeline.profiling.profiler import profile_layers, sample_batch
 from doll.task.base import Sample, Task
 from torch import nn
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 class Net(Task):
     input_shape = (10,)

@@ -27,6 +27,8 @@ from doll.testing import MemoryBlobs
 from stage_models import Images, Net, samples
 from worker_fakes import grant
 
+pytestmark = pytest.mark.slow  # loads torch
+
 Array = npt.NDArray[Any]
 SGD: dict[str, Any] = {"optimizer": {"name": "sgd", "lr": 0.1}}
 CUTS = {

@@ -14,6 +14,8 @@ from doll.pipeline.runtime.messages import Ready, Stop, decode, encode
 from doll.pipeline.runtime.stage_process import Links, SharedMemory, StageProcess
 from waiting import WAIT_TIMEOUT_S, until
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 def has_room(link: SocketLink) -> bool:
     with selectors.DefaultSelector() as selector:

@@ -37,6 +37,7 @@ def check(seed: int, core: type[VirtualWorkerCore] = VirtualWorkerCore, **option
     return world.seen
 
 
+@pytest.mark.slow
 def test_whatever_happens() -> None:
     seen: Counter[str] = Counter()
     for seed in range(100):

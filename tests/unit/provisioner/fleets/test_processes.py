@@ -23,6 +23,8 @@ from doll.provisioner.traces.model import constant
 from paths import SUPPORT
 from waiting import WAIT_TIMEOUT_S, until
 
+pytestmark = pytest.mark.slow  # starts servers
+
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:

@@ -34,6 +34,7 @@ def watch(
     return interval.low <= alpha <= interval.high, interval.high - interval.low
 
 
+@pytest.mark.slow
 def test_interval_covers_and_the_design_effect_is_needed() -> None:
     rng = np.random.default_rng(2)
     alone = [watch(rng, 0.9, 0.0, effect=True)[0] for _ in range(40)]

@@ -321,6 +321,7 @@ def adversary(rng: np.random.Generator, kind: int, slots: int, steps: int) -> np
             return np.repeat(~gone[:, np.newaxis], slots, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "boot_s", "detection_delay_s", "cases"),
     [("pace", 90.0, None, 32), ("theorem", 90.0, None, 32), ("pace", 600.0, 0.0, 24), ("pace", 330.0, 20.0, 24)],

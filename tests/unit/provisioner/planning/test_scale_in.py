@@ -82,6 +82,7 @@ def test_the_least_number_of_workers_stays() -> None:
     assert alone.removed_at == []
 
 
+@pytest.mark.slow
 def test_a_worker_is_kept_where_the_loss_falls_behind() -> None:
     """After the first removal each step takes ten times as long: further ahead is L_P only."""
     settings = replace(SETTINGS, threshold=0.01, elapsed_reference=True)
@@ -229,6 +230,7 @@ def test_settings_out_of_range_are_named(change: dict[str, Any], what: str) -> N
         replace(SETTINGS, **change)
 
 
+@pytest.mark.slow
 @hypothesis_settings(max_examples=15, deadline=None)
 @given(restarts=st.sets(st.integers(1, 499), max_size=6), noise=st.sampled_from([0.0, 0.004]), follows=st.booleans())
 def test_a_restart_at_any_step_changes_no_decision(restarts: set[int], noise: float, follows: bool) -> None:

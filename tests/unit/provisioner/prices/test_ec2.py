@@ -62,6 +62,7 @@ def test_the_cheapest_pools_are_the_current_prices(rig: Ec2Rig) -> None:
     assert (prices.spot_usd_per_h, prices.on_demand_usd_per_h) == (0.04, 0.17)
 
 
+@pytest.mark.slow
 def test_a_dry_pool_has_no_price_unless_all_are_dry(rig: Ec2Rig) -> None:
     feed = made_of(rig, lacks_capacity=lambda pool, market, now_s: pool.zone == ZONES[1])
     assert feed.current(rig.clock()).spot_usd_per_h == 0.05
@@ -248,6 +249,7 @@ def test_the_shipped_table_is_dated_and_sane() -> None:
     assert shipped_prices("eu-nowhere-1") == {}
 
 
+@pytest.mark.slow
 def test_prices_are_made_from_the_job_file(rig: Ec2Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse(
         f"""

@@ -211,6 +211,7 @@ def test_instance_types_without_a_price_are_named(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
@@ -388,6 +389,7 @@ def test_a_constant_holds() -> None:
     assert constant(0.5, 0.0, 9.0).mean(1.0, 8.0) == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not beside this checkout")
 def test_the_shared_recordings_are_read() -> None:
     sets = {trace_set.name: trace_set for trace_set in load(SHARED_DATA / "spot_traces_skypilot")}

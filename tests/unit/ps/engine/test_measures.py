@@ -20,6 +20,8 @@ from doll.simulation.system import System
 from engine_world import POLICIES
 from pushes import applied_set, push_of
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 def simulated(policy: PolicyConfig, rates_per_s: list[float], **changes: object) -> Measures:
     """A batch of ten samples takes a second at 10 samples/s; a gradient a quarter of a second; nothing is random."""

@@ -18,6 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+pytestmark = pytest.mark.slow  # loads torch
+
 ISP = IspPolicyConfig(significance=0.7)
 
 

@@ -23,6 +23,8 @@ from doll.services import Services
 from job_files import job
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.slow  # starts servers
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:

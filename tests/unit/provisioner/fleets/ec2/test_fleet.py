@@ -45,6 +45,7 @@ def overrides(request: dict[str, Any]) -> list[tuple[str, str]]:
 # --- the request ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_launch_asks_for_one_instance_of_one_market_that_carries_its_identity_everywhere(rig: Ec2Rig) -> None:
     rig.fleet.launch(Order(3, 2, "spot", attempt=1))
     (request,) = rig.market.requests
@@ -159,6 +160,7 @@ def test_a_type_that_a_zone_does_not_offer_is_never_asked_for(rig: Ec2Rig) -> No
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "market", "failure", "calls_later"),
     [
@@ -188,6 +190,7 @@ def test_what_pools_say_decides_what_the_launch_says(
     assert len(rig.market.requests) - before == calls_later
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "failure"),
     [
@@ -253,6 +256,7 @@ def test_a_token_that_was_used_for_another_request_leads_to_what_is_there(rig: E
     assert [instance.id for instance in rig.fleet.instances()] == [made.id]
 
 
+@pytest.mark.slow
 def test_no_crash_and_no_lost_answer_makes_two_machines_of_one_incarnation(rig: Ec2Rig) -> None:
     rng = random.Random(7)
     for slot in range(20):
@@ -289,6 +293,7 @@ def test_a_listing_of_several_pages_is_whole(rig: Ec2Rig) -> None:
     assert {instance.id for instance in rig.fleet.instances()} == made
 
 
+@pytest.mark.slow
 def test_the_state_of_the_machine_says_who_ended_it_and_when(rig: Ec2Rig) -> None:
     ended = {}
     for slot, how in enumerate(("terminate", "interrupt", "fail")):

@@ -86,6 +86,7 @@ def test_a_rebalance_recommendation_is_told_and_not_acted_upon(rig: Ec2Rig) -> N
     assert left(rig) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     ["", "not json", "[]", "{}", '"text"', '{"detail-type": "x", "detail": null}',
@@ -107,6 +108,7 @@ def test_an_event_without_a_time_is_of_now(rig: Ec2Rig) -> None:
     assert notices(rig).read([OURS]) == {OURS: rig.clock() + 120}
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_not_there_is_an_error_and_the_fleet_lives_without(rig: Ec2Rig) -> None:
     gone = Ec2Notices(rig.sqs, rig.queue_url + "-gone")
     with pytest.raises(ServiceUnavailableError, match="reading interruption notices"):
