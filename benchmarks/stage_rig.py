@@ -31,7 +31,8 @@ from doll.process.memory import keep_freed_memory
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.task.base import load_task
-from doll.testing import MemoryBlobs
+
+from benchmarks.memory_blobs import MemoryBlobs
 
 
 class _NoDeadLetters:

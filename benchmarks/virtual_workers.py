@@ -34,9 +34,9 @@ from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.pipeline.planner.timeline import Timeline
 from doll.pipeline.profiling.layers import layers_of
 from doll.pipeline.profiling.profiler import profile_layers, sample_batch
-from doll.process.peak_memory import read_memory
 from doll.task.base import load_task
 
+from benchmarks.process_memory import read_memory
 from benchmarks.stage_rig import job, run_batches
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config import SgdConfig
-from doll.theory.convergence import decay, error_rate_per_s, error_rate_poisson_per_s, stationary_error_quadratic
 
+from benchmarks.paper.formulas import decay, error_rate_per_s, error_rate_poisson_per_s, stationary_error_quadratic
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
 
 if TYPE_CHECKING:

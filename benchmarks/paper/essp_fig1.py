@@ -2,7 +2,7 @@
 
 16 workers; one clock takes Gamma(20, 1/20) s, and one in 20 takes twice that, so that nobody is slow for good. A
 message takes an exponential time of 0.3 s on average. The engine and the policies are those of production; a worker
-reads what it has where these allow it, as the paper's client does (`doll.simulation.network`). The formula column is
+reads what it has where these allow it, as the paper's client does (`benchmarks.paper.network`). The formula column is
 the value of a separate reference simulation of the two models.
 
 Criteria: the mean staleness of SSP falls with s, and is within 0.5 of the reference; that of ESSP is in [-3, -2] for
@@ -18,10 +18,10 @@ import numpy as np
 from doll.ps.policies.base import Policy
 from doll.ps.policies.essp import EsspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
-from doll.simulation.network import NetworkedSystem, clock_times
 from doll.theory.staleness import Histogram
 
 from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.network import NetworkedSystem, clock_times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,11 +19,11 @@ import numpy as np
 from doll.ps.policies.base import Policy
 from doll.ps.policies.essp import EsspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
-from doll.simulation.network import NetworkedSystem, clock_times
 
 from benchmarks.paper.factor_steps import FactorSteps
 from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.network import NetworkedSystem, clock_times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

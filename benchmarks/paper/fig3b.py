@@ -19,8 +19,9 @@ from doll.simulation.system import System
 from benchmarks.paper.harness import FORMULA, Check, Result, Value, axes_style, main
 
 if TYPE_CHECKING:
-    from doll.simulation.learning import Learner
     from matplotlib.figure import Figure
+
+    from benchmarks.paper.learning import Learner
 
 WORKERS, SIZE, BATCH, RATE = 8, 4, 32, 125.0
 # On and off once in 6 s: 25 cycles in the 154 s that 1200 updates take without preemption.
@@ -118,8 +119,9 @@ def _learn(optimizer: OptimizerConfig, updates: int, spot: int, alpha: float, se
     import torch
     from doll.producers import augment
     from doll.producers.sources import digits
-    from doll.simulation.learning import Learner
     from doll.tasks.digits import Digits
+
+    from benchmarks.paper.learning import Learner
 
     torch.set_num_threads(1)
     stream, _ = digits.originals()

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.theory.cost import on_demand_runtime_s
 
+from benchmarks.paper.formulas import on_demand_runtime_s
 from benchmarks.paper.harness import FORMULA, PAPER, Check, Result, Value, axes_style, main
 from benchmarks.paper.setting import (
     HIGH,

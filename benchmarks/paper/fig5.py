@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.theory.cost import Prices, cost_ratio, on_demand_runtime_s
+from doll.theory.cost import Prices, cost_ratio
 
+from benchmarks.paper.formulas import on_demand_runtime_s
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
 from benchmarks.paper.setting import (
     HIGH,

@@ -30,9 +30,9 @@ from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
 from doll.records.control import Announce, Join, Leave, Push, PushedBatch
 from doll.storage.contributions import encode_contribution
-from doll.theory.function_cost import functions_usd
 
 from benchmarks.paper.factorization import Factorization
+from benchmarks.paper.function_cost import functions_usd
 
 Vector = npt.NDArray[np.float32]
 

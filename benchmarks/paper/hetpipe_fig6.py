@@ -22,10 +22,10 @@ from doll.pipeline.planner.schedule import Jitter, StageTimes
 from doll.pipeline.planner.timeline import Kind
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.policies.wsp import WspPolicyConfig
-from doll.simulation.virtual_workers import VirtualWorkers
 from doll.theory.checks import Floats
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.virtual_workers import VirtualWorkers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

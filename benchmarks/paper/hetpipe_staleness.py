@@ -21,9 +21,9 @@ import numpy as np
 from doll.pipeline.planner.schedule import Pipeline, StageTimes
 from doll.pipeline.planner.timeline import Kind
 from doll.ps.policies.wsp import Wsp, WspPolicyConfig
-from doll.simulation.virtual_workers import VirtualWorkers, lognormal_jitter
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.virtual_workers import VirtualWorkers, lognormal_jitter
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

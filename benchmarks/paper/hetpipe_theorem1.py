@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.theory.checks import Floats
-from doll.theory.wsp import WspRegret, global_staleness, regret_of_step
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.wsp import WspRegret, global_staleness, regret_of_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,9 +20,9 @@ from doll.pipeline.planner.timeline import Kind
 from doll.ps.policies.base import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.simulation.randomness import blocks
-from doll.simulation.virtual_workers import VirtualWorkers
 
 from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.virtual_workers import VirtualWorkers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

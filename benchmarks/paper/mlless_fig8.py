@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.scale_in import ScaleInTuner, TunerSettings
-from doll.theory.function_cost import functions_usd, perf_per_usd
-from doll.theory.scale_in import Score, printed_excess, relative_excess
+from doll.theory.scale_in import Score, relative_excess
 
+from benchmarks.paper.formulas import printed_excess
+from benchmarks.paper.function_cost import functions_usd, perf_per_usd
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
 
 if TYPE_CHECKING:

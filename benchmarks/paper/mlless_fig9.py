@@ -20,9 +20,9 @@ from doll.config.policy import PolicyConfig
 from doll.provisioner.planning.scale_in import ScaleInTuner, TunerSettings
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
-from doll.theory.function_cost import machines_usd
 
 from benchmarks.paper.factorization import Factorization
+from benchmarks.paper.function_cost import machines_usd
 from benchmarks.paper.function_job import DenseRing, Factors, FunctionJob, Outcome, Point, Store, Vector
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
 from benchmarks.paper.mlless_fig4 import ITEMS, RANK, USERS, Ratings

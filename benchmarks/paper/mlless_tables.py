@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from doll.theory.function_cost import functions_usd, machines_usd, perf_per_usd
-
+from benchmarks.paper.function_cost import functions_usd, machines_usd, perf_per_usd
 from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, axes_style, main
 
 if TYPE_CHECKING:

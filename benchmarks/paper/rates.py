@@ -13,8 +13,9 @@ from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.report import summarise
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
-from doll.theory.queueing import group_interval_s, harmonic, stability, update_rate_per_s
+from doll.theory.queueing import harmonic, stability, update_rate_per_s
 
+from benchmarks.paper.formulas import group_interval_s
 from benchmarks.paper.harness import FORMULA, Check, Result, Value, axes_style, main
 from benchmarks.paper.setting import RATE, B, K, N
 

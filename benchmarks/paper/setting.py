@@ -11,9 +11,10 @@ from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.traces.windows import Windows
 from doll.simulation.adaptive import Adaptive
 from doll.simulation.backtest import Outcome, replay
-from doll.theory.cost import Prices, on_demand_runtime_s, work_samples
+from doll.theory.cost import Prices, work_samples
 from doll.theory.planning import best_assignment
-from doll.theory.preemption import step_probabilities
+
+from benchmarks.paper.formulas import on_demand_runtime_s, step_probabilities
 
 J, K, B, RATE, N = 10_000, 20, 256, 125.0, 64
 SAMPLES = work_samples(J, K, B)

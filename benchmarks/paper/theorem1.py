@@ -12,8 +12,8 @@ import numpy as np
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
-from doll.theory.queueing import UpdateCount, printed_update_variance, update_count
 
+from benchmarks.paper.formulas import UpdateCount, printed_update_variance, update_count
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from doll.ps.policies.base import PolicyView
 from doll.ps.policies.vap import Vap, VapPolicyConfig
-from doll.simulation.network import NetworkedSystem, clock_times
 
 from benchmarks.paper.factor_steps import FactorSteps
 from benchmarks.paper.factorization import Floats, low_rank
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.network import NetworkedSystem, clock_times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -3,7 +3,7 @@
 A batch takes two events, its completion at the worker and the end of its gradient; samples are not simulated one by
 one, since the time in which b samples arrive is one draw. The engine gets the records of a real job: Join, Announce,
 Push and Leave. There is no blob to fetch, and a checkpoint is durable immediately. Gradients carry no numbers, unless a
-learner (`doll.simulation.learning`) computes them.
+learner (`benchmarks.paper.learning`) computes them.
 """
 
 from __future__ import annotations

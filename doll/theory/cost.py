@@ -51,24 +51,6 @@ def work_samples(updates: float, group_size: int, batch_size: int) -> float:
     return float(updates) * group_size * batch_size
 
 
-def on_demand_runtime_s(samples: float, rate_per_s: float, num_workers: int) -> float:
-    """θ_0 = J K b / (N λ_A): seconds with all workers on-demand.
-
-    Args:
-        samples: J K b.
-        rate_per_s: λ_A, samples per second at one worker.
-        num_workers: N.
-
-    Source: the DOLL paper, Eq. (3) with λ_U of Eq. (1).
-
-    >>> on_demand_runtime_s(work_samples(10_000, 20, 256), rate_per_s=125, num_workers=64)
-    6400.0
-    """
-    checks.non_negative(samples=samples)
-    checks.positive(rate_per_s=rate_per_s, num_workers=num_workers)
-    return samples / (rate_per_s * num_workers)
-
-
 def runtime_s(num_spot: npt.ArrayLike, samples: float, rate_per_s: float, num_workers: int, alpha: float) -> Floats:
     """(15): expected seconds with `num_spot` of the workers on spot; infinite where no worker is ever up.
 
@@ -111,27 +93,6 @@ def cost_usd(
     spot = _spot(num_spot, num_workers)
     time_h = runtime_s(spot, samples, rate_per_s, num_workers, alpha) / SECONDS_PER_HOUR
     return _times(time_h, _burn_usd_per_h(spot, num_workers, alpha, prices))
-
-
-def cost_slope_usd(
-    num_spot: npt.ArrayLike, samples: float, rate_per_s: float, num_workers: int, alpha: float, prices: Prices
-) -> Floats:
-    """(17): derivative of `cost_usd` by the number of spot workers, USD per worker.
-
-    Negative for every `num_spot` when spot is cheaper and ever up, so the deadline alone bounds N_s.
-
-    Source: the DOLL paper, Eq. (17).
-
-    >>> p = Prices(0.158, 0.286)
-    >>> float(cost_slope_usd(10, 51_200_000, 125, 64, 0.9, p)) < 0
-    True
-    """
-    spot = _spot(num_spot, num_workers)
-    checks.fraction(alpha=alpha)
-    checks.positive(rate_per_s=rate_per_s)
-    gain = alpha * num_workers * (prices.spot_usd_per_h - prices.on_demand_usd_per_h)
-    scale = samples / rate_per_s / SECONDS_PER_HOUR
-    return _divide(scale * gain, (num_workers + (alpha - 1) * spot) ** 2)
 
 
 @dataclass(frozen=True)

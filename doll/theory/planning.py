@@ -26,101 +26,6 @@ from doll.theory.preemption import uptime_variance_s2
 _TOLERANCE = 1e-9
 
 
-def required_workers(samples: float, rate_per_s: float, deadline_s: float) -> float:
-    """x = J K b / (λ_A θ): workers that must be up all the time to meet the deadline.
-
-    Args:
-        samples: J K b.
-        rate_per_s: λ_A, samples per second at one worker.
-        deadline_s: θ, seconds from now.
-
-    >>> round(required_workers(51_200_000, 125, 6000.0), 3)
-    68.267
-    """
-    checks.non_negative(samples=samples)
-    checks.positive(rate_per_s=rate_per_s, deadline_s=deadline_s)
-    return samples / (rate_per_s * deadline_s)
-
-
-def best_num_spot(
-    samples: float, rate_per_s: float, num_workers: int, alpha: float, deadline_s: float, prices: Prices
-) -> int:
-    """Theorem 4: N_s of least expected cost whose expected runtime meets the deadline, for equal rates.
-
-    Args:
-        samples: J K b, the work that is left.
-        rate_per_s: λ_A, samples per second at one worker.
-        num_workers: N.
-        alpha: availability, in [0, 1].
-        deadline_s: θ, seconds that are left.
-        prices: of the two markets; 0 when spot is not the cheaper one.
-
-    Returns:
-        N_s in 0 .. N.
-
-    Raises:
-        InfeasiblePlanError: θ < θ_0: not even all workers on-demand meet the deadline.
-
-    Source: the DOLL paper, Theorem 4, Eq. (18). Differs from the paper: no negative floor, α = 1 allowed, float-safe.
-
-    >>> best_num_spot(51_200_000, 125, 64, 0.9, 1.05 * 6400, Prices(0.158, 0.286))
-    30
-    """
-    checks.fraction(alpha=alpha)
-    checks.positive(num_workers=num_workers)
-    needed = required_workers(samples, rate_per_s, deadline_s)
-    if needed > num_workers * (1 + _TOLERANCE):
-        raise _too_slow(samples, rate_per_s * num_workers, deadline_s, f"{needed:.3f} > {num_workers} workers",
-                        workers=math.ceil(needed - _TOLERANCE))  # fmt: skip
-    if not prices.spot_is_cheaper:
-        return 0
-    if alpha * num_workers >= needed * (1 - _TOLERANCE):
-        return num_workers
-    return max(0, min(num_workers, math.floor((num_workers - needed) / (1 - alpha) + _TOLERANCE)))
-
-
-def best_num_spot_at_risk(
-    samples: float,
-    rate_per_s: float,
-    num_workers: int,
-    alpha: float,
-    deadline_s: float,
-    prices: Prices,
-    *,
-    cycle_s: float,
-    risk: float | None = None,
-    z: float | None = None,
-    effect: float = 1.0,
-) -> int:
-    """Theorem 4 with P(runtime > θ) <= `risk`: the largest N_s with N - (1-α) N_s - z sqrt(N_s v(θ)) / θ >= x.
-
-    Args:
-        cycle_s: mean seconds of one up and one down period of a spot worker.
-        risk: accepted probability of missing the deadline, in (0, 0.5]; or
-        z: the normal quantile itself, at least 0. Exactly one of the two.
-        effect: design effect of outages that come together (1: independent workers).
-        The others are those of `best_num_spot`.
-
-    Raises:
-        InfeasiblePlanError: θ < θ_0. (All on-demand has no preemption risk, so the risk alone never binds.)
-
-    Source: an extension; docs/theory.md, "Risk". Plans by Theorem 4 alone miss about two deadlines in five.
-
-    >>> paper = dict(samples=51_200_000, rate_per_s=125, num_workers=64, alpha=0.9, deadline_s=1.05 * 6400)
-    >>> best_num_spot_at_risk(**paper, prices=Prices(0.158, 0.286), cycle_s=1000.0, z=1.645)
-    26
-    """
-    best_num_spot(samples, rate_per_s, num_workers, alpha, deadline_s, prices)  # raises where no N_s will do
-    if not prices.spot_is_cheaper:
-        return 0
-    needed = required_workers(samples, rate_per_s, deadline_s)
-    spread = _z(risk, z) * math.sqrt(uptime_variance_s2(deadline_s, alpha, cycle_s) * effect) / deadline_s
-    spot = np.arange(num_workers + 1, dtype=np.float64)
-    # The left side falls with N_s, so the numbers that will do are 0 .. the answer.
-    enough = num_workers - (1 - alpha) * spot - spread * np.sqrt(spot) >= needed - _TOLERANCE * max(1.0, needed)
-    return max(0, int(np.count_nonzero(enough)) - 1)
-
-
 @dataclass(frozen=True)
 class Assignment:
     """Theorem 5's answer.
@@ -163,7 +68,10 @@ def best_assignment(
         alpha: availability, in [0, 1].
         deadline_s: θ, seconds that are left.
         prices: of the two markets.
-        cycle_s, risk, z, effect: as in `best_num_spot_at_risk`; without `risk` and `z` the expected runtime counts.
+        cycle_s: mean seconds of one up and one down period of a spot worker; needed with `risk` or `z`.
+        risk: accepted probability of missing the deadline, in (0, 0.5]; or
+        z: the normal quantile itself, at least 0. Without both the expected runtime counts.
+        effect: design effect of outages that come together (1: independent workers).
 
     Raises:
         InfeasiblePlanError: θ < θ_0.
@@ -184,12 +92,14 @@ def best_assignment(
     needed = samples / deadline_s
     if effective[0] < needed * (1 - _TOLERANCE):
         detail = f"{needed:.6g} samples/s > {effective[0]:.6g} of all streams together"
-        raise _too_slow(samples, float(effective[0]), deadline_s, detail)
+        raise too_slow(samples, float(effective[0]), deadline_s, detail)
     margin: Floats | float = 0.0
     if risk is not None or z is not None:
         if cycle_s is None:
             raise ValueError("cycle_s: expected the mean up + down time of a spot worker, to know the risk")
-        scale = _z(risk, z) * math.sqrt(uptime_variance_s2(deadline_s, alpha, cycle_s) * effect) / deadline_s
+        scale = (
+            normal_quantile(risk, z) * math.sqrt(uptime_variance_s2(deadline_s, alpha, cycle_s) * effect) / deadline_s
+        )
         margin = scale * np.sqrt(np.concatenate(([0.0], np.cumsum(ascending**2))))
     in_time = effective - margin >= needed * (1 - _TOLERANCE)
     # n = 0 is in time (checked above); the others are a prefix because the left side falls with n.
@@ -251,7 +161,8 @@ def _slowest(rates: Floats, ascending: Floats, count: int) -> npt.NDArray[np.boo
     return chosen
 
 
-def _z(risk: float | None, z: float | None) -> float:
+def normal_quantile(risk: float | None, z: float | None) -> float:
+    """The quantile that an accepted probability of being late stands for, or `z` itself: exactly one is given."""
     if (risk is None) == (z is None):
         raise ValueError("expected exactly one of risk and z")
     if z is not None:
@@ -263,9 +174,10 @@ def _z(risk: float | None, z: float | None) -> float:
     return quantile(1 - risk)
 
 
-def _too_slow(
+def too_slow(
     samples: float, rate_per_s: float, deadline_s: float, detail: str, workers: int | None = None
 ) -> InfeasiblePlanError:
+    """What is raised where the deadline is below θ_0; `workers`: how many equal ones would do."""
     shortest = samples / rate_per_s
     nearest = {"deadline_s": shortest, "work_fraction": deadline_s / shortest}
     if workers is not None:

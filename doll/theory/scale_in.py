@@ -284,11 +284,6 @@ def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pac
     return (current.loss_ahead(step, horizon_s) - ahead) / ahead
 
 
-def printed_excess(step: float, horizon_s: float, reference: Pace, current: Pace, reference_step: float) -> float:
-    """(1) with its printed sign, for comparison only: `relative_excess` negated."""
-    return -relative_excess(step, horizon_s, reference, current, reference_step)
-
-
 # --- step times
 
 

@@ -28,7 +28,8 @@ from doll.storage.blobs import Blobs
 from doll.storage.redis_blobs import RedisBlobs
 from doll.storage.redis_client import connect_redis
 from doll.storage.shm_blobs import ShmBlobs
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
+from paths import SUPPORT
 from waiting import until
 
 pytestmark = pytest.mark.slow  # starts servers
@@ -596,7 +597,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from doll.storage.shm_blobs import ShmBlobs
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 store = ShmBlobs(Path(sys.argv[1]), limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=1, mapped_from_bytes=1)
 for number in range(int(sys.argv[2])):
     memory = store.reserve(200_000) if number % 3 else None
@@ -617,7 +618,8 @@ def test_readers_beside_a_writer_never_see_bytes_change(tmp_path: Path, mapped_f
     store = ShmBlobs(
         folder, limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=1, mapped_from_bytes=mapped_from_bytes
     )
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder), "1500"])
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder), "1500"], env=environment)
     read = 0
     try:
         while store.get("done") is None:

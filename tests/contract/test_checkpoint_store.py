@@ -16,7 +16,7 @@ from doll.errors import CheckpointError, FencedError
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.s3_checkpoints import S3CheckpointStore
-from doll.testing import MemoryCheckpointStore
+from memory_stores import MemoryCheckpointStore
 
 
 class Kit(NamedTuple):

@@ -19,7 +19,7 @@ from doll.ps.model.model_host import ModelHost
 from doll.storage.blobs import Blobs, blob_info, decode_blob, decode_latest, encode_blob, latest_key
 from doll.storage.contributions import encode_contribution
 from doll.storage.shm_blobs import ShmBlobs
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 from pushes import applied_set, push_of
 
 pytestmark = pytest.mark.slow  # loads torch

@@ -20,7 +20,7 @@ from doll.model.flat_model import FlatModel
 from doll.records.control import Grant
 from doll.storage.blobs import decode_blob, encode_blob
 from doll.task.base import Task
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 from worker_fakes import grant
 
 pytestmark = pytest.mark.slow  # loads torch

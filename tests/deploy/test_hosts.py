@@ -19,11 +19,11 @@ from botocore.validate import ParamValidator
 from doll.monitor.state.job_metrics import samples_of
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
+from fake_fleet import FakeFleet, VirtualClock
 from statuses import server_status
 
 from .conftest import FILES, IMAGE, PROGRAMS, SECRETS, SETTINGS, Host, push_job

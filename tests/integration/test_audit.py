@@ -22,7 +22,7 @@ from doll.records.control import AnyRecord, DeadLetter, Finished, Member, TermSt
 from doll.services import Services
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.file_checkpoints import FileCheckpointStore
-from doll.testing import MemoryCheckpointStore
+from memory_stores import MemoryCheckpointStore
 
 pytestmark = pytest.mark.integration
 

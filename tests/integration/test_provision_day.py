@@ -17,7 +17,6 @@ import pytest
 from doll.provisioner.billing import EC2_LINUX
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.prices.ec2 import Ec2Prices, OnDemandPrices
@@ -25,6 +24,7 @@ from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.prices.shipped import OnDemandPrice
 from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.state_store import MemoryStateStore
+from fake_fleet import FakeFleet, VirtualClock
 from job_world import ON_DEMAND, SPOT, JobWorld, run, settings
 
 HOURS = float(os.environ.get("DOLL_DAY_HOURS", "2"))

@@ -61,7 +61,7 @@ from doll.records.control import (
 from doll.storage.checkpoints import Checkpoint
 from doll.tables.rows import Ids, Rows
 from doll.task.base import Task, load_task
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 from msgspec import structs
 
 WORKERS: Final = 3

@@ -9,11 +9,11 @@ from typing import Any
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import Instance, InstanceState, LaunchFailure, Order
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import MemoryStateStore
+from fake_fleet import FakeFleet, VirtualClock
 from job_world import FlatPrices, JobWorld, settings
 
 STEP_S = 10.0

@@ -22,13 +22,13 @@ from doll.local.supervisor import RoleSpec
 from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.gangs import GangFleet, gangs_of
 from doll.provisioner.fleets.port import Fleet, Instance, LaunchError, Order
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
 from doll.provisioner.traces.market import AvailabilityInterval, MarketClock, SpotMarket
 from doll.provisioner.traces.model import constant
 from fake_docker import DAEMON, stamp
+from fake_fleet import FakeFleet, VirtualClock
 from moto_overlay import REGION, MotoMarket, client, moto_market
 from paths import SUPPORT
 from waiting import until

@@ -18,7 +18,7 @@ from doll.ps.start import Start, make_engine
 from doll.records.control import Announce, AnyRecord, Grant, Join, ServerStatus, Welcome
 from doll.storage.blobs import encode_blob, gradient_key
 from doll.task.base import load_task
-from doll.testing import MemoryBlobs, MemoryCheckpointStore
+from memory_stores import MemoryBlobs, MemoryCheckpointStore
 from msgspec import structs
 from pushes import answer
 

@@ -29,7 +29,7 @@ from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.storage.contributions import decode_contribution
 from doll.task.base import load_task
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 from stage_models import samples
 from waiting import WAIT_TIMEOUT_S
 

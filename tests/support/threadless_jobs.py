@@ -30,7 +30,7 @@ from doll.ps.start import Start, make_engine
 from doll.records.control import Announce, GetRows, Grant, Join, NewVersion, Push, RowsStored, Welcome
 from doll.storage.blobs import scope_of
 from doll.task.base import load_task
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 from worker_fakes import FakeChannel
 
 JOB = """

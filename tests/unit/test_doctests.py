@@ -1,4 +1,4 @@
-"""Every example in a docstring of doll is true."""
+"""Every example in a docstring of doll, and of the formulas of the papers, is true."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from paths import ROOT
 PROMPT = ">>> "
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for path in sorted((ROOT / "doll").rglob("*.py"))
+    for folder in ("doll", "benchmarks/paper")
+    for path in sorted((ROOT / folder).rglob("*.py"))
     if PROMPT in path.read_text()
 ]
 
 
 def test_there_are_examples_to_run() -> None:
-    assert {"doll.theory.planning", "doll.provisioner.planning.estimators"} <= set(MODULES)
+    assert {"doll.theory.planning", "benchmarks.paper.formulas", "doll.provisioner.planning.estimators"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -14,7 +14,7 @@ from doll.ps.policies import make_policy
 from doll.ps.start import Start, engine_settings, make_engine, new_run_id
 from doll.records.control import Hello, TermStarted, Welcome
 from doll.storage.checkpoints import Checkpoint
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 from record_builders import term_started
 from threadless_jobs import GAUSSIAN, JOB, SGD, Job
 

@@ -25,7 +25,7 @@ from doll.ps.start import Start, make_engine
 from doll.records.control import AnyRecord, Join, ServerStatus, Welcome
 from doll.task.base import Task
 from doll.tasks.synthetic import Gaussian
-from doll.testing import MemoryBlobs, MemoryCheckpointStore
+from memory_stores import MemoryBlobs, MemoryCheckpointStore
 from msgspec import structs
 from worker_fakes import FakeChannel
 

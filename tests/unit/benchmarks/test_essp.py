@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 import pytest
 from benchmarks.paper import essp_fig1, essp_fig2, vap_bound
 from benchmarks.paper.harness import Check
+from benchmarks.paper.network import EsspAhead, NetworkedSystem, SspAhead
 from doll.ps.policies.base import Policy, PolicyView
 from doll.ps.policies.essp import EsspPolicyConfig
 from doll.ps.policies.vap import Vap
-from doll.simulation.network import EsspAhead, NetworkedSystem, SspAhead
 
 
 def failed(checks: Sequence[Check]) -> list[str]:

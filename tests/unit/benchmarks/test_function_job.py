@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pytest
 from benchmarks.paper import mlless_fig7, mlless_table5
 from benchmarks.paper.factorization import low_rank
+from benchmarks.paper.function_cost import functions_usd
 from benchmarks.paper.function_job import DenseRing, Factors, FunctionJob, Step, Store
 from benchmarks.paper.mlless_fig7 import compare, factors, isp, play
 from doll.config.policy import PolicyConfig
@@ -16,7 +17,6 @@ from doll.provisioner.planning.scale_in import ScaleInTuner, TunerSettings, Verd
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
-from doll.theory.function_cost import functions_usd
 
 Vector = npt.NDArray[np.float32]
 BSP = BspPolicyConfig(contribution="step")

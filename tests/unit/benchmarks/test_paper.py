@@ -36,7 +36,7 @@ def test_the_same_seed_gives_the_same_table(tmp_path: Path) -> None:
 
 def test_a_sweep_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracles are no rubber stamp: an answer that is off by one worker is found."""
-    right = import_module("doll.theory.planning").best_num_spot
+    right = import_module("benchmarks.paper.formulas").best_num_spot
     monkeypatch.setattr(planning, "best_num_spot", lambda *args: max(0, right(*args) - 1))
     assert planning.theorem_4(200).wrong
     monkeypatch.setattr(

@@ -13,9 +13,9 @@ from doll.consumers.protocol.worker_core import Exit, WorkerCore
 from doll.errors import CheckpointError
 from doll.records.control import Hello, Join, Welcome
 from doll.storage.checkpoints import Checkpoint
-from doll.testing import MemoryCheckpointStore
 from engine_runs import play, random_steps
 from engine_world import POLICIES, World
+from memory_stores import MemoryCheckpointStore
 from paths import ROOT
 
 pytestmark = pytest.mark.slow  # loads torch

@@ -14,7 +14,7 @@ from doll.records.control import GetRows, Grant, RowsStored
 from doll.storage.blobs import rows_key
 from doll.storage.sections import decode_row_request, encode_rows
 from doll.tables.rows import Rows, TableShape
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 
 pytestmark = pytest.mark.slow  # loads torch
 

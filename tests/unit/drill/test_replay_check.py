@@ -9,8 +9,8 @@ import pytest
 from doll.drill.replay_check import ReplayResult, check_replay
 from doll.ps.checkpointing import decode_snapshot, encode_snapshot
 from doll.storage.checkpoints import Checkpoint
-from doll.testing import MemoryCheckpointStore
 from logged_runs import LoggedRun
+from memory_stores import MemoryCheckpointStore
 from msgspec import structs
 
 pytestmark = pytest.mark.slow  # loads torch

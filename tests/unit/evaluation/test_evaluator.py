@@ -10,7 +10,7 @@ import structlog
 from doll.config import JobConfig, load
 from doll.evaluation.evaluator import Evaluator
 from doll.evaluation.stored_weights import newest_weights
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 
 pytestmark = pytest.mark.slow  # loads torch
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.paper.formulas import on_demand_runtime_s
 from doll.provisioner.billing import (
     EC2_LINUX,
     LOCAL,
@@ -21,7 +22,7 @@ from doll.provisioner.billing import (
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState
 from doll.provisioner.planning.state import Market
 from doll.provisioner.traces.model import Series, constant
-from doll.theory.cost import SECONDS_PER_HOUR, on_demand_runtime_s, work_samples
+from doll.theory.cost import SECONDS_PER_HOUR, work_samples
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -14,7 +14,6 @@ from doll.errors import ConfigError, FencedError, ServiceUnavailableError
 from doll.provisioner.billing import EC2_LINUX, LOCAL, BillingRule
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchFailure, Order
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.lease import Lease
@@ -27,6 +26,7 @@ from doll.provisioner.state_store import FileStateStore, MemoryStateStore
 from doll.records.control import Evaluated, TermStarted, decode, encode
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.theory.cost import Prices
+from fake_fleet import FakeFleet, VirtualClock
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st

@@ -15,7 +15,6 @@ from doll.errors import FencedError, ServiceUnavailableError
 from doll.provisioner.billing import EC2_LINUX, LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.drain import TIMEOUT_S, drain
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import InstanceState, Order
 from doll.provisioner.lease import Lease
 from doll.provisioner.machines import Machines
@@ -24,6 +23,7 @@ from doll.provisioner.reconcile import Launch
 from doll.provisioner.state_store import FileStateStore, MemoryStateStore
 from doll.run.spot import provisioning
 from doll.storage.file_checkpoints import FileCheckpointStore
+from fake_fleet import FakeFleet, VirtualClock
 from job_files import job
 from job_world import FlatPrices, JobWorld, settings
 from statuses import server_status

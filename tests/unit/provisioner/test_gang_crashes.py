@@ -10,12 +10,12 @@ from crash_scenario import DEADLINE_S, STEP_S, CrashScenario, FusedFleet
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.gangs import GangFleet, gang_of, gangs_of
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.launch_state import LaunchLimits, LaunchState
 from doll.provisioner.reconcile import FleetAction, FleetStatus, Launch, Terminate, Wait, reconcile
 from doll.theory.cost import SECONDS_PER_HOUR
+from fake_fleet import FakeFleet, VirtualClock
 from job_world import ON_DEMAND, SPOT, FlatPrices, JobWorld, settings
 
 MACHINES = 3

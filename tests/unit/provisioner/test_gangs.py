@@ -13,7 +13,6 @@ from doll.errors import ConfigError
 from doll.provisioner.billing import EC2_LINUX, LOCAL, bill
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState
 from doll.provisioner.job_settings import controller_settings
 from doll.provisioner.machines import open_machines
@@ -28,6 +27,7 @@ from doll.simulation import job as jobs
 from doll.simulation.report import summarise
 from doll.theory.cost import SECONDS_PER_HOUR
 from doll.theory.preemption import gang_availability
+from fake_fleet import FakeFleet, VirtualClock
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st

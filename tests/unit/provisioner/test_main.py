@@ -13,11 +13,11 @@ import pytest
 from doll.config import JobConfig, load
 from doll.provisioner import main
 from doll.provisioner.billing import LOCAL
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.machines import Machines
 from doll.provisioner.main import JobFile, Provisioner, ProvisionerSetup
 from doll.provisioner.prices.stated import StatedPrices
 from doll.services import Services
+from fake_fleet import FakeFleet, VirtualClock
 from job_world import settings
 from statuses import server_status
 

@@ -9,13 +9,13 @@ from doll.process.heartbeats import HEARTBEAT_EVERY_S, LEFT
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.publisher import DecisionPublisher
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
 from doll.records.control import Metric
+from fake_fleet import FakeFleet, VirtualClock
 from kept_records import KeptRecords
 
 

@@ -14,7 +14,6 @@ from doll.errors import ConfigError
 from doll.provisioner.billing import EC2_LINUX, LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import EndReason, Instance
 from doll.provisioner.job_settings import controller_settings
 from doll.provisioner.launch_state import LaunchLimits
@@ -27,6 +26,7 @@ from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import MemoryStateStore
 from doll.records.control import Evaluated, Member, ProvisionDecision, TermStarted, Update
 from doll.theory.scale_in import ReferenceCurve
+from fake_fleet import FakeFleet, VirtualClock
 from fleet_rigs import Ec2Rig
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings

@@ -9,8 +9,8 @@ import pytest
 from doll.errors import CheckpointError, FencedError
 from doll.ps.checkpointing import CheckpointWriter, decode_snapshot, encode_snapshot
 from doll.storage.checkpoints import Checkpoint
-from doll.testing import MemoryCheckpointStore
 from engine_world import World
+from memory_stores import MemoryCheckpointStore
 
 pytestmark = pytest.mark.slow  # loads torch
 

@@ -15,8 +15,8 @@ from doll.ps.model.model_parts import ModelParts
 from doll.ps.replay import replay
 from doll.ps.start import Start
 from doll.storage.checkpoints import Checkpoint
-from doll.testing import MemoryCheckpointStore
 from logged_runs import LoggedRun
+from memory_stores import MemoryCheckpointStore
 
 pytestmark = pytest.mark.slow  # loads torch
 

@@ -43,7 +43,7 @@ from doll.records.control import (
 from doll.storage.blobs import HEADER_BYTES, decode_blob, decode_latest, encode_blob, gradient_key, latest_key
 from doll.storage.checkpoints import Checkpoint
 from doll.task.base import load_task
-from doll.testing import MemoryBlobs, MemoryCheckpointStore
+from memory_stores import MemoryBlobs, MemoryCheckpointStore
 from pushes import answer
 
 pytestmark = pytest.mark.slow  # loads torch

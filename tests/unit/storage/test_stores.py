@@ -13,8 +13,8 @@ from doll.provisioner.lease import claims_of
 from doll.storage.checkpoints import CheckpointStore
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.stores import CHECKPOINT_STORES, open_store
-from doll.testing import MemoryCheckpointStore
 from job_files import job
+from memory_stores import MemoryCheckpointStore
 
 
 def _job(folder: str | Path, base: Path) -> JobConfig:

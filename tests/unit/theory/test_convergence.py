@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.paper import formulas
+from benchmarks.paper.formulas import decay
 from doll.errors import InfeasiblePlanError
-from doll.theory import convergence
-from doll.theory.convergence import Decay, decay
+from doll.theory.convergence import Decay
 from doll.theory.fitting import first_crossing, fit_decay, fit_tail
 
 
@@ -21,7 +22,7 @@ def test_bound_10_and_the_stationary_value_on_a_quadratic() -> None:
         assert error <= curve.error(j) * 1.02 + 1e-12, j
         gradient = curvature * w + rng.normal(0, np.sqrt(variance / (group * batch)), replicas)
         w = w - step * gradient
-    expected = convergence.stationary_error_quadratic(step, curvature, variance, group, batch)
+    expected = formulas.stationary_error_quadratic(step, curvature, variance, group, batch)
     assert 0.5 * np.mean(w**2) == pytest.approx(expected, rel=0.05)
     assert expected <= curve.gamma
 
@@ -29,7 +30,7 @@ def test_bound_10_and_the_stationary_value_on_a_quadratic() -> None:
 def test_the_printed_sum_step_has_another_floor() -> None:
     """D2: with the sum of sums as gradient the same η gives K b times the step: it diverges at the paper's sizes."""
     with pytest.raises(ValueError, match="diverges"):
-        convergence.stationary_error_quadratic(0.1 * 4 * 10, 1.0, 1.0, 4, 10)
+        formulas.stationary_error_quadratic(0.1 * 4 * 10, 1.0, 1.0, 4, 10)
 
 
 def test_updates_to_is_the_smallest() -> None:
@@ -56,8 +57,8 @@ def test_rate_9_against_simulated_updates() -> None:
     rho, group, time_s, batch_rate = 0.99, 4, 200.0, 4.0
     done = (rng.poisson(batch_rate * time_s, 400_000) + rng.integers(0, group, 400_000)) // group
     simulated = float(np.mean(rho ** done.astype(float)))
-    rate = convergence.error_rate_per_s(batch_rate / group, rho, 1 / group)
-    exact = convergence.error_rate_poisson_per_s(batch_rate, rho, group)
+    rate = formulas.error_rate_per_s(batch_rate / group, rho, 1 / group)
+    exact = formulas.error_rate_poisson_per_s(batch_rate, rho, group)
     assert rate == pytest.approx(exact, rel=1e-4)
     assert np.exp(-rate * time_s) == pytest.approx(simulated, rel=0.005)
     assert rho ** done.mean() < simulated
@@ -65,7 +66,7 @@ def test_rate_9_against_simulated_updates() -> None:
 
 def test_rate_9_refuses_what_it_cannot_say() -> None:
     with pytest.raises(ValueError, match="dispersion"):
-        convergence.error_rate_per_s(1.0, 0.01, 1.0)
+        formulas.error_rate_per_s(1.0, 0.01, 1.0)
 
 
 def test_step_beyond_the_theory_is_refused() -> None:

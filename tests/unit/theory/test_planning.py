@@ -8,11 +8,12 @@ import time
 
 import numpy as np
 import pytest
-from benchmarks.paper import planning
+from benchmarks.paper import formulas, planning
+from benchmarks.paper.formulas import best_num_spot, best_num_spot_at_risk, required_workers
 from doll.errors import InfeasiblePlanError
 from doll.theory import cost
 from doll.theory.cost import Prices
-from doll.theory.planning import best_assignment, best_num_spot, best_num_spot_at_risk, check_budget, required_workers
+from doll.theory.planning import best_assignment, check_budget
 
 J, K, B, RATE, N = 10_000, 20, 256, 125.0, 64
 SAMPLES = cost.work_samples(J, K, B)
@@ -23,7 +24,7 @@ SWEEP = int(os.environ.get("DOLL_SWEEP_CASES", "10000"))
 
 
 def test_runtime_with_all_on_demand() -> None:
-    assert cost.on_demand_runtime_s(SAMPLES, RATE, N) == 6400.0
+    assert formulas.on_demand_runtime_s(SAMPLES, RATE, N) == 6400.0
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.paper import formulas
 from doll.theory import preemption
 
 
 def up_time_s(
     rng: np.random.Generator, runs: int, time_s: float, alpha: float, cycle_s: float, step_s: float
 ) -> np.ndarray:
-    down, up = preemption.step_probabilities(step_s, alpha, cycle_s)
+    down, up = formulas.step_probabilities(step_s, alpha, cycle_s)
     state = rng.random(runs) < alpha
     total = np.zeros(runs)
     for _ in range(int(time_s / step_s)):
@@ -39,7 +40,7 @@ def test_uptime_variance_at_both_ends() -> None:
 
 def test_availability_from_now_against_simulation() -> None:
     rng = np.random.default_rng(2)
-    down, up = preemption.step_probabilities(1.0, 0.8, 500.0)
+    down, up = formulas.step_probabilities(1.0, 0.8, 500.0)
     for begins in (True, False):
         state = np.full(20_000, begins)
         total = np.zeros(20_000)
@@ -47,26 +48,24 @@ def test_availability_from_now_against_simulation() -> None:
             total += state
             draw = rng.random(20_000)
             state = np.where(state, draw >= down, draw < up)
-        assert total.mean() / 150 == pytest.approx(
-            preemption.availability_from_now(begins, 150.0, 0.8, 500.0), abs=0.01
-        )
+        assert total.mean() / 150 == pytest.approx(formulas.availability_from_now(begins, 150.0, 0.8, 500.0), abs=0.01)
 
 
 def test_spread_of_updates_at_the_papers_setting() -> None:
-    spread = preemption.updates_variance(6720.0, 30, 125.0, 20, 256, 0.9, 1000.0) ** 0.5
+    spread = formulas.updates_variance(6720.0, 30, 125.0, 20, 256, 0.9, 1000.0) ** 0.5
     assert spread / 10_000 == pytest.approx(0.0045, abs=0.0002)
-    assert preemption.updates_variance(6720.0, 30, 125.0, 20, 256, 0.9, 1000.0, effect=4.0) ** 0.5 == pytest.approx(
+    assert formulas.updates_variance(6720.0, 30, 125.0, 20, 256, 0.9, 1000.0, effect=4.0) ** 0.5 == pytest.approx(
         2 * spread
     )
 
 
 def test_varying_rate_needs_the_integral_of_the_product() -> None:
     """D6: rate 2 on the first half, workers 10 on the second: nothing is done; the printed form says 500."""
-    assert preemption.expected_updates([0, 50, 100], [0, 10], [2, 0], 1, 1) == 0.0
+    assert formulas.expected_updates([0, 50, 100], [0, 10], [2, 0], 1, 1) == 0.0
     hours = np.linspace(0, 2 * np.pi, 1001)
     middle = (hours[1:] + hours[:-1]) / 2
     diurnal = 1 + 0.5 * np.sin(middle)
-    true = preemption.expected_updates(hours, diurnal, diurnal, 1, 1)
+    true = formulas.expected_updates(hours, diurnal, diurnal, 1, 1)
     assert true / (2 * np.pi) == pytest.approx(1.125, abs=1e-4)
 
 
@@ -74,25 +73,25 @@ def test_design_effect_is_the_variance_ratio() -> None:
     rng = np.random.default_rng(3)
     clustered = (rng.random((20_000, 5)) < 0.5).repeat(4, axis=1).sum(axis=1)
     alone = (rng.random((20_000, 20)) < 0.5).sum(axis=1)
-    assert clustered.var() / alone.var() == pytest.approx(preemption.design_effect([4] * 5), rel=0.05)
-    assert preemption.design_effect([]) == 1.0
+    assert clustered.var() / alone.var() == pytest.approx(formulas.design_effect([4] * 5), rel=0.05)
+    assert formulas.design_effect([]) == 1.0
 
 
 def test_jensen_factor_against_simulation() -> None:
     updates = np.random.default_rng(4).normal(500, 30, 400_000)
-    assert np.mean(0.99**updates) / 0.99**500 == pytest.approx(preemption.jensen_factor(0.99, 900.0), rel=0.01)
+    assert np.mean(0.99**updates) / 0.99**500 == pytest.approx(formulas.jensen_factor(0.99, 900.0), rel=0.01)
 
 
 def test_a_step_longer_than_a_spell_is_refused() -> None:
     with pytest.raises(ValueError, match="step_s"):
-        preemption.step_probabilities(200.0, 0.9, 1000.0)
+        formulas.step_probabilities(200.0, 0.9, 1000.0)
 
 
 @pytest.mark.slow
 def test_a_gang_is_up_while_all_of_its_machines_are() -> None:
     """Against simulated chains: share of the time, up periods within it, and the variance of the up-time."""
     rng, machines, alpha, cycle_s, step_s, time_s = np.random.default_rng(3), 3, 0.9, 1000.0, 4.0, 6720.0
-    down, up = preemption.step_probabilities(step_s, alpha, cycle_s)
+    down, up = formulas.step_probabilities(step_s, alpha, cycle_s)
     state = rng.random((8000, machines)) < alpha
     up_s, ends = np.zeros(8000), 0
     for _ in range(int(time_s / step_s)):
@@ -106,7 +105,7 @@ def test_a_gang_is_up_while_all_of_its_machines_are() -> None:
     assert 8000 * time_s / ends == pytest.approx(gang.cycle_s, rel=0.01)
     # The mean up period is a third of a machine's: it is interrupted three times as often.
     assert up_s.sum() / ends == pytest.approx(alpha * cycle_s / machines, rel=0.01)
-    exact = preemption.gang_uptime_variance_s2(time_s, machines, alpha, cycle_s)
+    exact = formulas.gang_uptime_variance_s2(time_s, machines, alpha, cycle_s)
     assert up_s.var() == pytest.approx(exact, rel=0.05)
     assert preemption.uptime_variance_s2(time_s, *gang) == pytest.approx(exact, rel=0.06)
     # What one would get with the cycle of a machine is far off.
@@ -118,6 +117,6 @@ def test_gangs_at_the_ends() -> None:
     assert preemption.gang_availability(5, 0.0, 10.0) == (0.0, 10.0)
     assert preemption.gang_availability(64, 1e-9, 10.0) == (0.0, 10.0)
     assert preemption.gang_availability(5, 1.0, 10.0).alpha == 1.0
-    assert preemption.gang_uptime_variance_s2(50.0, 5, 1.0, 10.0) == 0.0
+    assert formulas.gang_uptime_variance_s2(50.0, 5, 1.0, 10.0) == 0.0
     with pytest.raises(ValueError, match="machines"):
         preemption.gang_availability(0, 0.5, 10.0)

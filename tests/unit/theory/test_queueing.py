@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from benchmarks.paper import formulas
 from doll.theory import queueing
 
 
@@ -23,12 +24,12 @@ def test_theorem_1_corrected_and_printed() -> None:
     """Digest 6, row "DOLL Thm 1": variance within 15 % of the corrected form; the printed one is 10 times off."""
     workers, batch, group, time_s = 16, 32, 4, 128.0
     done = updates_done(np.random.default_rng(1), 20_000, time_s, workers, 12.5, batch, group)
-    theory = queueing.update_count(time_s, workers * 12.5, group, batch, num_workers=workers)
+    theory = formulas.update_count(time_s, workers * 12.5, group, batch, num_workers=workers)
     assert theory == (200.0, 1.8125)
     assert done.mean() == pytest.approx(theory.mean, abs=0.5)
     assert done.var() == pytest.approx(theory.variance, rel=0.15)
-    assert queueing.printed_update_variance(time_s, workers * 12.5, group, batch) > 10 * done.var()
-    distance = max(abs(float(np.mean(done <= j)) - queueing.update_count(
+    assert formulas.printed_update_variance(time_s, workers * 12.5, group, batch) > 10 * done.var()
+    distance = max(abs(float(np.mean(done <= j)) - formulas.update_count(
         time_s, workers * 12.5, group, batch, num_workers=workers).cdf(j + 0.5)) for j in range(190, 211))  # fmt: skip
     assert distance < 0.2
 
@@ -37,7 +38,7 @@ def test_theorem_1_corrected_and_printed() -> None:
 def test_dispersion_of_batch_counts(window_s: float) -> None:
     """From Poisson on short windows to 1/b on long ones; the measured values of the digest, and a simulation."""
     measured = {0.05: 0.915, 0.2: 0.70, 0.64: 0.15, 2.0: 0.08, 10.0: 0.05, 50.0: 0.033}[window_s]
-    theory = queueing.batch_dispersion(window_s, 50.0, 32)
+    theory = formulas.batch_dispersion(window_s, 50.0, 32)
     assert theory == pytest.approx(measured, abs=0.02)
     rng = np.random.default_rng(2)
     fills, came = rng.integers(0, 32, 200_000), rng.poisson(50.0 * window_s, 200_000)
@@ -48,10 +49,10 @@ def test_dispersion_of_batch_counts(window_s: float) -> None:
 def test_bursts_of_streams_that_begin_empty() -> None:
     rng = np.random.default_rng(3)
     first = rng.gamma(256, 1 / 125.0, 10_000)
-    assert first.std() == pytest.approx(queueing.burst_spread_s(125.0, 256), rel=0.03)
+    assert first.std() == pytest.approx(formulas.burst_spread_s(125.0, 256), rel=0.03)
     # After b batches the spread is one batch interval: out of step.
     later = rng.gamma(256 * 256, 1 / 125.0, 10_000)
-    assert later.mean() == pytest.approx(queueing.lockstep_time_s(125.0, 256), rel=0.01)
+    assert later.mean() == pytest.approx(formulas.lockstep_time_s(125.0, 256), rel=0.01)
     assert later.std() == pytest.approx(256 / 125.0, rel=0.05)
 
 
@@ -71,7 +72,7 @@ def waits_s(
 
 def test_proposition_1_tells_bounded_from_growing_queues() -> None:
     rng = np.random.default_rng(4)
-    interval = queueing.group_interval_s(8000.0, 20, 256)
+    interval = formulas.group_interval_s(8000.0, 20, 256)
     for factor, grows in ((0.8, False), (1.2, True)):
         service = factor * interval / queueing.harmonic(20)
         margin = queueing.stability(8000.0, 20, 256, service)
@@ -112,11 +113,11 @@ def test_eq_1_bound_is_loose_and_can_fail() -> None:
         ends.append(free)
     # σ_A² = 0 for regular arrivals; the form of Eq. (1) with σ_A² in place of b²/S² allows only σ_C².
     assert np.diff(ends).var() > service.var()
-    assert queueing.update_interval_variance_bound_s2(1.0, 1, 1, 0.0) == 1.0
+    assert formulas.update_interval_variance_bound_s2(1.0, 1, 1, 0.0) == 1.0
 
 
 def test_update_count_is_a_distribution() -> None:
-    count = queueing.update_count(1000.0, 8000.0, 20, 256, num_workers=64)
+    count = formulas.update_count(1000.0, 8000.0, 20, 256, num_workers=64)
     assert count.cdf(-math.inf) == 0
     assert count.cdf(math.inf) == 1
     assert count.cdf(count.mean - 0.5) == pytest.approx(0.5)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from benchmarks.paper.formulas import printed_excess
 from doll.theory import scale_in
 from doll.theory.scale_in import (
     Pace,
@@ -19,7 +20,6 @@ from doll.theory.scale_in import (
     fit_step_times,
     knee,
     mean_step_s,
-    printed_excess,
     relative_excess,
     without_outliers,
 )

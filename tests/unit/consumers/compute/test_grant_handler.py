@@ -19,7 +19,7 @@ from doll.consumers.protocol.worker_core import Batch
 from doll.model.flat_model import build
 from doll.storage.blobs import decode_blob, encode_blob
 from doll.task.base import Sample, load_task
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 from worker_fakes import FakeChannel, grant
 
 pytestmark = pytest.mark.slow  # loads torch

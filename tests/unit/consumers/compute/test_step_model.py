@@ -17,7 +17,7 @@ from doll.optim.optimizer import DivergedError, Optimizer
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.task.base import Task
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 from worker_fakes import grant
 
 pytestmark = pytest.mark.slow  # loads torch

@@ -15,7 +15,7 @@ from doll.consumers.compute.task_steps import OwnSteps
 from doll.errors import ConfigError, TaskError
 from doll.model.flat_model import FlatModel, build
 from doll.task.base import Task
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 
 pytestmark = pytest.mark.slow  # loads torch
 

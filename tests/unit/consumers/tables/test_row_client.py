@@ -14,7 +14,7 @@ from doll.records.control import GetRows, Grant, RowsStored
 from doll.storage.blobs import rows_key
 from doll.storage.sections import RowRequest, encode_rows
 from doll.tables.rows import Rows, TableShape
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 
 JOB = "job: j\ntask: {class: 'm:T'}\ndata: {workers: 1, batch_size: 1}\ntraining: {policy: {name: asp}}"
 TABLES = {"t": TableShape(10, 1)}

@@ -11,7 +11,7 @@ from doll.records.control import GetRows, Grant, NewVersion, RowsStored
 from doll.storage.blobs import changed_rows_key, rows_key
 from doll.storage.sections import encode_rows
 from doll.tables.rows import Rows, TableShape
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 
 pytestmark = pytest.mark.slow  # loads torch
 

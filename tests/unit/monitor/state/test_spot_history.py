@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from doll import config as job_config
 from doll.monitor.state.spot_history import MarketTimeline, Move, Prediction, SpotResult, report_section, text_lines
-from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import Instance, InstanceState, Order
 from doll.provisioner.fleets.processes import Machine
 from doll.run.spot.preparation import SpotRun
+from fake_fleet import FakeFleet, VirtualClock
 from paths import EXAMPLES
 
 EXAMPLE = EXAMPLES / "market.yaml"

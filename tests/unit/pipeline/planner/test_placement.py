@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from benchmarks.paper.hetpipe_models import resnet152, vgg19
+from benchmarks.paper.virtual_workers import VirtualWorkers
 from doll.errors import ConfigError
 from doll.pipeline.planner.partition import Partition, StagePlan
 from doll.pipeline.planner.placement import LinkTraffic, default_placement, local_placement, ring_bytes, traffic
@@ -12,7 +13,6 @@ from doll.pipeline.planner.prediction import throughput_in_waves
 from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
 from doll.ps.policies.wsp import WspPolicyConfig
-from doll.simulation.virtual_workers import VirtualWorkers
 
 # Outputs of 1, 10, 100 bytes, parameters of 1000, 2000, 4000, 8000.
 LAYERS = tuple(LayerProfile(f"l{at}", 1.0, 1.0, 0, 10**at, 1000 * 2**at) for at in range(4))

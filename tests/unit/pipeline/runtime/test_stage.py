@@ -23,7 +23,7 @@ from doll.pipeline.runtime.stage import Stage
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.task.base import Task
-from doll.testing import MemoryBlobs
+from memory_stores import MemoryBlobs
 from stage_models import Images, Net, samples
 from worker_fakes import grant
 

@@ -15,11 +15,11 @@ from doll.errors import ConfigError
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
 from doll.provisioner.billing import LOCAL, bill
-from doll.provisioner.fleets.fake import VirtualClock
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
 from doll.provisioner.traces.market import MarketClock, SpotMarket
 from doll.provisioner.traces.model import constant
+from fake_fleet import VirtualClock
 from paths import SUPPORT
 from waiting import WAIT_TIMEOUT_S, until
 

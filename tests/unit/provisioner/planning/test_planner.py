@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmarks.paper.formulas import best_num_spot
 from doll.provisioner.planning.planner import Alpha, PlannerSettings, PlannerState, Prices, Reason, plan, start
-from doll.theory.planning import best_num_spot
 
 PRICES = Prices(0.158, 0.286)
 SAMPLES = 51_200_000.0

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.paper import mlless_fig8
+from benchmarks.paper.formulas import printed_excess
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.scale_in import ScaleInTuner, TunerSettings
 from doll.theory import scale_in
-from doll.theory.scale_in import ReferenceCurve, printed_excess, relative_excess
+from doll.theory.scale_in import ReferenceCurve, relative_excess
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from doll.provisioner.fleets.fake import VirtualClock
 from doll.run.spot.clock import PausedClock
+from fake_fleet import VirtualClock
 
 
 def test_a_standing_clock_stands_and_then_keeps_pace() -> None:

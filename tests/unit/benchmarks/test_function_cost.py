@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from doll.theory.function_cost import FunctionPrices, functions_usd, machines_usd, perf_per_usd
+from benchmarks.paper.function_cost import FunctionPrices, functions_usd, machines_usd, perf_per_usd
 
 
 def test_functions_cost_their_time_and_their_services() -> None:

@@ -20,7 +20,6 @@ from heapq import heappush
 from typing import Literal, Protocol
 
 import numpy as np
-
 from doll.config.policy import PolicyConfig
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, PublishWeights, SendGrant, StopRequested
 from doll.ps.policies import Policy, make_policy

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from doll.theory.wsp import WspRegret, global_staleness, regret_of_step
+from benchmarks.paper.wsp import WspRegret, global_staleness, regret_of_step
 from hypothesis import given
 from hypothesis import strategies as st
 

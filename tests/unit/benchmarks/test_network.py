@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from benchmarks.paper.factor_steps import FactorSteps
 from benchmarks.paper.factorization import Floats, low_rank
+from benchmarks.paper.network import NetworkedSystem, Read, clock_times
 from doll.config.policy import PolicyConfig
 from doll.ps.policies.essp import EsspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
-from doll.simulation.network import NetworkedSystem, Read, clock_times
 
 
 def at_speeds(config: PolicyConfig, seconds: Sequence[float], clocks: int, read: Read = "asks") -> NetworkedSystem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from benchmarks.paper.learning import Learner
 from doll.config import SgdConfig
 from doll.consumers.compute.gradient import GradientComputer
 from doll.model.flat_model import FlatModel
@@ -12,7 +13,6 @@ from doll.optim.optimizer import Optimizer
 from doll.provisioner.traces.availability import Markov
 from doll.ps.engine.events import SendGrant
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.simulation.learning import Learner
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from doll.tasks.digits import Digits

@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 import pytest
 from benchmarks.paper.hetpipe_staleness import LastInFirstOut
+from benchmarks.paper.virtual_workers import VirtualWorkers, lognormal_jitter
 from doll.pipeline.planner.schedule import Pipeline, StageTimes, simulate
 from doll.ps.policies.wsp import Wsp, WspPolicyConfig
-from doll.simulation.virtual_workers import VirtualWorkers, lognormal_jitter
 from wave_mutants import OneWaveLooser, Ungated
 
 UNIT = [StageTimes(1.0, 1.0)] * 4

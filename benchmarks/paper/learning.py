@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-
 from doll.config import OptimizerConfig
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.evaluation.heldout import HeldOut, HeldOutError

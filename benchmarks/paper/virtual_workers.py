@@ -14,7 +14,6 @@ from dataclasses import replace
 from heapq import heappush
 
 import numpy as np
-
 from doll.pipeline.planner.schedule import Jitter, Pipeline, StageTimes
 from doll.pipeline.planner.timeline import Timeline
 from doll.ps.engine.events import ApplyUpdate, PublishWeights, SendGrant, StopRequested

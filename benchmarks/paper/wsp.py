@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
 from doll.theory import checks
 from doll.theory.checks import Floats
 

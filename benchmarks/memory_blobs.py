@@ -1,0 +1,33 @@
+"""Blobs in a dict: what a benchmark measures beside them is not slowed by a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from doll.storage.blobs import Buffer
+
+
+class MemoryBlobs:
+    """`doll.storage.blobs.Blobs` of one process. Nothing expires."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, bytes] = {}
+
+    def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
+        self._held[key] = b"".join(parts)
+
+    def reserve(self, size_bytes: int) -> None:
+        """None: `put` copies."""
+
+    def get(self, key: str) -> bytes | None:
+        return self._held.get(key)
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """Nothing: they are in memory."""
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self._held.pop(key, None)
+
+    def close(self) -> None:
+        """Nothing is open."""
