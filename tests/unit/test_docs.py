@@ -139,5 +139,5 @@ def test_the_index_lists_every_page_and_keeps_the_laboratory_apart() -> None:
 def test_operations_begins_with_operating() -> None:
     sections = re.findall(r"^## (.+)$", (ROOT / "docs" / "operations.md").read_text(), re.M)
     assert sections[0] == "Day to day"
-    assert sections[-1] == "Crashes between two steps"
+    assert sections[-1] == "Crashes and failures"
     assert max(sections.index(name) for name in ("Resuming a run", "Monitoring", "Alerts")) < 10
