@@ -54,6 +54,13 @@ def test_paths_in_the_text_exist(document: Path) -> None:
     assert sorted(path for path in paths if "<" not in path and not (ROOT / path).exists()) == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=lambda page: page.name[:4])
+def test_a_decision_begins_with_its_status(page: Path) -> None:
+    status = page.read_text().split("\n\n")[1]
+    assert re.match(r"Status: (accepted|superseded by \[\d+\]\(.*?\)), \d+ \w+ 20\d\d[;.]", status)
+    assert "supersede" not in status or ".md)" in status
+
+
 def test_the_glossary_has_one_line_per_term() -> None:
     rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| **")]
     assert len(rows) > 80
