@@ -14,7 +14,12 @@ from doll.cli.app import app
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     (
-        *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "terraform" / "README.md"),
+        *(
+            ROOT / "README.md",
+            ROOT / "CONTRIBUTING.md",
+            ROOT / "CHANGELOG.md",
+            ROOT / "deploy" / "terraform" / "README.md",
+        ),
         *(ROOT / "docs").rglob("*.md"),
     )
 )
