@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections import deque
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
 from doll.records.control import Alive, Announce, Join, Push, PushedBatch
 
-from benchmarks.results import DOCS, update_section
+from benchmarks.results import DOCS, commit, update_section
 from benchmarks.tables import Table
 
 SIZES = (10, 100, 1_000, 10_000)
@@ -178,7 +179,8 @@ def main() -> int:
     if args.out is not None:
         args.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if args.docs:
-        update_section(DOCS / "benchmarks.md", MARK, COMMAND, result.markdown())
+        when = f"{datetime.now():%Y-%m-%d}, commit {commit()}."
+        update_section(DOCS / "benchmarks.md", MARK, COMMAND, f"{when}\n\n{result.markdown()}")
     return 0 if all(row["ok"] for row in rows) else 1
 
 

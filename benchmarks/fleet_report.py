@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pstats
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,11 +184,10 @@ def faults_line(row: Row) -> str:
     )
 
 
-def markdown(rows: Sequence[Row], profiles: Mapping[str, str], facts: str) -> str:
+def markdown(rows: Sequence[Row], facts: str) -> str:
     """The section of the document.
 
     Args:
-        profiles: by what was profiled, its table.
         facts: when and where it was measured.
     """
     lines = [
@@ -209,6 +208,4 @@ def markdown(rows: Sequence[Row], profiles: Mapping[str, str], facts: str) -> st
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "![Fleets](fleets.png)"]
     lines += [text for row in rows if row.faults for text in ("", faults_line(row))]
-    for name, table in profiles.items():
-        lines += ["", f"The server's loop, {name}:", "", table]
     return "\n".join(lines)

@@ -36,7 +36,7 @@ from doll.records.control import Finished, ServerStatus, TermStarted, Update
 from benchmarks.fleet_report import LEASE_S, POLICIES, Fleet, Row, draw, markdown, profile_table, show
 from benchmarks.harness import Bench, CpuSampler, Usage, job
 from benchmarks.pipeline import BATCH, EMNIST
-from benchmarks.results import DOCS, RESULTS, update_section
+from benchmarks.results import DOCS, RESULTS, commit, update_section
 
 WORKERS_PER_PROCESS = 64
 START_S = 120.0
@@ -330,7 +330,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 name = f"{row.fleet.workers} workers, {row.fleet.policy}, control {row.fleet.control}"
                 profiles[name] = profile_table(profile)
-    facts = {"began": began.isoformat(timespec="seconds"), "cores": os.cpu_count(), "batch_size": BATCH}
+    facts = {
+        "commit": commit(), "began": began.isoformat(timespec="seconds"), "cores": os.cpu_count(), "batch_size": BATCH,
+    }  # fmt: skip
     measured = {**facts, "rows": [asdict(row) for row in rows], "profiles": profiles}
     path.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     if not rows:
@@ -343,8 +345,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.docs:
         others = f"{min(row.others for row in rows):.0%} to {max(row.others for row in rows):.0%}"
         what = f"gradient {args.compute_ms:g} ms, blobs {args.blobs}, others took {others}."
-        where = f"{began:%d %B %Y}, {os.cpu_count()} cores, {what}"
-        update_section(DOCS / "benchmarks.md", MARK, COMMAND, markdown(rows, profiles, where))
+        where = f"{began:%Y-%m-%d}, commit {commit()}, {os.cpu_count()} cores, {what}"
+        update_section(DOCS / "benchmarks.md", MARK, COMMAND, markdown(rows, where))
         shutil.copyfile(path.with_suffix(".png"), DOCS / "fleets.png")
     return 1 if failed else 0
 

@@ -98,7 +98,8 @@ def conditions(result: dict[str, Any]) -> str:
     channel = f", control channel `{result['channel']}`" if result.get("channel") else ""
     began = result["began"].replace("T", " ")
     return (
-        f"{began}, {result['cores']} cores, load {result['load_before']:g} before it began, "
+        f"{began}, commit {result.get('commit', 'unknown')}, {result['cores']} cores, "
+        f"load {result['load_before']:g} before it began, "
         f"other processes took {min(others):.0%} to {max(others):.0%} of the machine (median of a row); "
         f"{result['repetitions']} repetitions of {result['seconds']:g} s per run{channel}; "
         f"{result['took_s'] / 60:.0f} minutes in all (`{result['command']}`)."

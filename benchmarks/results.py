@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,18 @@ RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
+def commit() -> str:
+    """The checked-out commit, abbreviated, with `+` where files differ from it; `unknown` outside of a checkout."""
+    git = ["git", "-C", str(DOCS), "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
+    described = subprocess.run(git, capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
+
+
 def keep(name: str, result: dict[str, Any]) -> Path:
-    """Write `result` to benchmarks/results/<name>.json; returns the path."""
+    """Write `result` and the commit to benchmarks/results/<name>.json; returns the path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"commit": commit(), **result}, indent=1) + "\n", encoding="utf-8")
     return path
 
 

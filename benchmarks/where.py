@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.harness import Bench, LearningResult, Observer
 from benchmarks.pipeline import BATCH, CHANNELS, GROUP_SIZES, MODELS, Runner
-from benchmarks.results import DOCS, keep, update_section
+from benchmarks.results import DOCS, commit, keep, update_section
 from benchmarks.shares import gradient_share
 from benchmarks.tables import Table
 from benchmarks.threads import ThreadSampler, ThreadUse
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--channel", choices=CHANNELS, help="`control.kind`; default: the job file's")
     parser.add_argument("--cold", action="store_true", help="do not warm the broker")
     parser.add_argument("--no-functions", action="store_true", help="only the table by thread")
-    parser.add_argument("--docs", action="store_true", help="put the tables into docs/benchmarks.md")
+    parser.add_argument("--docs", action="store_true", help="put the table by thread into docs/benchmarks.md")
     args = parser.parse_args(argv)
     began, load = datetime.now(), os.getloadavg()[0]
 
@@ -219,15 +219,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.cold:
             runner.warm()
         tables = measure(runner, args, say)
-    when = f"{began:%Y-%m-%d %H:%M}, {os.cpu_count()} cores, load {load:.2f} before it began."
+    when = f"{began:%Y-%m-%d %H:%M}, commit {commit()}, {os.cpu_count()} cores, load {load:.2f} before it began."
     result: dict[str, Any] = {"conditions": when, "tables": [vars(table) for table in tables]}
     path = keep(f"where-{began:%Y%m%d-%H%M%S}", result)
     text = "\n".join([when, *(table.text(120) for table in tables)])
     path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
     print(f"{text}\nwritten: {os.path.relpath(path)} and {path.with_suffix('.txt').name}")
     if args.docs:
-        markdown = "\n\n".join([when, *(table.markdown() for table in tables)])
-        update_section(DOCS / "benchmarks.md", MARK, COMMAND, markdown)
+        update_section(DOCS / "benchmarks.md", MARK, COMMAND, f"{when}\n\n{tables[0].markdown()}")
     return 0
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.paper import harness
-from benchmarks.results import DOCS, update_section
+from benchmarks.results import DOCS, commit, update_section
 
 # In the order of the document.
 SCRIPTS = (
@@ -92,14 +93,18 @@ def run_all(names: Sequence[str], folder: Path, quick: bool, processes: int, con
     return [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in SCRIPTS if name in names]
 
 
-def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """The tables of docs/results.md."""
+def markdown(results: Sequence[dict[str, Any]], when: str) -> str:
+    """The tables of docs/results.md.
+
+    Args:
+        when: date and commit.
+    """
     checks = [check for result in results for check in result["checks"] if check["ok"] is not None]
     passed = sum(check["ok"] for check in checks)
     lines = [
-        f"`make paper`: {passed} of {len(checks)} checks pass. Costs are fractions of the cost with all on-demand. "
-        "“formula” is the corrected form of docs/theory.md or, where a criterion names it, the value of a separate "
-        "reference simulation.",
+        f"{when}, `make paper`: {passed} of {len(checks)} checks pass. Costs are fractions of the cost with all "
+        "on-demand. “formula” is the corrected form of docs/theory.md or, where a criterion names it, the value of "
+        "a separate reference simulation.",
     ]
     for result in results:
         lines += ["", f"### {result['title']}", ""]
@@ -141,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in failed:
         console.print(f"FAIL  {line}", markup=False, highlight=False)
     if len(results) == len(SCRIPTS) and not any(result["quick"] for result in results):
-        update_section(DOCS / "results.md", MARK, COMMAND, markdown(results))
+        when = f"{date.today()}, commit {commit()}"
+        update_section(DOCS / "results.md", MARK, COMMAND, markdown(results, when))
         (DOCS / "paper").mkdir(exist_ok=True)
         for name in _PICTURES:
             shutil.copyfile(options.out / f"{name}.png", DOCS / "paper" / f"{name}.png")

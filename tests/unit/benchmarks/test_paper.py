@@ -25,7 +25,7 @@ def test_a_script_runs_and_keeps_its_files(name: str, tmp_path: Path) -> None:
     with (tmp_path / f"{name}.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == len(result.rows)
     assert (tmp_path / f"{name}.png").stat().st_size > 5000
-    assert f"### {result.title}" in markdown([kept])
+    assert f"### {result.title}" in markdown([kept], "today")
 
 
 @pytest.mark.slow  # simulations

@@ -78,13 +78,14 @@ def test_both_kinds_of_tables_show_what_was_missed() -> None:
 
 def test_the_conditions_say_when_where_and_how() -> None:
     result = {
-        "began": "2026-11-22T10:00:00", "cores": 2, "load_before": 0.1, "repetitions": 5, "seconds": 6.0,
-        "took_s": 1210, "rows": summarize(runs_of(80.0, 95.0, 0.7)), "channel": "local",
+        "began": "2026-11-22T10:00:00", "commit": "32bd89a", "cores": 2, "load_before": 0.1, "repetitions": 5,
+        "seconds": 6.0, "took_s": 1210, "rows": summarize(runs_of(80.0, 95.0, 0.7)), "channel": "local",
         "command": "python -m benchmarks.pipeline",
     }  # fmt: skip
     text = conditions(result)
     for part in (
         "2026-11-22 10:00:00",
+        "commit 32bd89a",
         "2 cores",
         "load 0.1",
         "1% to 1%",
