@@ -1,0 +1,149 @@
+"""What a blob store in Redis does besides the contract: Redis goes away, comes back, refuses; values are read ahead."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from doll.errors import ServiceUnavailableError
+from doll.local.redis_server import LocalRedis
+from doll.services import Services
+from doll.storage import blobs as codec
+from doll.storage import redis_blobs
+from doll.storage.redis_blobs import RedisBlobs
+from doll.storage.redis_client import connect_redis
+
+pytestmark = pytest.mark.slow  # starts servers
+
+
+def client_of(server: LocalRedis) -> redis.Redis:
+    return connect_redis(Services("", server.address))
+
+
+class Pauses:
+    """A `sleep` that does not sleep: records the pauses, and acts on the n-th one."""
+
+    def __init__(self, at: int, act: Callable[[], None]) -> None:
+        self.taken_s: list[float] = []
+        self._at, self._act = at, act
+
+    def __call__(self, pause_s: float) -> None:
+        self.taken_s.append(pause_s)
+        if len(self.taken_s) == self._at:
+            self._act()
+
+
+def test_waits_until_redis_is_back_and_says_so_once(own_redis: LocalRedis, events: list[Any]) -> None:
+    pauses = Pauses(6, own_redis.start)
+    store = RedisBlobs(client_of(own_redis), sleep=pauses)
+    store.put("a", [b"1"], 60)
+    own_redis.kill()
+    assert store.get("a") is None  # a cache: what it held is gone
+    assert [event["event"] for event in events] == ["redis_unavailable", "redis_available"]
+    assert pauses.taken_s == [0.0, 0.05, 0.1, 0.2, 0.4, 0.8]
+    store.put("a", [b"2"], 60)
+    assert store.get("a") == b"2"
+
+
+def test_a_connection_that_died_idle_is_replaced_silently(own_redis: LocalRedis, events: list[Any]) -> None:
+    store = RedisBlobs(client_of(own_redis))
+    store.put("a", [b"1"], 60)
+    own_redis.kill()
+    own_redis.start()
+    store.put("a", [b"2"], 60)
+    assert store.get("a") == b"2"
+    assert events == []
+
+
+def test_gives_up_when_told(own_redis: LocalRedis) -> None:
+    stopping = threading.Event()
+    store = RedisBlobs(client_of(own_redis), give_up=stopping.is_set, sleep=Pauses(3, stopping.set))
+    own_redis.kill()
+    for call in (lambda: store.get("a"), lambda: store.put("a", [b"1"], 60), lambda: store.delete("a")):
+        with pytest.raises(
+            ServiceUnavailableError, match=r"Redis is unreachable .* start it, or correct redis\.address"
+        ):
+            call()
+
+
+def test_full_memory_is_an_error_and_leaves_the_connection_usable(own_redis: LocalRedis) -> None:
+    store = RedisBlobs(client_of(own_redis))
+    store.put("small", [b"1"], 60)
+    with pytest.raises(ServiceUnavailableError, match="maxmemory"):
+        store.put("large", [bytes(9_000_000)], 60)
+    assert store.get("small") == b"1"
+
+
+def test_a_refused_log_in_is_an_error_without_the_password(own_redis: LocalRedis) -> None:
+    client_of(own_redis).config_set("requirepass", "right")
+    for client in (client_of(own_redis), redis.Redis.from_url(own_redis.address, password="wr0ng-secret")):
+        with pytest.raises(ServiceUnavailableError, match="DOLL_REDIS_PASSWORD") as caught:
+            RedisBlobs(client, sleep=lambda _: pytest.fail("must not wait")).get("a")
+        assert "wr0ng-secret" not in str(caught.value)
+
+
+def test_speed_of_a_4_8_mb_blob(redis_server: LocalRedis) -> None:
+    """Loose bounds, a hundred times the measured 1.5 ms: they catch a packer or parser that copies byte by byte."""
+    array = np.random.default_rng(1).standard_normal(1_200_000).astype(np.float32)
+    parts = codec.encode_blob(array, job="j", kind="w", version=1)
+    store = RedisBlobs(client_of(redis_server))
+    puts_s, gets_s = [], []
+    for _ in range(15):
+        start_s = time.perf_counter()
+        store.put("w", parts, 60)
+        middle_s = time.perf_counter()
+        assert store.get("w") is not None
+        puts_s.append(middle_s - start_s)
+        gets_s.append(time.perf_counter() - middle_s)
+    assert min(puts_s) < 0.15
+    assert min(gets_s) < 0.15
+
+
+@pytest.mark.parametrize("reply", [b"$abc\r\n", b"$-2\r\n", b"$ 3\r\nabc\r\n", b"$500000001\r\n", b"*1\r\n", b":1\r\n"])
+def test_a_garbled_reply_is_refused(reply: bytes) -> None:
+    redis_end, our_end = socket.socketpair()
+    with redis_end, our_end:
+        redis_end.sendall(reply)
+        with pytest.raises(redis.InvalidResponse, match="expected"):
+            redis_blobs._read_value(SimpleNamespace(_sock=our_end))
+
+
+def test_what_is_read_ahead_is_returned_once_and_forgotten_when_it_changes(own_redis: LocalRedis) -> None:
+    store = RedisBlobs(client_of(own_redis))
+    keys = [f"k{n}" for n in range(40)]
+    values = {key: bytes([n]) * (n * n * 50) for n, key in enumerate(keys)}  # 0 to 76,050 bytes: several in one packet
+    for key, value in values.items():
+        store.put(key, [value], 60)
+    del values["k3"], values["k7"]
+    store.delete("k3", "k7")
+    store.prefetch(keys)
+    store.put("k9", [b"new"], 60)
+    store.delete("k11")
+    own_redis.kill()
+    own_redis.start()
+    expected = {**values, "k9": None, "k11": None, "k3": None, "k7": None}  # Redis has lost everything
+    read = {key: store.get(key) for key in keys}
+    assert {key: None if value is None else bytes(value) for key, value in read.items()} == expected
+    assert store.get("k1") is None
+    store.close()
+
+
+def test_what_was_read_ahead_and_not_asked_for_is_dropped(own_redis: LocalRedis) -> None:
+    store = RedisBlobs(client_of(own_redis))
+    store.put("a", [b"1"], 60)
+    store.put("b", [b"2"], 60)
+    store.prefetch(["a", "b"])
+    store.prefetch(["b"])
+    own_redis.kill()
+    store.prefetch(["b"])  # a hint: it does not wait
+    own_redis.start()
+    assert store.get("a") is None
+    assert store.get("b") is None
+    store.close()
