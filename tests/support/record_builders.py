@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from doll.records.control import Finished, Member, TermStarted, Update
+from doll.records.control import DeadLetter, Finished, Member, TermStarted, Update
 
 
 def term_started(
@@ -51,3 +51,16 @@ def update(
 def finished(term: int, version: int) -> Finished:
     """The end of a job by its stop rule."""
     return Finished(term=term, version=version, reason=f"updates: {version} reached", time_s=0.0)
+
+
+def dead_letter(partition: int, offset: int, *, whole: bool = True) -> DeadLetter:
+    """A refused sample of the record at `offset`; `whole`: the record itself was refused."""
+    return DeadLetter(
+        worker=partition,
+        partition=partition,
+        offset=offset,
+        reason="no JSON",
+        payload=b"x",
+        payload_bytes=1,
+        whole=whole,
+    )
