@@ -1,0 +1,62 @@
+"""Records and outcomes for tests of a worker's protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from doll.consumers.protocol.worker_core import (
+    Batch,
+    ComputedBatch,
+    GradientDone,
+    Send,
+    WorkerAction,
+)
+from doll.records.control import (
+    Announce,
+    Grant,
+    Push,
+    Welcome,
+)
+
+COMPUTED = ComputedBatch(4, 12.0, {"accuracy": 4.0}, (101,), 2, 0.1)
+
+
+DONE = GradientDone("doll:j:g:3:1", 9, (COMPUTED,), 0.2, 0.3)
+
+
+def welcome(**changes: Any) -> Welcome:
+    values: dict[str, Any] = {
+        "term": 3, "worker": 1, "process": "me", "session": 7, "origin": 100, "next_batch": 5, "fingerprint": "f",
+    }  # fmt: skip
+    return Welcome(**{**values, **changes})
+
+
+def grant(first: int, *numbers: int, **changes: Any) -> Grant:
+    values: dict[str, Any] = {
+        "term": 3, "worker": 1, "session": 7, "first": first, "grant_ids": numbers or (1,), "version": 9,
+        "min_version": 9,
+        "key": "doll:j:w:3:9",
+    }  # fmt: skip
+    return Grant(**{**values, **changes})
+
+
+def batch(number: int, **changes: Any) -> Batch:
+    return Batch(**{"number": number, "data": f"data {number}", "num_samples": 8, "complete_at_s": 10.0, **changes})
+
+
+def announced(first: int, until: int) -> list[WorkerAction]:
+    return [Send(Announce(worker=1, session=7, first=first, until=until))]
+
+
+def pushed(actions: list[WorkerAction]) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Key and (batch, grant) of every push."""
+    records = [action.record for action in actions if isinstance(action, Send) and isinstance(action.record, Push)]
+    return [(push.key, [(item.batch, item.grant_id) for item in push.batches]) for push in records]
+
+
+def done(key: str, *samples: int, version: int = 9) -> GradientDone:
+    return GradientDone(key, version, tuple(map(ComputedBatch, samples)))
+
+
+def batches(*numbers: int) -> tuple[Batch, ...]:
+    return tuple(map(batch, numbers))
