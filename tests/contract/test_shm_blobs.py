@@ -392,7 +392,7 @@ store.put("done", [b"1"], 60)
 
 @pytest.mark.parametrize("mapped_from_bytes", [1, 1 << 30])
 def test_readers_beside_a_writer_never_see_bytes_change(tmp_path: Path, mapped_from_bytes: int) -> None:
-    """Torn or changed: a value of which not all bytes are equal, or which is another one when it is read again."""
+    """Torn or changed: a value whose bytes are not all equal, or that has other bytes when it is read again."""
     folder = tmp_path / "blobs"
     store = ShmBlobs(
         folder, limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=1, mapped_from_bytes=mapped_from_bytes

@@ -123,7 +123,7 @@ def test_huge_pages_can_be_switched_off_in_every_role() -> None:
 
 
 def test_folders_of_the_host_are_labelled_for_selinux_in_a_form_that_compose_keeps() -> None:
-    """Compose drops the label where `create_host_path` is false: it then asks the engine by a call that has none."""
+    """Compose drops the label where `create_host_path` is false: its call of the engine then has no label."""
     binds = [
         volume
         for service in project()["services"].values()

@@ -55,7 +55,7 @@ JSON_WORDS = [
     b"-Infinity", b"NaN", b"9" * 5_000, b'""', b'"\\ud800"', b'"\\u0000"', b"\xff\xfe", b"\xf0\x9f", b"\0",
     b'"0001-01-01T00:00:00"', b'"9999-12-31T23:59:59.999999-23:59"',
 ]  # fmt: skip
-# Of MessagePack: nested for ever, announced lengths of 4 GiB, a text that is none, an extension, the largest numbers.
+# Of MessagePack: nested without end, announced lengths of 4 GiB, text that is not UTF-8, an extension, huge numbers.
 PACKED_WORDS = [
     b"\x91" * 3_000, b"\x81\xa1a" * 3_000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff",
     b"\xdb\xff\xff\xff\xff", b"\xa2\xff\xfe", b"\xd4\x01x", b"\xcf" + b"\xff" * 8, b"\xcb\x7f\xf0" + bytes(6), b"\xc0",

@@ -71,7 +71,7 @@ class Held(Gaussian):
     def loss(self, outputs, y):
         hold = Path(__file__).with_name("hold")
         if hold.exists():
-            hold.read_bytes()  # a FIFO: this waits for a writer, and there is none
+            hold.read_bytes()  # a FIFO: this waits for a writer, and nobody writes
         return super().loss(outputs, y)
 """
 # As a watcher of spot notices does it: from a thread of its own, at any moment.

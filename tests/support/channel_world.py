@@ -511,7 +511,7 @@ class World:
     # --- what must hold -----------------------------------------------------------------------------------------------
 
     def check_update(self, update: ev.ApplyUpdate) -> None:
-        """The new version is the one before and what the named batches add, but for what their workers hold back."""
+        """The new version is the one before and what the named batches add, without what their workers hold back."""
         self.counts["updates"] += 1
         before = self.moments[self.term, update.version - 1]
         weights, included, held_back = before.weights.copy(), list(before.included), dict(before.held_back)

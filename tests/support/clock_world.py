@@ -21,7 +21,7 @@ def drive(world: World, rounds: int, *workers: int) -> None:
 
 
 class RecordedWorld(World):
-    """Keeps what the engine orders, but for checkpoints, which name the policy."""
+    """Keeps what the engine orders, except checkpoints, which name the policy."""
 
     def __init__(self, policy: PolicyConfig, make: Callable[[], Policy] | None = None, **world: Any) -> None:
         self.actions: list[ev.EngineAction] = []

@@ -638,7 +638,7 @@ class World:
         return quiet and self.engine.num_computing in (0, kept) and is_durable
 
     def lineage(self) -> list[Applied]:
-        """The updates that are in the model: those that no later server started before."""
+        """The updates that are in the model: the updates before which no later server started."""
         valid: dict[int, Applied] = {}
         for update in self.updates:
             void = any(term > update.term and resumed < update.version for term, resumed in self.terms)

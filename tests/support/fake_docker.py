@@ -30,7 +30,7 @@ def stamp(seconds: float) -> str:
 
 
 def options(words: list[str], with_value: set[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Options up to the first word that is none, and the rest. An option that is not expected is an error, as it is
+    """Options up to the first other word, and the remaining words. An option that is not expected is an error, as it is
     in docker."""
     values: dict[str, list[str]] = {}
     while words and words[0].startswith("-"):
@@ -95,7 +95,7 @@ def ps(state: dict[str, Any], words: list[str]) -> str:
 
 
 def over(state: dict[str, Any], verb: str, words: list[str]) -> tuple[str, str]:
-    """A command on several containers goes on after those that it cannot do."""
+    """A command on several containers goes on after containers on which it fails."""
     given, names = options(words, {"--signal", "--type", "--format"})
     done: list[Any] = []
     errors = []

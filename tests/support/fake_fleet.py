@@ -131,7 +131,7 @@ class FakeFleet:
     # --- what a test does -------------------------------------------------------------------------------------------
 
     def all_instances(self, ended_s: float = float("inf")) -> list[Instance]:
-        """All instances ever, but those that ended more than `ended_s` ago; no call of the port."""
+        """All instances except instances that ended more than `ended_s` ago; no call of the port."""
         now_s = self._clock()
         instances = [self._now(id_) for id_ in self._machines]
         return [instance for instance in instances if instance.ended_s is None or now_s - instance.ended_s <= ended_s]

@@ -318,7 +318,7 @@ def moto_market(clock: Callable[[], float]) -> Iterator[MotoMarket]:
             SpotInstances, "get_spot_placement_scores", _bound(market.get_spot_placement_scores), create=True
         ),
         mock.patch.object(Instance, "terminate", terminate),
-        # 1300 public images for each test, of which none is needed: moto launches any.
+        # 1300 public images for each test, and no test needs one: moto launches any.
         mock.patch.object(AmiBackend, "_load_amis", return_value=None),
     ):
         yield market

@@ -318,7 +318,7 @@ class TiedHead(nn.Module):
 
 
 class FreezesItsNorm(nn.Sequential):
-    """In training mode its own `train` keeps a child out of it, of which a stage does not know."""
+    """Its own `train` keeps a child in evaluation mode; a stage does not know of this."""
 
     def train(self, mode: bool = True) -> FreezesItsNorm:
         super().train(mode)

@@ -13,7 +13,7 @@ Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 def repeats(paths: Iterable[Path], num_lines: int) -> list[str]:
     """Places whose functions share more than `num_lines` lines in a row, as "file:line ~ file:line".
 
-    The lines are those that Python itself would write: layout, comments and docstrings do not count, names do.
+    The lines are as `ast.unparse` writes them: layout, comments and docstrings do not count, names do.
     """
     first: dict[tuple[str, ...], tuple[Path, Function]] = {}
     places: dict[tuple[Path, int, Path, int], str] = {}

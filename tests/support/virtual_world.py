@@ -182,7 +182,7 @@ class World:
         self.returned: list[tuple[Backward, Flight]] = []
         self.suspect: Flight | None = None
         self.is_showing = False
-        self.committed: list[Flight] = []  # with own steps, in order; those that may be void are taken out
+        self.committed: list[Flight] = []  # with own steps, in order; flights that may be void are taken out
         self.kept: list[Flight] = []
         self.stored: dict[int, tuple[Steps, int]] = {}  # with the version
         self.storing: Wave | None = None

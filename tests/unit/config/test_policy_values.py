@@ -38,7 +38,7 @@ def test_what_is_no_number_of_the_range_is_refused_by_its_key(name: str, key: st
 @pytest.mark.parametrize("value", TOO_LARGE)
 @pytest.mark.parametrize(("name", "key"), NUMBERS)
 def test_what_is_too_large_is_refused_too(name: str, key: str, value: str) -> None:
-    """A bound on values may be as large as one likes: infinity is none."""
+    """A bound on values may be any finite number; infinity is refused."""
     if key == "value_bound":
         assert getattr(section(name, value_bound=value), key) >= 1e26
         return

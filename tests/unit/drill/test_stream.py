@@ -1,4 +1,4 @@
-"""A poison record has the form of the job's records, and its task refuses it; there is none where nobody knows it."""
+"""A poison record has the form of the job's records, and its task refuses it; an unknown form has no poison record."""
 
 from __future__ import annotations
 

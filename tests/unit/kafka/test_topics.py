@@ -261,7 +261,7 @@ class Metadata:
 
 
 class SlowCluster:
-    """Kafka's admin API over three brokers, of which the third hears of a new topic after it was asked `behind` times.
+    """Kafka's admin API over three brokers; the third broker hears of a new topic after it was asked `behind` times.
 
     A client of the whole cluster is answered by each of its brokers in turn.
     """

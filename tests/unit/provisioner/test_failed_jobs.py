@@ -274,7 +274,7 @@ def test_workers_that_fail_at_once() -> None:
     assert day.decisions[-1].phase == "failed"
     assert "ended by itself" in day.decisions[-1].alarms[0]
     machines = len(day.fleet.all_instances())
-    assert machines <= 4 * 6, "those that worked, and five of each slot"
+    assert machines <= 4 * 6, "the machines that worked, and five of each slot"
     # A person starts it again: each slot has one more try.
     day.restart()
     day.run(day.elapsed_s + HOUR_S, fails)

@@ -499,7 +499,7 @@ def test_the_workers_that_are_left_can_hold_an_update(tmp_path: Path) -> None:
 
 def test_the_error_target_is_that_of_the_plan_or_of_the_stop_rule(tmp_path: Path) -> None:
     planned = ("plan.updates=null", "plan.target_error=0.05")
-    with pytest.raises(ConfigError):  # J is then estimated from a pilot run, which there is none of here
+    with pytest.raises(ConfigError):  # J is then estimated from a pilot run, and this job has no pilot run
         scale_in_of(tmp_path, *planned)
     assert scale_in_of(tmp_path, "stop.loss=0.3").target == ErrorTarget(0.3, "loss")
     target = scale_in_of(tmp_path, "stop.accuracy=0.97").target

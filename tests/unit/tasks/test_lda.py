@@ -35,7 +35,7 @@ def _tables(state: State, without: int = -1) -> tuple[npt.NDArray[np.float64], C
 
 
 def _log_joint(state: State) -> float:
-    """log p(tokens, topics) but for a constant: both Dirichlet distributions integrated out (equations 2 and 3)."""
+    """log p(tokens, topics) up to a constant: both Dirichlet distributions integrated out (equations 2 and 3)."""
     document, (word, topic) = _tables(state)
     return (
         sum(math.lgamma(n + PRIOR.alpha) for n in document.ravel())

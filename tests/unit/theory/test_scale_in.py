@@ -90,7 +90,7 @@ def test_the_knee_is_where_the_relative_slope_passes_the_limit(noise: float, sca
 
 
 def test_there_is_no_knee_before_the_loss_has_fallen() -> None:
-    """A flat start is no knee, a curve that still falls has none, and of two values nothing can be said."""
+    """A flat start is no knee, a curve that still falls has no knee, and two values are too few."""
     steps = np.arange(1, 301)
     assert knee(steps, np.full(300, 2.3), -1e-3) is None
     assert knee(steps, 10 * np.exp(-steps / 100), -1e-3) is None

@@ -226,7 +226,7 @@ def test_steady_poison_does_not_become_usual() -> None:
     [("{name: sgd, lr: 0.1}", 1e3), ("{name: adam, lr: 0.01}", 1e4), ("{name: adagrad, lr: 0.1}", 1e4)],
 )
 def test_poison_that_the_model_gets_right_at_first_does_not_pass_later(optimizer: str, size: float) -> None:
-    """The first sample of a batch is among those that judge the others afterwards. While the model gets a bad one
+    """The first sample of a batch is among the samples that judge the others afterwards. While the model gets a bad one
     right, it has no gradient and is learned; once it does not, its loss would fall with the step that ruins the model.
     """
 

@@ -342,7 +342,7 @@ def test_each_good_sample_knows_its_record() -> None:
 
 
 def test_samples_that_are_refused_later_are_refused_in_their_records() -> None:
-    """A record of which nothing is left is refused as a whole, with what was refused before."""
+    """A record without any usable sample is refused as a whole, with what was refused before."""
     half_bad = pack([GOOD, b"bad", GOOD])
     decoded = decode(Points(), half_bad, pack([GOOD] * 3), half_bad, GOOD, m=3)
     assert decoded.offsets.tolist() == [100, 100, 101, 101, 101, 102, 102]

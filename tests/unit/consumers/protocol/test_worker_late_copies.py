@@ -39,7 +39,7 @@ def test_a_late_copy_of_an_answered_grant_gets_its_push_again_and_is_not_compute
 
 
 def test_a_late_copy_is_void_where_the_server_has_lost_track_of_this_process(core: WorkerCore) -> None:
-    """It has taken its grants back, but those that it has a push of: what it grants next has other numbers."""
+    """The server has taken back the grants without a push; its next grants have other numbers."""
     first = grant(5, 1)
     core.on_record(first, 1.0)
     core.gradient_done(first, batches(5), done("a", 8), 1.0)

@@ -451,7 +451,7 @@ def test_a_worker_hears_how_far_the_model_is_and_of_the_leader_epoch_there() -> 
     assert snapshot.leader_epochs == (7, -1)
     encoded = msgspec.msgpack.decode(encode_snapshot(snapshot))
     earlier = {name: value for name, value in encoded.items() if name != "leader_epochs"}
-    for state, leader_epoch in ((encoded, 7), (earlier, -1)):  # a checkpoint of an earlier release has none
+    for state, leader_epoch in ((encoded, 7), (earlier, -1)):  # a checkpoint of an earlier release has no epoch
         checkpoint = Checkpoint(
             job="unit", fingerprint="f", term=1, version=3, state=msgspec.msgpack.encode(state), tensors={}
         )

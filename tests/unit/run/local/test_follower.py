@@ -20,7 +20,7 @@ UPDATES = CONFIG.topic("updates")
 
 
 class FakeTail:
-    """A topic of records, of which the first `history` were there before the run."""
+    """A topic of records; the first `history` of them were there before the run."""
 
     def __init__(self, records: list[AnyRecord], history: int) -> None:
         self.ends = {UPDATES: history}
