@@ -71,6 +71,7 @@ def test_without_kafka_redis_prices_or_a_plan_everything_is_ended(tmp_path: Path
     assert place.store.load() is None, "it has not read the topics, so it must not say what was spent"
 
 
+@pytest.mark.slow
 def test_the_command_needs_no_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("job: t\ntask: {class: 'a:B'}\ndata: {workers: 2}\nkafka: {address: '127.0.0.1:1'}\n")

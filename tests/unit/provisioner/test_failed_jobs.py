@@ -233,6 +233,7 @@ class Day:
         assert abs(self.decisions[-1].bill.usd - self.spent_usd) <= 0.02 * self.spent_usd + 0.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("powers_off", [False, True])
 def test_a_parameter_server_that_is_gone(powers_off: bool) -> None:
     """For good, as after a model that diverged. On AWS machines shut down after 20 minutes without it."""

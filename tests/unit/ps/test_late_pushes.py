@@ -202,6 +202,7 @@ def test_what_takes_longer_than_the_time_limit_is_learned_all_the_same(policy: P
     assert world.engine.counters["requeued_timeout"] <= 3 * policy.batches_per_push, "the limit has been raised"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [AspPolicyConfig(), SspPolicyConfig(), BspPolicyConfig(), DollPolicyConfig()])
 def test_a_slow_worker_among_fast_ones_is_learned_from(policy: PolicyConfig) -> None:
     """Its limit is its own: the mean over all workers says nothing of it."""

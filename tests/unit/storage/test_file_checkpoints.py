@@ -145,6 +145,7 @@ print(*[store.claim_term() for _ in range(40)])
 """
 
 
+@pytest.mark.slow
 def test_two_processes_never_claim_the_same(tmp_path: Path) -> None:
     racers = [
         subprocess.Popen(
@@ -180,6 +181,7 @@ def test_reading_makes_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_reader_beside_a_busy_writer_always_finds_a_whole_checkpoint(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; import numpy as np\n"
