@@ -194,7 +194,7 @@ def test_a_link_of_another_run_is_refused_by_the_server(rig: Rig) -> None:
 
 
 def test_a_server_of_another_run_that_answers_is_refused_by_the_worker(rig: Rig) -> None:
-    """It does not compare runs itself."""
+    """The server does not compare runs; the worker does."""
     rig.servers.append(server := Server(rig.kind, rig.services, rig.path, run_id="aa"))
     refused: list[int] = []
     worker = Worker(ControlLink(rig.services, rig.kind, on_refused=refused.append))

@@ -159,7 +159,7 @@ def test_a_folder_that_others_may_enter_is_refused(private: Path) -> None:
 
 
 def test_a_worker_attaches_to_no_socket_in_a_folder_that_others_may_enter(private: Path) -> None:
-    """Whoever may write to the folder can put a socket of his own there."""
+    """A user who may write to the folder can put a socket there."""
     rig = Rig("local", Services("", ""), private / "s")
     server = rig.start_server()
     private.chmod(0o770)

@@ -109,7 +109,7 @@ def test_a_version_is_made_of_the_gradients_that_were_fetched(rig: Rig) -> None:
 
 
 def test_every_version_and_checkpoint_is_the_same_with_and_without_shared_memory(make: Make, tmp_path: Path) -> None:
-    """Also while readers hold old versions, a checkpoint is being written, and the folder is wiped."""
+    """The versions are the same also while readers hold old ones, a checkpoint is written, and the folder is wiped."""
     rng = random.Random(3)
     plain, shared = Rig(make, MemoryBlobs()), Rig(make, WipedShm(tmp_path / "blobs"))
     kept: list[tuple[Any, bytes]] = []

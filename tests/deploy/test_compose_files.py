@@ -40,7 +40,7 @@ def test_the_image_runs_as_nobody_from_the_lock_and_takes_in_what_is_named_only(
 
 
 def test_on_arm64_what_has_no_wheel_is_compiled_from_the_hashed_source_and_nothing_else(tmp_path: Path) -> None:
-    """Else `--no-build` ends the build on every Mac. Which packages these are: deploy/wheels.txt."""
+    """Without it `--no-build` ends the build on every Mac. deploy/wheels.txt lists the packages without a wheel."""
     run = next(rest for kind, rest in stages()[0] if kind == "RUN")
     script = re.search(r"awk '[^']+' requirements\.lock > sources\.txt", run)
     assert script is not None

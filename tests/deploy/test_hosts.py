@@ -150,7 +150,7 @@ def test_the_control_host_makes_its_authority_once_and_shows_its_certificate(
 def test_no_second_authority_is_made_while_the_first_cannot_be_read(
     make_host: Callable[..., Host], account: Path
 ) -> None:
-    """All who know the first would be cut off."""
+    """A second authority would cut off all hosts that know the first one."""
     environment = account / "parameters/doll/t/environment"
     environment.write_text(environment.read_text().replace("CACHE_IMAGE=", "CACHE_IMAGE=valkey/valkey:8.1"))
     (account / "secrets/doll/t/cache-authority").touch()

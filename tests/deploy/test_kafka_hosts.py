@@ -171,7 +171,7 @@ def test_three_brokers_serve_who_logs_in_and_live_through_the_loss_of_one(
 def _external_producers_write_samples_and_do_nothing_else(
     cluster: Cluster, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each job allows its own samples, as no pattern of Kafka's names those of all jobs."""
+    """Each job allows its own samples topic, as no pattern of Kafka names the samples topics of all jobs."""
     from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
     from confluent_kafka.admin import AdminClient, NewTopic
 

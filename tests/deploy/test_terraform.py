@@ -146,7 +146,7 @@ def test_with_msk_producers_write_samples_by_their_role_and_nothing_else() -> No
 
 
 def test_fixed_addresses_are_reserved() -> None:
-    """Else a worker may be given a broker's while the broker is being replaced."""
+    """Without reservation a worker may get a broker's address while the broker is being replaced."""
     main = (TERRAFORM / "main.tf").read_text()
     addresses = re.findall(r"\bcidrhost\(([^,\[]+)", main)
     assert addresses == ["module.network.reserved_cidrs"] * 2
@@ -156,7 +156,7 @@ def test_fixed_addresses_are_reserved() -> None:
 
 
 def test_the_worker_template_names_no_market_and_no_instance_type() -> None:
-    """Else nothing but that could be launched from it, and something might start by itself."""
+    """A template that names them could launch nothing else, and something might start by itself."""
     text = (TERRAFORM / "modules" / "workers" / "main.tf").read_text()
     template = text[text.index('resource "aws_launch_template"') :]
     for word in (

@@ -172,7 +172,7 @@ def test_a_job_keeps_its_checkpoints_in_s3(
 
 
 def second_run_on_the_same_topics(tmp_path: Path, first: Path, job: str, env: dict[str, str]) -> None:
-    """It is refused with the three ways to go; as a new generation it reports nothing of the first run."""
+    """The second run is refused with three options; as a new generation it reports nothing of the first run."""
     command = ("up", tmp_path / "job.yaml", "--parent-folder", tmp_path / "runs", "--set", "stop.updates=10", "--json")
     refused = doll(*command, **env)
     assert refused.returncode == 2, refused.stderr

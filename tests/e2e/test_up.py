@@ -162,7 +162,7 @@ def test_the_digits_example_shortened(up: Any) -> None:
 
 
 def test_two_side_by_side_one_ends_by_its_rule_the_other_by_ctrl_c(up: Any) -> None:
-    """Both are jobs of one name, by a user's own task in a file beside the job file. Neither notices the other."""
+    """Both jobs have one name and a user's own task in a file beside the job file. Neither job notices the other."""
     events = subprocess.run(
         [sys.executable, str(EXAMPLES / "churn.py"), "2000"], capture_output=True, check=True, text=True
     ).stdout

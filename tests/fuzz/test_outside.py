@@ -237,7 +237,7 @@ def _snapshot() -> EngineSnapshot:
 
 
 def test_the_engines_state_in_a_checkpoint() -> None:
-    """Whoever can write the folder can write a right checksum around it."""
+    """A user who can write to the folder can write a right checksum around the state."""
     config = parse("job: j\ntask: {class: 'm:C'}\ndata: {workers: 2, batch_size: 8}")
     valid = msgspec.msgpack.encode(_snapshot())
     for data in inputs("engine states", 8_000, [valid], PACKED_WORDS):
@@ -369,7 +369,7 @@ def test_the_health_endpoint_outlives_its_visitors() -> None:
 
 
 def test_what_a_scrape_holds_is_always_readable() -> None:
-    """Whoever may write to `metrics` can choose any name; Prometheus refuses the whole scrape for one bad line."""
+    """A user who may write to `metrics` can choose any name; Prometheus refuses the whole scrape for one bad line."""
     known = [Metric(source="worker-3", values={"lag": 1.0, "samples_total": 5.0}, time_s=1.0),
              Metric(source="ps", values={"worker_3_lag": 2.0, "version": 1.0}, time_s=1.0)]  # fmt: skip
     seeds = [msgspec.msgpack.encode(record) for record in known]

@@ -83,7 +83,7 @@ def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline
 
 
 def test_a_second_parameter_server_ends_the_first(make_pipeline: Any) -> None:
-    """Both are alive. The newer claims the job; the older may write nothing more to the checkpoints, and ends."""
+    """Both servers live. The newer one claims the job; the older one can save no checkpoint any more, and ends."""
     job = make_pipeline("stop.updates=60")
     first: Role = job.launch("ps", "ps_role")  # unsupervised: nobody starts it again
     for worker in (0, 1):

@@ -75,7 +75,7 @@ def test_a_worker_that_was_cut_off_for_longer_than_its_lease_comes_back(
 def test_a_leader_that_was_cut_off_ends_when_its_standby_has_taken_over(
     make_pipeline: Any, relay: TcpRelay, cut: Any
 ) -> None:
-    """It was not away and it has nothing to save: it asks the store all the same, and becomes no second leader."""
+    """The leader did not stop and has nothing to save: it asks the store nevertheless, and becomes no second leader."""
     job = make_pipeline("stop.updates=40", "ps.lease_s=2")
     leader = job.forks.launch(through(relay, job.spec("ps", "ps_role")))
     try:

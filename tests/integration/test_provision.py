@@ -82,7 +82,7 @@ def provision(make_pipeline: Callable[..., Any]) -> Iterator[Provisioner]:
 
 
 def test_a_job_from_its_first_machine_to_its_last(provision: Provisioner) -> None:
-    """It starts workers, keeps them, tells why, and hands everything back when the job has ended."""
+    """The provisioner starts workers, keeps them, says why, and terminates all machines when the job has ended."""
     job = provision.job
     process = provision("run")
     job.send(job.samples(1200))

@@ -132,7 +132,7 @@ class JobWorld:
         return [slot for slot, (id_, _, _) in self._holders.items() if id_ in alive and id_ not in self.mute]
 
     def works(self, instance: Instance) -> bool:
-        """It holds its slot, and its worker works."""
+        """The instance holds its slot, and its worker works."""
         holder = self._holders.get(instance.slot)
         return holder is not None and holder[0] == instance.id and instance.slot in self.working()
 

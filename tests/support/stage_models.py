@@ -107,7 +107,7 @@ class DrawsNumbers(nn.Module):
 
 
 class Random(Task):
-    """Each layer draws numbers."""
+    """A model whose layers each draw random numbers."""
 
     input_shape = (FEATURES,)
     num_classes = 2

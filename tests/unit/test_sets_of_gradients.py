@@ -86,7 +86,7 @@ class Job:
         return WorkerCore(welcome, max_pending=8, now=0.0), handler, letters
 
     def run(self, updates: int) -> None:
-        """So many updates; a worker either computes what it was granted as one set, or ends each after one batch."""
+        """`updates` updates; a worker computes its granted batches either as one set or as sets of one batch."""
         for batch in range(updates * GROUP // WORKERS):
             for number, (core, _, letters) in enumerate(self.workers):
                 decoded = letters.decode(records(number, batch))

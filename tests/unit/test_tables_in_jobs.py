@@ -55,7 +55,7 @@ def parts(job: Job, width: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
 
 
 def num_workers(policy: str) -> int:
-    """So many that rows are no newer than the weights: where these may be old, a worker is alone."""
+    """As many workers as keep rows no newer than the weights: where weights may be old, one worker."""
     return WORKERS if policy.startswith(("{name: doll", "{name: bsp")) else 1
 
 
@@ -146,7 +146,7 @@ class Watched:
         self.job = job(policy, seed, sparse=True)
 
     def _check(self, grant: Grant, at: int, row: Floats) -> None:
-        """It is row `at` of a version that the grant allows, plus the own steps that this version does not have."""
+        """The value is row `at` of a version that the grant allows, plus the own steps that this version lacks."""
         self.looked_up += 1
         for version in range(len(self.versions) - 1, grant.min_version - 1, -1):
             expected = self.versions[version][at].copy()

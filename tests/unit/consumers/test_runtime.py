@@ -80,7 +80,7 @@ class Rig:
             self.stream.pause()
 
     async def announce(self, count: int) -> None:
-        """So many good batches, announced."""
+        """`count` good batches, announced."""
         for _ in range(count):
             self.feed(b"x", b"x")
         await self.until(lambda: self.core.retained == count)

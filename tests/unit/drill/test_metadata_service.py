@@ -36,7 +36,7 @@ def test_a_notice_is_for_one_role_and_ends(metadata: FakeMetadataService) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(UNREADABLE)))
 def test_a_watcher_survives_each_notice_that_cannot_be_read(metadata: FakeMetadataService, number: int) -> None:
-    """It leaves on the bad one, or asks on and leaves on the good one; it never ends in silence."""
+    """The watcher leaves on the bad notice, or asks on and leaves on the good one; it never ends without a message."""
     noticed = threading.Event()
     metadata.serve_bad_notice("worker-0", number)
     watcher = NoticeWatcher(imds(metadata, "worker-0"), lambda left_s: noticed.set(), every_s=0.01)

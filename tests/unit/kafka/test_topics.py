@@ -132,7 +132,7 @@ def test_a_producer_s_user_is_one_name(user: str) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", ["samples", "commands"])
 def test_the_advice_about_the_number_of_workers_works(services: Services, job_name: str, kind: str) -> None:
-    """Nothing is created beside a topic of another size: the advised number would not fit it."""
+    """No topic is created beside a topic of another size, which the advised number of workers would not fit."""
     name = f"{job_name}-{kind}"
     made = f"doll.{name}.{kind}"
     admin = AdminClient(kafka_settings(job(name=name, workers=3), services))

@@ -54,7 +54,7 @@ def sums(count: int, numel: int, seed: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_equals_torch_on_the_mean_gradient(name: str, size: str, samples: int) -> None:
-    """Also where scale and learning rate make one factor (1 / 32), and where the vector is worked on in slices."""
+    """This holds also where scale and learning rate make one factor (1 / 32), and where the step is made in slices."""
     config, make = CONFIGS[name]
     torch.manual_seed(1)
     ours = Optimizer(flat_model() if size == "small" else FlatModel(torch.nn.Linear(301, 2003)), config)
@@ -246,7 +246,7 @@ def test_weights_that_do_not_fit_are_refused(tensors: dict[str, np.ndarray], cam
 
 
 def test_a_server_does_not_import_torchs_compiler() -> None:
-    """It costs seconds at each start, also at a restart after a crash, when everybody waits."""
+    """The import costs seconds at each start, also at a restart after a crash, when all workers wait."""
     code = """
 import sys, numpy as np, torch
 from doll.config import AdagradConfig, AdamConfig, SgdConfig

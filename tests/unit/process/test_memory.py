@@ -170,7 +170,7 @@ def test_the_heap_is_advised_and_takes_no_memory_before_it_is_used() -> None:
 @needs_glibc
 @pytest.mark.parametrize(("limit_mb", "env"), [(0, {HUGE_PAGES_ENV: "0"}), (256, {})])
 def test_without_huge_pages_the_heap_works_as_before(limit_mb: int, env: dict[str, str]) -> None:
-    """They are switched off; or the reserve would be beyond the limit of this process's address space."""
+    """Huge pages are switched off, or the reserve would exceed the limit of this process's address space."""
     mappings = _mappings(limit_mb, **env)
     assert mappings["kept"]
     assert not mappings["advised"]

@@ -149,7 +149,7 @@ def test_a_notice_is_answered_at_once() -> None:
 
 
 def test_a_probe_is_asked_before_what_can_only_be_guessed() -> None:
-    """It says that spot is gone, so that the machines that are taken are covered without a try."""
+    """The probe says that spot is gone, so the machines that are taken are covered without a try."""
 
     class Market:
         there = True
@@ -171,7 +171,7 @@ def test_a_probe_is_asked_before_what_can_only_be_guessed() -> None:
 
 
 def test_a_try_that_was_known_to_be_in_vain_is_no_reason_to_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each plan of a turn may cover some workers: who waits for spot, and is refused as was known, changes nothing."""
+    """Each plan of a turn may cover some workers. A launch on spot that is refused as expected changes no plan."""
 
     class Market:
         def spot_available(self, slot: int) -> bool | None:

@@ -79,7 +79,7 @@ def test_crashes_cost_no_deadline_and_no_money(seed: int) -> None:
 @given(st.integers(0, 2**32), st.booleans())
 @hypothesis_settings(max_examples=6, deadline=None)
 def test_a_released_slot_stays_released_over_any_crash(seed: int, wild: bool) -> None:
-    """Only a recall brings it back, whatever the market does and wherever the controller dies."""
+    """Only a recall brings the slot back, whatever the market does and wherever the controller dies."""
     rule = ScaleInSettings(TunerSettings(every_s=60.0, horizon_s=30.0, knee_slope=-5e-3), require_gain=False)
     limits = LaunchLimits(pool_backoff_s=30.0, early_s=20.0)
     job = settings(updates=200.0, deadline_s=2000.0, limits=limits, scale_in=rule)

@@ -251,7 +251,7 @@ def test_a_parameter_server_that_is_gone(powers_off: bool) -> None:
 
 
 def test_a_parameter_server_that_crashes_again_and_again() -> None:
-    """It is up for 10 s of each minute, and applies the same updates each time."""
+    """The server is up for 10 s of each minute, and applies the same updates each time."""
     day = Day()
 
     def flaps() -> None:
@@ -354,7 +354,7 @@ def test_a_notice_whose_machine_is_never_taken() -> None:
 
 
 def test_a_full_disk() -> None:
-    """Nothing is launched that is not noted; machines are ended all the same, and the job is done with what it has."""
+    """No machine is launched that cannot be noted; machines are ended nevertheless; the job ends with those it has."""
     day = Day(market=False)
     day.world.pass_time(0.0)
     day.run(FAILS_AT_S)

@@ -257,7 +257,7 @@ def machine(id_: str, begin_s: float, end_s: float | None, pool: str = "a", end:
 
 
 def test_each_machine_is_billed_from_its_own_launch_to_its_own_end() -> None:
-    """Also the time for which it waits for the others; a price of its own pool; and EC2's free hour for itself only."""
+    """The bill has the wait for the others, the price of the machine's own pool, and EC2's free hour for it."""
     members = (
         machine("m0", 0, 400), machine("m1", 5, 390, "b"), machine("m2", 30, 380, end="interrupted")
     )  # fmt: skip

@@ -162,7 +162,7 @@ def test_the_slowest_stream_goes_first_and_then_the_slowest_worker() -> None:
 
 
 def test_a_slot_with_an_interruption_notice_goes_first() -> None:
-    """It loses its machine anyway: it is not replaced, and nothing else is ended."""
+    """The slot loses its machine anyway: the machine is not replaced, and no other machine is ended."""
     scene = Scene()
     scene.until(lambda: scene.controller._plan.scale_in._tuner.knee_step is not None)  # type: ignore[union-attr]
     first = scene.decisions[-1].released or scene.until_released().released
@@ -177,7 +177,7 @@ def test_a_slot_with_an_interruption_notice_goes_first() -> None:
 
 
 def test_the_streams_of_released_slots_do_not_count() -> None:
-    """Neither for the availability of spot, nor for rates, nor for the time that the work takes."""
+    """They count neither for the availability of spot, nor for rates, nor for the time that the work takes."""
     scene = Scene()
     scene.until_released()
     before = scene.decisions[-2]

@@ -166,7 +166,7 @@ class SlowWorkers:
         self.do(worker, core.gradient_done(grant, batches, done, self.now))
 
     def check(self) -> None:
-        """Each batch once, and each stream's in order."""
+        """Each batch is applied once, and the batches of each stream in order."""
         for worker in range(len(self.batch_s)):
             numbers = [number for owner, number in self.applied if owner == worker]
             assert numbers == list(range(len(numbers)))

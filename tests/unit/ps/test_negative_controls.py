@@ -135,7 +135,7 @@ class _ForgetfulEngine(Engine):
         partition.applied = partition.announced = partition.durable
 
     def check_invariants(self) -> None:
-        """They do not hold any more; the audit must find it out by itself."""
+        """The invariants do not hold any more; the audit must find this by itself."""
 
 
 class NotCheckingWhatIsApplied(LedgerWorld):

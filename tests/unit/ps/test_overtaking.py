@@ -75,7 +75,7 @@ class Pair:
             self.world.receive(self.process)
 
     def talk(self) -> None:
-        """All that is on its way arrives, in order; nothing is computed."""
+        """All messages on their way arrive, in order; no gradient is computed."""
         process = self.process
         for _ in range(5):
             self.send_all()
@@ -376,7 +376,7 @@ class TwoChannels(World):
         super().receive(process)
 
     def _is_of_its_link(self, process: Process, record: AnyRecord | None) -> bool:
-        """It attached with the session of its last Welcome, to the server of that term."""
+        """The worker attached with the session of its last Welcome, to the server of that term."""
         core = process.core
         if core is None or not isinstance(record, Grant | NewVersion) or record.term != core.term:
             return False

@@ -89,7 +89,7 @@ class HoleyWorld(World):
             super().add_up(update)
 
     def check_progress(self) -> None:
-        """Only what makes no group is left, although a hole may be between the batches of a group."""
+        """Only batches that make no group are left, although a hole may be between the batches of a group."""
         assert self.engine is not None
         r, n = self.settings.records_per_batch, self.settings.num_workers
         complete = [(high - origin) // r for high, origin in zip(self.high, self.origins, strict=True)]

@@ -218,7 +218,7 @@ def test_long_boots_cost_no_more_than_the_best_rival(boot_s: float) -> None:
 
 
 def test_the_guard_is_what_meets_deadlines() -> None:
-    """All of spot vanishes for good: without the guard the slack of boots and decisions is missing."""
+    """All spot capacity vanishes and stays away: without the guard the slack of boots and decisions is missing."""
     up = [[1] * 56 + [0] * 10] * 4
     market = windows(up, tick_s=600.0)
     shape = {"hours": 10.0, "deadline_hours": 10.5, "boot_s": 600.0}

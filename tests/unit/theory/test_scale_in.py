@@ -82,7 +82,7 @@ def exact_knee(slope: float) -> float:
 @pytest.mark.parametrize("noise", [0.0, 0.002])
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 def test_the_knee_is_where_the_relative_slope_passes_the_limit(noise: float, scale: float) -> None:
-    """It does not depend on the unit of the loss; the printed absolute slope would."""
+    """The knee does not depend on the unit of the loss; with the printed absolute slope it would."""
     steps = np.arange(1, 601)
     at = knee(steps, scale * falling(steps, noise), -2e-3)
     assert at is not None

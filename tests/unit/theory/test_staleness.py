@@ -55,7 +55,7 @@ class ReadsNewest(StalenessMeter):
 
 
 class CountsBatches(StalenessMeter):
-    """Another wrong one: the number of batches in place of the newest one's."""
+    """A wrong measure: the number of batches in place of the number of the newest batch."""
 
     def read(self, worker: int, version: int, batch: int, count: int = 1) -> None:
         super().read(worker, version, batch - 1, count)
@@ -104,7 +104,7 @@ def test_one_other_worker_in_turn_gives_the_same_mean() -> None:
 
 
 def test_in_turn_every_pair_counts_equally_often() -> None:
-    """Also where the workers read in a fixed order: one turn for all would pair each with the same other worker."""
+    """This holds also where workers read in a fixed order: one turn for all would pair each with the same worker."""
     num_workers = 20
     asked: list[int] = []
 

@@ -186,7 +186,7 @@ def test_an_adaptive_optimizer_is_guarded_from_a_gradient_that_would_stop_it_for
 
 @pytest.mark.parametrize("optimizer", ADAPTIVE)
 def test_an_adaptive_optimizer_is_judged_alike_for_sums_and_for_means(optimizer: str) -> None:
-    """It divides a sum by the size of sums: the step has the same length."""
+    """Adam divides a sum by the size of sums, so the step has the same length."""
     after: list[float] = []
     for reduction in ("mean", "sum"):
         world = World(Plane(), optimizer, f"training.reduction={reduction}")

@@ -165,7 +165,7 @@ def test_gaps_and_duplicates_change_no_bounds(
 def test_crashes_and_second_readings_give_every_batch_once_and_the_same(
     size: int, missing: set[int], crashes: list[int]
 ) -> None:
-    """Each process reads a while, dies, and the next begins at the first batch that did not come out."""
+    """Each process reads for a while and dies; the next process begins at the first batch that did not come out."""
     log = [i for i in range(61) if i not in missing]
     whole = feed(Batcher(origin=0, records_per_batch=size, next_batch=0), log)
     batches: list[RawBatch[int]] = []

@@ -85,7 +85,7 @@ def test_waves_are_answered_in_order_with_the_sum_of_their_steps(
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_one_batch_at_a_time_is_what_an_undivided_worker_computes(make_rig: Callable[..., Rig], stages: int) -> None:
-    """Each is computed on all own steps before it, and the wave's sum is to the number that of the undivided worker."""
+    """Each batch is computed on all own steps before it, and the wave's sum equals the undivided worker's exactly."""
     rig = make_rig(stages, 2, "training.optimizer={name: adam, lr: 0.01}", "training.clip_norm=0.5")
     steps = rig.undivided()
     computer = steps._computer

@@ -131,7 +131,7 @@ def test_durable_acknowledges_in_order_and_forgets(core: WorkerCore) -> None:
 
 
 def test_what_became_durable_before_it_was_read_again_takes_no_room() -> None:
-    """All that its predecessor had announced is saved while this process has read nothing: nobody will say so again."""
+    """All batches that the predecessor announced are saved before this process reads any: no message repeats this."""
     core = WorkerCore(welcome(), max_pending=2, now=0.0)
     core.on_record(Durable(term=3, worker=1, until=7), 1.0)
     assert Acknowledge(6) in core.batch_ready(batch(5))

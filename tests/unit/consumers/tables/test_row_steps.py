@@ -91,7 +91,7 @@ def test_the_rows_whose_last_gradient_is_the_longest_ago_lose_their_state() -> N
 
 
 def test_a_batch_of_more_rows_than_have_room_is_refused_and_says_what_to_set() -> None:
-    """Else the state would be lost within each step, and the optimizer another one."""
+    """Otherwise the state would be lost within each step, and the optimizer would be a different one."""
     steps = RowSteps(WIDTH, LazyAdam(0.1), 4 * state_row_bytes(WIDTH, 2))
     change(steps, 1, 2, 3, 4)
     with pytest.raises(TaskError, match=r"6 rows .* worker.row_cache_bytes .* of 4: set it to 1.5 times"):

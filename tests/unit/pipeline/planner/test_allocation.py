@@ -171,7 +171,7 @@ class TightRates(TableRates):
 
 
 def groupings(devices: tuple[Device, ...], k: int) -> Iterator[tuple[Group, ...]]:
-    """All of them, with whatever is left out: no two as the same by any rule."""
+    """All groupings, with the devices that are left out; no two of them are the same."""
     yield ()
     if len(devices) < k:
         return

@@ -24,7 +24,7 @@ def has_room(link: SocketLink) -> bool:
 
 
 def test_a_stage_outlives_a_coordinator_that_does_not_read_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that waits for the parameter server: it hears of a stage more often than its socket holds."""
+    """A coordinator that waits for the parameter server gets more messages of a stage than its socket holds."""
     monkeypatch.setattr(stage_process, "ALIVE_EVERY_S", 0.0)
     (control, own), (chain, before) = socket_pair(), socket_pair()
     own.limit_sending(1.0)

@@ -259,7 +259,7 @@ def test_a_worker_that_ends_by_itself_has_failed_and_nobody_starts_it_again(make
 
 
 def test_a_process_stands_for_all_machines_of_its_worker(make: Callable[..., Box]) -> None:
-    """It is billed as so many, also after a crash of the controller, and the end of it is the end of all."""
+    """The process is billed as k machines, also after a crash of the controller, and its end is the end of all k."""
     box = make((True, 30.0), (False, 30.0))
     gang, one = box.launch(machines=3), box.launch(slot=1, market="on_demand")
     assert (gang.machines, gang.is_whole, one.machines) == (3, True, 1)

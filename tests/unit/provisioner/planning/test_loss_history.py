@@ -77,7 +77,7 @@ def test_a_roll_back_forgets_what_was_undone() -> None:
     most=st.integers(2, 9),
 )
 def test_a_restart_at_any_point_changes_nothing(events: list[tuple[str, int, float]], restart: int, most: int) -> None:
-    """Also with points that are not complete; steps ascend, and there are never more points than allowed."""
+    """This holds also for incomplete points; steps ascend, and there are never more points than allowed."""
     whole, resumed, step = LossHistory(most), LossHistory(most), 0
     for number, (kind, value, loss) in enumerate(events):
         if number == restart:

@@ -88,7 +88,7 @@ def test_a_deadline_that_is_met_by_luck_is_not_enough() -> None:
 def test_a_release_that_is_allowed_leaves_time_in_the_worst_case(
     slots: int, deadline_s: float, done: float, elapsed_s: float, reserve: float, spot: bool
 ) -> None:
-    """All of spot goes now, and boots again on-demand: the work is done in time."""
+    """All spot machines end now and boot again on-demand: the work is done in time."""
     before = state(slots, elapsed_s=elapsed_s, samples_done=done, on_spot=np.full(slots, spot))
     how = settings(deadline_s=deadline_s)
     after = without(before, 0)

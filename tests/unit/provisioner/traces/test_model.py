@@ -355,7 +355,7 @@ def test_every_format_is_found_by_the_name_of_its_files() -> None:
 
 
 def test_a_format_is_found_by_its_first_line_whatever_the_file_is_called() -> None:
-    """Also where what tells it comes late in a long line."""
+    """The format is found also where its mark comes late in a long line."""
     skypilot = '{"data": [' + ", ".join(["1"] * 9000) + '], "gap_seconds": 60}'
     lines = {
         "SkyPilot availability": skypilot,

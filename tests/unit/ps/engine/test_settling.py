@@ -78,7 +78,7 @@ def test_an_engine_that_loses_a_part_of_a_step_is_caught(mutant: type[Engine]) -
 
 
 def two_rounds() -> World:
-    """Each worker's first two batches are in the model, and a part of each one's steps is still with it."""
+    """Each worker's first two batches are in the model, and each worker holds back a part of its steps."""
     world = World(ISP)
     drive(world, 3, 0, 1, 2)
     for worker in range(3):
@@ -229,7 +229,7 @@ def test_a_push_that_holds_back_under_another_policy_is_refused() -> None:
 
 
 def test_an_empty_rest_of_a_worker_that_holds_something_back_is_refused() -> None:
-    """It would replace the real one, which is on its way on the other channel."""
+    """The empty rest would replace the real one, which is on its way on the other channel."""
     world = two_rounds()
     assert world.engine is not None
     engine, worker = world.engine, world.engine.worker(0)

@@ -36,7 +36,7 @@ def test_an_empty_queue_has_no_notices(rig: Ec2Rig) -> None:
 
 
 def test_ours_are_told_with_their_time_until_the_instance_has_ended(rig: Ec2Rig) -> None:
-    """Whoever dies after reading a notice has lost nothing: the next one reads it again."""
+    """A provisioner that dies after reading a notice has lost nothing: its successor reads the notice again."""
     at_s = rig.clock() // 1
     for id_ in (OURS, OURS):
         rig.market.event(WARNING, id_, at_s)
@@ -134,7 +134,7 @@ class Scene:
         return self.controller.turn(self.rig.clock())
 
     def check_replaced(self, decision: Decision, id_: str) -> None:
-        """It has its notice, its slot one more machine, and nobody ends it but EC2."""
+        """The instance has its notice, its slot has one more machine, and only EC2 ends the instance."""
         (instance,) = (instance for instance in decision.instances if instance.id == id_)
         assert instance.notice_s is not None
         assert decision.interruptions == 1
