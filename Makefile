@@ -12,7 +12,7 @@ UV_PIN := 0.13.8
 # Empty: torch from the package index (on Linux with CUDA). cpu: torch's CPU build, 2 GB smaller.
 TORCH ?=
 STAMP := $(VENV)/.doll-setup$(if $(TORCH),-$(TORCH))
-JOB   ?= examples/digits.yaml
+JOB   ?= examples/digits/job.yaml
 SEED  ?= 0
 # Tests mostly wait for processes and timeouts. Each test process has its own Kafka broker and Redis.
 TESTERS ?= 3
@@ -68,7 +68,7 @@ demo: setup ## run JOB on this machine, with live progress
 	@$(BIN)/doll up $(JOB)
 
 demo-spot: setup ## run a job on a replayed spot market on this machine (SEED=n: another market)
-	@$(BIN)/doll spot examples/market.yaml --seed $(SEED)
+	@$(BIN)/doll spot market --seed $(SEED)
 
 test: setup ## run the whole test suite
 	@$(BIN)/python -m pytest $(DISTRIBUTE) $(PYTEST)

@@ -25,7 +25,7 @@ from doll.errors import DollError
 from doll.kafka import topics
 from doll.producers.sources import CONCEPT, SAMPLES, child_rng, criteo, synthetic_clicks
 from doll.records import packing
-from doll.tasks.clicks import Clicks
+from examples.clicks.task import Clicks
 
 from benchmarks.harness import Bench, busy_s, idle_share, job
 from benchmarks.intake import fill_topic
@@ -185,7 +185,7 @@ def job_of(samples: int, batch: int, training: dict[str, Any], args: dict[str, A
     """DOLL's job: one worker, a step after each batch; everything else as a user gets it."""
     return job(
         f"bench-clicks-{samples}",
-        task="doll.tasks.clicks:Clicks",
+        task="examples.clicks.task:Clicks",
         args={"columns": COLUMNS, **args},
         data={"workers": 1, "batch_size": batch, "samples_per_record": PACKED},
         training={"policy": {"name": "doll", "group_size": 1}, **training},

@@ -56,7 +56,7 @@ class Measured:
 
 
 def _config(kind: str) -> JobConfig:
-    task = {"class": "doll.tasks.synthetic:Gaussian"}
+    task = {"class": "examples.synthetic.task:Gaussian"}
     sections = {"job": f"bench-control-{kind}", "task": task, "data": {"workers": 1}, "control": {"kind": kind}}
     return parse(json.dumps(sections))
 

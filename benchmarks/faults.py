@@ -69,7 +69,7 @@ def measure(config: JobConfig, seconds: float, every_s: float, seed: int, *, wit
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__.splitlines()[0])
-    parser.add_argument("--job", type=Path, default=Path("examples/digits.yaml"))
+    parser.add_argument("--job", type=Path, default=Path("examples/digits/job.yaml"))
     parser.add_argument("--seconds", type=float, default=600.0, help="that are compared of each run; default 600")
     parser.add_argument(
         "--every", type=float, default=EVERY_S, help=f"seconds from fault to fault; default {EVERY_S:g}"

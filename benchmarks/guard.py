@@ -10,7 +10,6 @@ import argparse
 import itertools
 import json
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,23 +27,24 @@ from doll.model.flat_model import build
 from doll.optim.optimizer import Optimizer
 from doll.producers.sources import open_streams
 from doll.task.base import load_task
+from examples.stdin.task import random_event
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DATA = EXAMPLES / "../../shared/data"
 IMAGES, LABELS = (f"emnist_bymerge/{name}-ubyte.gz" for name in ("images-idx3", "labels-idx1"))
 KDD = "kdd99/kddcup.data_10_percent.csv.gz"
 RUNS: dict[str, tuple[str, int, list[str]]] = {
-    "digits": ("digits.yaml", 500, []),
-    "digits, adam": ("digits.yaml", 300, ["training.optimizer={name: adam, lr: 0.002}"]),
-    "intrusion": ("intrusion.yaml", 950, []),
-    "intrusion, families": ("intrusion.yaml", 300, ["task.args.classes=families"]),
-    "emnist": ("emnist.yaml", 120, []),
-    "churn": ("stdin.yaml", 600, []),
+    "digits": ("digits", 500, []),
+    "digits, adam": ("digits", 300, ["training.optimizer={name: adam, lr: 0.002}"]),
+    "intrusion": ("intrusion", 950, []),
+    "intrusion, families": ("intrusion", 300, ["task.args.classes=families"]),
+    "emnist": ("emnist", 120, []),
+    "churn": ("stdin", 600, []),
     "synthetic, drift": (
-        "digits.yaml",
+        "digits",
         600,
         [
-            "task={class: 'doll.tasks.synthetic:Gaussian', args: {features: 20, hidden: [16]}}",
+            "task={class: 'examples.synthetic.task:Gaussian', args: {features: 20, hidden: [16]}}",
             "source={kind: synthetic, drift_per_sample: 0.0002}",
         ],
     ),
@@ -94,19 +94,19 @@ def records(config: JobConfig) -> list[Iterator[bytes]]:
 def _churn(seed: int) -> Iterator[bytes]:
     rng = random.Random(seed)
     while True:
-        yield json.dumps(sys.modules["doll_task_churn"].random_event(rng)).encode()
+        yield json.dumps(random_event(rng)).encode()
 
 
 def job(file: str, overrides: Sequence[str], data: Path) -> JobConfig:
     """An example's job, with its files in `data`."""
     paths = {
-        "emnist.yaml": [
+        "emnist": [
             *(f"source.{key}={data / path}" for key, path in (("images", IMAGES), ("labels", LABELS))),
             *(f"task.args.{key}_path={data / path}" for key, path in (("images", IMAGES), ("labels", LABELS))),
         ],
-        "intrusion.yaml": [f"source.path={data / KDD}"],
+        "intrusion": [f"source.path={data / KDD}"],
     }
-    return load(EXAMPLES / file, [*overrides, *paths.get(file, [])])
+    return load(EXAMPLES / file / "job.yaml", [*overrides, *paths.get(file, [])])
 
 
 def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
 
 def cost(rounds: int = 40) -> dict[str, float]:
     """Milliseconds that the guard adds to a usual batch of 32 of the paper's network: the norm, and bookkeeping."""
-    config = load(EXAMPLES / "emnist.yaml")  # its files are not read
+    config = load(EXAMPLES / "emnist" / "job.yaml")  # its files are not read
     task = load_task(config)
     computer = GradientComputer(task, build(config, task))
     rng = np.random.default_rng(0)

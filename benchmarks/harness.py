@@ -108,7 +108,7 @@ class Bench:
         try:
             self.folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="doll-bench-")))
             self.forks = self._open.enter_context(ForkServer(self.folder / "forkserver.log"))
-            probe = job("bench-probe", task="doll.tasks.digits:Digits")
+            probe = job("bench-probe", task="examples.digits.task:Digits")
             self.stack = self._open.enter_context(local_stack(probe, self.folder, self._say))
             # The first role waits until torch is loaded, so that no measurement does.
             self.run_roles([("probe", "benchmarks.references:bare_loop", [self.out("probe"), True, 0, 0.0, 0.1])])

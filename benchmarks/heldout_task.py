@@ -1,4 +1,4 @@
-"""The synthetic task with held-out samples, which its class in `doll.tasks` lacks: the evaluator has work to do."""
+"""The synthetic task with held-out samples, which the example's class lacks: the evaluator has work to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from doll.producers.sources import CONCEPT, child_rng
 from doll.producers.sources.synthetic import class_planes, samples
 from doll.task.base import Sample
-from doll.tasks.synthetic import Gaussian
+from examples.synthetic.task import Gaussian
 
 
 class HeldOutGaussian(Gaussian):

@@ -53,7 +53,7 @@ WARM_UPDATES = 6  # excluded: new memory is allocated in the first versions
 STORES = ("shm", "redis")
 JOB = """
 job: large
-task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 20, hidden: %s}}
+task: {class: "examples.synthetic.task:Gaussian", args: {features: 20, hidden: %s}}
 data: {workers: 2, batch_size: 256}
 training: {policy: {name: doll, group_size: 8}, optimizer: {name: sgd, lr: 0.001, momentum: %g}}
 checkpoint: {every_updates: %d, every_s: 1000000, keep: 2}

@@ -30,7 +30,7 @@ from benchmarks.results import keep
 from benchmarks.shares import is_steady, percentile
 
 BATCH = 256
-EMNIST = "doll.tasks.emnist:Emnist"
+EMNIST = "examples.emnist.task:Emnist"
 # Packed as streams of about these rates would be; docs/benchmarks.md has the cost of unpacked records.
 PACKING = {"cnn": 16, "small": 32}
 MODELS = {"cnn": False, "small": True}
@@ -173,7 +173,7 @@ class Runner:
         name: str,
         packed: int,
         samples: int,
-        task: str = "doll.tasks.synthetic:Gaussian",
+        task: str = "examples.synthetic.task:Gaussian",
         args: dict[str, Any] | None = None,
     ) -> JobConfig:
         return job(
@@ -195,7 +195,7 @@ class Runner:
         predicted = update_rate_per_s(workers * rate_per_s, group, batch)
         config = job(
             f"bench-rate-{len(self.runs)}",
-            task="doll.tasks.digits:Digits",
+            task="examples.digits.task:Digits",
             data={"workers": workers, "batch_size": batch},
             source={"kind": "digits"},
             arrivals={"process": "poisson", "rate_per_s": rate_per_s},

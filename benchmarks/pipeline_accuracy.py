@@ -24,7 +24,7 @@ from doll.run.local.up import run_up
 GOAL: Final = 0.01
 JOB: Final = """
 job: accuracy
-task: {class: "doll.tasks.digits:Digits", args: {hidden: [128, 64, 64]}}
+task: {class: "examples.digits.task:Digits", args: {hidden: [128, 64, 64]}}
 data: {workers: 2, batch_size: 32}
 source: {kind: digits}
 arrivals: {process: asap}

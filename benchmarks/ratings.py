@@ -1,6 +1,6 @@
 """PMF of MovieLens 1M without services: the plain program, and River's matrix factorization as a check from outside.
 
-    python -m benchmarks.ratings [--job examples/ratings.yaml] [--passes 3] [--river-passes 3]
+    python -m benchmarks.ratings [--job examples/ratings/job.yaml] [--passes 3] [--river-passes 3]
 
 Both learn the stream of the job file in an order of their own and are measured on its held-out ratings, which no one
 learns. `doll up ratings` is the live run of the same model. River comes with the extra `bench`.
@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from doll.config import load
 from doll.producers.sources import ratings
-from doll.producers.sources.lines import read_file
+from doll.records.lines import read_file
 from doll.task.base import load_task, stack
-from doll.tasks.ratings import Pmf
+from examples.ratings.task import Pmf
 
 from benchmarks.plain_models import PlainFactors
 
-JOB = Path(__file__).parents[1] / "examples" / "ratings.yaml"
+JOB = Path(__file__).parents[1] / "examples" / "ratings" / "job.yaml"
 RIVER_RATE, RIVER_PENALTY = 0.01, 0.02
 Array = npt.NDArray[Any]
 

@@ -194,7 +194,7 @@ def redis_worker(out: str, small: bool, redis_url: str, rank: int, group_size: i
 def _task_model_pool(small: bool, rank: int, tuned: bool = True) -> tuple[Any, Any, list[Any]]:
     import torch
     from doll.process.memory import keep_freed_memory
-    from doll.tasks.emnist import Emnist
+    from examples.emnist.task import Emnist
 
     if tuned:
         keep_freed_memory()

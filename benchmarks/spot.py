@@ -97,7 +97,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", type=Path, nargs="?", default=Path("examples/market.yaml"))
+    parser.add_argument("job", type=Path, nargs="?", default=Path("examples/digits/market.yaml"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/spot.json"))

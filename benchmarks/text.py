@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from doll.producers.sources.text import read_lines, records
 from doll.task.base import stack
-from doll.tasks import lda
-from doll.tasks.text import write_vocabulary
-from doll.tasks.topics import Topics
-from doll.tasks.words import SkipGram
+from doll.task.text import read_lines, records, write_vocabulary
+from examples.lda import task as lda
+from examples.lda.task import Topics
+from examples.words.task import SkipGram
 
 REUTERS = Path(__file__).parents[2] / "shared/data/reuters21578/docs.jsonl.gz"
 FIELDS, HELD_OUT, MAX_BYTES = ("title", "body"), 1000, 1 << 20

@@ -27,7 +27,7 @@ from doll.local.processes import free_port
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCKER: Final = os.environ.get("DOCKER", "docker")
-EXAMPLE: Final = ROOT / "examples" / "digits.yaml"
+EXAMPLE: Final = ROOT / "examples" / "digits" / "job.yaml"
 UPDATES: Final = 900
 BETWEEN_KILLS: Final = 20  # updates
 STEP_S: Final = 1800.0
@@ -137,6 +137,7 @@ def stack() -> Iterator[Stack]:
         if not replaced:
             raise CheckError(f"expected a section `stop` in {EXAMPLE.name}")
         (folder / "job.yaml").write_text(text, encoding="utf-8")
+        shutil.copy(EXAMPLE.with_name("task.py"), folder)
         project = Stack(folder)
         try:
             yield project

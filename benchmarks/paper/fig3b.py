@@ -119,7 +119,7 @@ def _learn(optimizer: OptimizerConfig, updates: int, spot: int, alpha: float, se
     import torch
     from doll.producers import augment
     from doll.producers.sources import digits
-    from doll.tasks.digits import Digits
+    from examples.digits.task import Digits
 
     from benchmarks.paper.learning import Learner
 

@@ -358,7 +358,7 @@ def inspect(outputs: dict[str, Any], state: Path, folder: Path) -> None:
     from doll.provisioner.fleets.port import Order
 
     overrides = [f"{key}={value}" for key, value in outputs["settings"].items()]
-    job = parse("job: local\ntask: {class: 'doll.tasks.synthetic:Gaussian'}", overrides, base_folder=folder)
+    job = parse("job: local\ntask: {class: 'examples.synthetic.task:Gaussian'}", overrides, base_folder=folder)
     _require(isinstance(job.fleet, Ec2FleetConfig), "the settings do not name an EC2 fleet")
     fleet = ec2_fleet.connect(job)
     launched = fleet.launch(Order(slot=0, incarnation=1, market="spot"))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from doll.config import JobConfig
 
 _NO_CLASS: Final = 255
+_DIGIT_PIXELS: Final = 8 * 8
 # Kilobytes in the log. librdkafka does not unpack the first at all; the second is above DOLL's limit for a record.
 _BOMBS: Final = (("zstd", 90 << 20), ("gzip", 90 << 20))
 _HUGE: Final = 3e38  # fits into a float32; the sum of two does not
@@ -51,18 +52,15 @@ def poison_for(config: JobConfig, number: int) -> Poison | None:
             values = [0.0] * features if number % 2 else [_HUGE, -_HUGE, *[_HUGE] * features][:features]
             labels = [classes] if number % 2 else range(classes)
             samples = [struct.pack(f"<{features + 1}f", *values, float(label)) for label in labels]
-        case DigitsSource() | IdxSource():
-            samples = [bytes([_NO_CLASS]) + bytes(_pixels(config))]
+        case DigitsSource():
+            samples = [bytes([_NO_CLASS]) + bytes(_DIGIT_PIXELS)]
+        case IdxSource():
+            samples = [bytes([_NO_CLASS]) + bytes(math.prod(load_task(config).input_shape or (0,)))]
         case _:
             return None
     per_record = config.data.samples_per_record
     records = samples if per_record == 1 else [packing.pack([sample] * per_record) for sample in samples]
     return Poison(tuple(records), harmless=int(len(records) > 1))
-
-
-def _pixels(config: JobConfig) -> int:
-
-    return math.prod(load_task(config).input_shape or (0,))
 
 
 class SamplesTopic:

@@ -97,7 +97,7 @@ def _from_streams(
 
 
 def _from_pipe(config: JobConfig, times: Iterator[tuple[float, int]], pipe: int) -> Iterator[ScheduledSample]:
-    from doll.producers.sources import lines
+    from doll.records import lines
 
     waiting = lines.read_pipe(pipe, max_bytes=config.data.max_record_bytes)
     streams = itertools.cycle(range(config.data.workers))

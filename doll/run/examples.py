@@ -1,12 +1,13 @@
-"""The job files that ship with DOLL, in a clone and in a wheel, by name.
+"""The examples that ship with DOLL, in a clone and in a wheel, by name.
 
-`doll up digits` works in any folder: a name selects a shipped example unless a file or folder has that name.
+`doll up digits` works in any folder: a name selects a shipped example unless a file or folder has that name. Each
+example is a folder with a task, a page, and its job file `job.yaml`. Other job files in it are examples as well, named
+for their files: the same task on another stream or on other machines.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 import shutil
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -16,7 +17,7 @@ from doll.errors import ConfigError
 
 _SPOT: Final = "market"  # runs with `doll spot`, the others with `doll up`
 _RENAMED: Final = {"spot": _SPOT, "topics": "lda"}
-_FILE_OF_TASK: Final = re.compile(r"^\s*class:\s*['\"]?([\w.-]+\.py):", re.MULTILINE)
+_JOB: Final = "job.yaml"
 
 
 class Example(NamedTuple):
@@ -24,7 +25,7 @@ class Example(NamedTuple):
 
     Attributes:
         description: its first line.
-        files: the files of its folder that it needs, the job file first.
+        files: those of its folder, the job file first.
         command: the command that runs it.
     """
 
@@ -41,22 +42,25 @@ class Example(NamedTuple):
 def folder() -> Path | None:
     """The folder of the examples: in the package, or beside it in a clone; None if there is none."""
     package = Path(__file__).parents[1]
-    return next(
-        (path for path in (package / "examples", package.parent / "examples") if (path / "digits.yaml").is_file()), None
-    )
+    candidates = (package / "examples", package.parent / "examples")
+    return next((path for path in candidates if (path / "digits" / _JOB).is_file()), None)
 
 
 def examples() -> list[Example]:
     """Every shipped example, by name."""
+    return [_example(name, path) for name, path in sorted(_job_files().items())]
+
+
+def _job_files() -> dict[str, Path]:
     at = folder()
-    return [] if at is None else [_example(path) for path in sorted(at.glob("*.yaml"))]
+    paths = [] if at is None else at.glob("*/*.yaml")
+    return {path.parent.name if path.name == _JOB else path.stem: path for path in paths}
 
 
-def _example(path: Path) -> Example:
-    text = path.read_text(encoding="utf-8")
-    description = next((line[1:].strip() for line in text.splitlines() if line.startswith("#")), "")
-    beside = (path.with_name(name) for name in _FILE_OF_TASK.findall(text))
-    return Example(path.stem, description, (path, *(file for file in beside if file.is_file())), _command(path.stem))
+def _example(name: str, path: Path) -> Example:
+    first_line = path.read_text(encoding="utf-8").partition("\n")[0]
+    beside = sorted(file for file in path.parent.iterdir() if file.is_file() and file != path)
+    return Example(name, first_line.lstrip("# "), (path, *beside), _command(name))
 
 
 def _command(name: str) -> str:
@@ -65,23 +69,24 @@ def _command(name: str) -> str:
 
 def named(name: Path) -> Path | None:
     """The job file of the example of this name; None if the name is a path, or of no example."""
-    at = folder()
-    if at is None or name.name != str(name) or name.suffix:
-        return None
-    path = at / f"{name}.yaml"
-    return path if path.is_file() else None
+    return _job_files().get(str(name))
+
+
+def ships(config: JobConfig) -> bool:
+    """Whether this is the job file of a shipped example, and no copy of it."""
+    return config.base_folder.parent == folder()
 
 
 def hint(path: Path) -> str:
     """Advice for a job file that does not exist: the example that may be meant."""
-    names = [example.name for example in examples()]
-    if (new_name := _RENAMED.get(path.stem)) is not None:
+    names, name = list(_job_files()), path.parent.name if path.name == _JOB else path.stem
+    if (new_name := _RENAMED.get(name)) is not None:
         return f"; the example is called {new_name} now: {_command(new_name)}"
-    if path.stem in names:
-        return f"; the example of this name ships with DOLL: use {path.stem} in place of the path"
+    if name in names:
+        return f"; the example of this name ships with DOLL: use {name} in place of the path"
     if str(path) != path.name:
         return ""
-    near = difflib.get_close_matches(path.stem, names, n=1)
+    near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean the example {near[0]!r}?" if near else "; doll example list names those that ship with DOLL"
 
 
@@ -96,7 +101,7 @@ def missing_files(config: JobConfig) -> list[tuple[str, Path]]:
 
 
 def copy(name: str, to: Path) -> list[Path]:
-    """Copy an example and the files that it needs to a folder, which is created; returns the new files.
+    """Copy the folder of an example to another one, which is created; returns the new files, the job file first.
 
     Raises:
         ConfigError: there is no such example, a file exists, or the folder cannot be written.

@@ -193,7 +193,7 @@ def load_task(config: JobConfig) -> Task:
     except ConfigError:
         raise
     except Exception as exc:  # the user's module may raise anything while it is imported
-        raise ConfigError(f"task.class: cannot import {module_name!r}: {described(exc)}") from exc
+        raise ConfigError(f"task.class: cannot import {module_name!r}: {described(exc)}{moved(module_name)}") from exc
     cls = getattr(module, class_name, None)
     if cls is None:
         raise ConfigError(f"task.class: {module_name!r} has no class {class_name!r}")
@@ -216,6 +216,13 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
+def moved(module: str) -> str:
+    """Advice for a module that cannot be imported because its task became an example; empty for any other."""
+    if not module.startswith("doll.tasks."):
+        return ""
+    return "; the tasks that ship are examples now: doll example list; a run of an earlier release needs that release"
+
+
 def _resolve(config: JobConfig, key: str, value: Any) -> Any:
     # Arguments named like paths are taken relative to the job file, as every other path in it.
     if isinstance(value, str) and key.endswith(("_path", "_folder", "_file")):
@@ -234,7 +241,7 @@ def _load_module(name: str, config: JobConfig) -> Any:
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"task.class: expected a Python file at {path}, which does not exist")
-    name = f"doll_task_{path.stem}"
+    name = f"doll_task_{path.resolve().parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"task.class: {path} is not a Python file")

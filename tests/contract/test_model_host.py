@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow  # loads torch
 
 JOB = """
 job: unit
-task: {class: "doll.tasks.synthetic:Gaussian"}
+task: {class: "examples.synthetic.task:Gaussian"}
 data: {workers: 2, batch_size: 4}
 blobs: {keep_versions: 2}
 """

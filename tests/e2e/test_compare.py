@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` sk
 
 JOB = """
 job: both
-task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 4}}
+task: {class: "examples.synthetic.task:Gaussian", args: {features: 4}}
 data: {workers: 2, batch_size: 8}
 source: {kind: synthetic, features: 4, classes: 2}
 arrivals: {process: poisson, rate_per_s: 60}

@@ -36,7 +36,7 @@ START_S = 600.0  # bounds failure: a loaded machine loads torch slowly
 
 JOB = """
 job: {name}
-task: {{class: "doll.tasks.digits:Digits", args: {{hidden: [16]}}}}
+task: {{class: "examples.digits.task:Digits", args: {{hidden: [16]}}}}
 data: {{workers: 2, batch_size: 8}}
 source: {{kind: digits}}
 arrivals: {{rate_per_s: 40}}

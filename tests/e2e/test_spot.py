@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` sk
 
 JOB = """
 job: market
-task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 4, hidden: [8]}}
+task: {class: "examples.synthetic.task:Gaussian", args: {features: 4, hidden: [8]}}
 data: {workers: 3, batch_size: 10}
 source: {kind: synthetic, features: 4, classes: 2}
 arrivals: {process: poisson, rate_per_s: 20, while_down: pause}

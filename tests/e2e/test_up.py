@@ -135,7 +135,7 @@ def assert_audit_ok(report: dict[str, Any]) -> None:
 
 def test_the_digits_example_shortened(up: Any) -> None:
     """Exit code, report, and no more updates than Eq. (1) of the paper predicts: 4 x 125 / (4 x 32) a second."""
-    job = up(str(EXAMPLES / "digits.yaml"), "--set", "stop={updates: 90}", "--set", "log.format=json")
+    job = up(str(EXAMPLES / "digits" / "job.yaml"), "--set", "stop={updates: 90}", "--set", "log.format=json")
     job.until_learning()
     processes, ports = job.started(), job.ports()
     report = job.report()
@@ -164,9 +164,9 @@ def test_the_digits_example_shortened(up: Any) -> None:
 def test_two_side_by_side_one_ends_by_its_rule_the_other_by_ctrl_c(up: Any) -> None:
     """Both jobs have one name and a user's own task in a file beside the job file. Neither job notices the other."""
     events = subprocess.run(
-        [sys.executable, str(EXAMPLES / "churn.py"), "2000"], capture_output=True, check=True, text=True
+        [sys.executable, str(EXAMPLES / "stdin" / "task.py"), "2000"], capture_output=True, check=True, text=True
     ).stdout
-    files = {"job.yaml": OWN_JOB, "events.jsonl": events, "churn.py": (EXAMPLES / "churn.py").read_text()}
+    files = {"job.yaml": OWN_JOB, "events.jsonl": events, "churn.py": (EXAMPLES / "stdin" / "task.py").read_text()}
     job = up("job.yaml", "--set", "stop.updates=60", files=files)
     two = up("job.yaml", files=files)
     two.until_learning()
@@ -193,7 +193,7 @@ def test_after_sigkill_no_process_and_no_port_is_left(up: Any) -> None:
         "job.yaml",
         files={
             "job.yaml": OWN_JOB,
-            "churn.py": (EXAMPLES / "churn.py").read_text(),
+            "churn.py": (EXAMPLES / "stdin" / "task.py").read_text(),
             "events.jsonl": '{"age": 40, "visits": 3, "spend": 10.5, "left": true}\n',
         },
     )
@@ -212,7 +212,7 @@ def test_a_stream_of_garbage_is_no_success_and_a_notebooks_backend_costs_nothing
 ) -> None:
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     events = '{"aged": 40, "visits": 3, "spend": 10.5, "left": true}\n' * 100
-    files = {"churn.py": (EXAMPLES / "churn.py").read_text(), "mine.yaml": OWN_JOB, "events.jsonl": events}
+    files = {"churn.py": (EXAMPLES / "stdin" / "task.py").read_text(), "mine.yaml": OWN_JOB, "events.jsonl": events}
     job = up("mine.yaml", "--set", "stop.updates=50", "--set", "arrivals.process=asap", files=files)
     report = job.failed(2)
     assert (report["updates"], report["samples"]) == (0, 0)
@@ -231,7 +231,7 @@ def test_a_stream_of_garbage_is_no_success_and_a_notebooks_backend_costs_nothing
 
 def test_ctrl_c_twice_kills_everything_and_says_what_is_lost(up: Callable[..., Up]) -> None:
     events = '{"age": 40, "visits": 3, "spend": 10.5, "left": true}\n' * 100
-    files = {"job.yaml": OWN_JOB, "events.jsonl": events, "churn.py": (EXAMPLES / "churn.py").read_text()}
+    files = {"job.yaml": OWN_JOB, "events.jsonl": events, "churn.py": (EXAMPLES / "stdin" / "task.py").read_text()}
     job = up("job.yaml", files=files)
     job.until_learning()
     processes, ports = job.started(), job.ports()
@@ -247,7 +247,7 @@ def test_ctrl_c_twice_kills_everything_and_says_what_is_lost(up: Callable[..., U
 
 
 def test_a_mistake_in_the_model_is_one_line_before_any_service_is_started(up: Callable[..., Up]) -> None:
-    task = (EXAMPLES / "churn.py").read_text().replace("torch.nn.ReLU()", "torch.nn.RuLE()")
+    task = (EXAMPLES / "stdin" / "task.py").read_text().replace("torch.nn.ReLU()", "torch.nn.RuLE()")
     job = up("job.yaml", files={"job.yaml": OWN_JOB, "events.jsonl": "{}\n", "churn.py": task})
     assert job.process.wait(600.0) == 2
     assert "Churn.build_model() failed: AttributeError: module 'torch.nn' has no attribute 'RuLE'" in job.said

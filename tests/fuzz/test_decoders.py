@@ -205,14 +205,14 @@ def test_packed_records() -> None:
 
 def _tasks() -> dict[str, tuple[Task, list[bytes]]]:
     from doll.producers.sources import criteo, ratings
-    from doll.tasks.clicks import Clicks
-    from doll.tasks.digits import Digits
-    from doll.tasks.emnist import Emnist
-    from doll.tasks.intrusion import Intrusion
-    from doll.tasks.ratings import MatrixFactorization
-    from doll.tasks.synthetic import Gaussian
-    from doll.tasks.topics import Topics
-    from doll.tasks.words import SkipGram
+    from examples.clicks.task import Clicks
+    from examples.digits.task import Digits
+    from examples.emnist.task import Emnist
+    from examples.intrusion.task import Intrusion
+    from examples.lda.task import Topics
+    from examples.ratings.task import MatrixFactorization
+    from examples.synthetic.task import Gaussian
+    from examples.words.task import SkipGram
 
     rng = random.Random(1)
     row = b"0,tcp,http,SF,215,45076,0,0,0,0,0,1" + b",0" * 10 + b",1,1" + b",0.0" * 7 + b",0,0" + b",0.0" * 8
@@ -237,7 +237,7 @@ def _tasks() -> dict[str, tuple[Task, list[bytes]]]:
         "ratings": (MatrixFactorization(10, 10), [b"1,2,3.5", b"9\t9\t1\t0", b"1::0::5", ratings.pack(1, 2, 3.5)]),
         "topics": (Topics(vocabulary_size=50, max_tokens=5, stop_words="english"), texts),
         "words": (SkipGram(vocabulary_size=50, max_tokens=5), texts),
-        "json": (load_task(parse(f"job: t\ntask: {{class: '{EXAMPLES}/churn.py:Churn'}}")), events),
+        "json": (load_task(parse(f"job: t\ntask: {{class: '{EXAMPLES}/stdin/task.py:Churn'}}")), events),
     }
 
 
@@ -369,7 +369,7 @@ _YAML_WORDS = [
 
 def test_job_files() -> None:
     """A job file that is accepted says the same when it is written out and read again."""
-    seeds = [path.read_bytes() for path in sorted(EXAMPLES.glob("*.yaml"))]
+    seeds = [path.read_bytes() for path in sorted(EXAMPLES.glob("*/*.yaml"))]
     assert seeds
     accepted = 0
     for data in inputs("job files", 1_500, seeds, _YAML_WORDS):

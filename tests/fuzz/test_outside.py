@@ -28,7 +28,7 @@ from doll.monitor.state.job_metrics import JobMetrics
 from doll.monitor.views.prometheus import JobCollector
 from doll.process.health import Heartbeat, _serve
 from doll.producers.arrivals import parse_gaps
-from doll.producers.sources import idx, lines
+from doll.producers.sources import idx
 from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.fleets.processes import ProcessFleet
@@ -39,6 +39,7 @@ from doll.ps.checkpointing import decode_snapshot
 from doll.ps.engine.events import EngineSnapshot
 from doll.ps.event_log import FileEventLog, LogEntry, read_log
 from doll.ps.start import Start
+from doll.records import lines
 from doll.records.bounded import MAX_DEPTH, MalformedError, json_value
 from doll.records.control import Join, Metric, Update
 from doll.storage.checkpoints import Checkpoint, encode_checkpoint

@@ -31,7 +31,7 @@ from waiting import WAIT_TIMEOUT_S
 FEATURES = 4
 # Short leases and pauses: a test waits for what a person would wait for.
 JOB = f"""
-task: {{class: "doll.tasks.synthetic:Gaussian", args: {{features: {FEATURES}, hidden: [8]}}}}
+task: {{class: "examples.synthetic.task:Gaussian", args: {{features: {FEATURES}, hidden: [8]}}}}
 data: {{workers: 2, batch_size: 8}}
 training: {{policy: {{name: doll, group_size: 2}}, optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}}}
 checkpoint: {{every_updates: 5, every_s: 0.5}}

@@ -26,11 +26,11 @@ from paths import EXAMPLES
 
 pytestmark = pytest.mark.integration
 
-CHURN = EXAMPLES / "churn.py"
+CHURN = EXAMPLES / "stdin" / "task.py"
 
 BATCH_NORM_TASK = """
 import torch
-from doll.tasks.synthetic import Gaussian
+from examples.synthetic.task import Gaussian
 
 
 class WithBatchNorm(Gaussian):
@@ -180,7 +180,7 @@ WITNESS = '''
 import os
 import zlib
 
-from doll.tasks.synthetic import Gaussian
+from examples.synthetic.task import Gaussian
 
 
 class Witness(Gaussian):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 JOB = """
 job: {job}
-task: {{class: "doll.tasks.synthetic:Gaussian", args: {{features: 4, hidden: [8]}}}}
+task: {{class: "examples.synthetic.task:Gaussian", args: {{features: 4, hidden: [8]}}}}
 data: {{workers: 2, batch_size: 8}}
 """
 

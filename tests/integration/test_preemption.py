@@ -64,7 +64,7 @@ def test_what_a_worker_hands_back_is_replaced_at_once(make_pipeline: Any) -> Non
 TASK = """
 from pathlib import Path
 
-from doll.tasks.synthetic import Gaussian
+from examples.synthetic.task import Gaussian
 
 
 class Held(Gaussian):

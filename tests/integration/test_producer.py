@@ -313,7 +313,7 @@ def test_a_pipe_that_ends_ends_the_producer(services: Services, job_name: str, t
 def test_the_python_example_of_the_documentation_runs(
     services: Services, broker: LocalKafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = job_config.load(ROOT / "examples" / "stdin.yaml")
+    config = job_config.load(ROOT / "examples" / "stdin" / "job.yaml")
     topics.ensure(config, services)
     text = (ROOT / "docs" / "records.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]

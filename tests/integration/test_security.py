@@ -36,7 +36,7 @@ pytestmark = pytest.mark.integration
 USER, KAFKA_SECRET, REDIS_SECRET = "doll", "k4fka-hush-hush", "r3dis-hush-hush"
 JOB = """
 job: {job}
-task: {{class: 'doll.tasks.synthetic:Gaussian', args: {{features: 4, hidden: [8]}}}}
+task: {{class: 'examples.synthetic.task:Gaussian', args: {{features: 4, hidden: [8]}}}}
 data: {{workers: 2, batch_size: 8}}
 source: {{kind: synthetic, features: 4, classes: 2}}
 arrivals: {{process: poisson, rate_per_s: 200}}

@@ -12,13 +12,13 @@ from doll.producers.sources import criteo, ratings, synthetic_clicks
 pytestmark = pytest.mark.integration
 
 CLICKS = (
-    "task.class=doll.tasks.clicks:Clicks", "task.args={columns: 4096}", "data.batch_size=64",
+    "task.class=examples.clicks.task:Clicks", "task.args={columns: 4096}", "data.batch_size=64",
     "data.samples_per_record=16",
     "source={kind: synthetic_clicks, categories: 5, density: 0.5}", "arrivals.process=asap",
     "training.optimizer={name: adam, lr: 0.02}",
 )  # fmt: skip
 FACTORS = (
-    "task.class=doll.tasks.ratings:MatrixFactorization", "task.args={users: 100, items: 80}", "data.batch_size=64",
+    "task.class=examples.ratings.task:MatrixFactorization", "task.args={users: 100, items: 80}", "data.batch_size=64",
     "data.samples_per_record=16", "source={kind: synthetic_ratings, users: 100, items: 80, observed: 0.5}",
     "arrivals.process=asap", "training.optimizer={name: sgd, lr: 5}", "training.policy.group_size=1",
 )  # fmt: skip

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 COLUMNS = 1_000_000
 NAME = "table.weight"
 CLICKS = (
-    "task.class=doll.tasks.clicks:Clicks", f"task.args={{columns: {COLUMNS}, sparse: true}}", "data.batch_size=64",
+    "task.class=examples.clicks.task:Clicks", f"task.args={{columns: {COLUMNS}, sparse: true}}", "data.batch_size=64",
     "data.samples_per_record=16", "source={kind: synthetic_clicks, categories: 1000, density: 0.5}",
     "arrivals={process: deterministic, rate_per_s: 1500}", "training.optimizer={name: adam, lr: 0.02}",
 )  # fmt: skip
@@ -125,7 +125,7 @@ def test_requests_that_are_forged_torn_or_late_are_refused_and_counted(make_pipe
 
 def test_a_policy_that_holds_changes_back_is_refused_with_the_reason() -> None:
     config = parse(
-        "job: j\ntask: {class: 'doll.tasks.clicks:Clicks', args: {columns: 100, sparse: true}}\n"
+        "job: j\ntask: {class: 'examples.clicks.task:Clicks', args: {columns: 100, sparse: true}}\n"
         "data: {workers: 2, batch_size: 4}\ntraining: {policy: {name: isp}}"
     )
     with pytest.raises(Exception, match=r"training.policy isp: expected a model without tables"):

@@ -79,7 +79,7 @@ training: {policy: %s, optimizer: {name: sgd, lr: %g}}
 worker: {max_pending_batches: 12}
 checkpoint: {every_updates: %d, every_s: 1000000}
 """
-_DENSE = json.dumps({"class": "doll.tasks.synthetic:Gaussian", "args": {"features": 6}})
+_DENSE = json.dumps({"class": "examples.synthetic.task:Gaussian", "args": {"features": 6}})
 _TABLES = json.dumps(
     {"class": f"{Path(__file__).with_name('bag_task.py')}:Bags", "args": {"sparse": True, "ids": _IDS}}
 )

@@ -24,7 +24,7 @@ from pushes import answer
 
 JOB = """
 job: replayed
-task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 5, hidden: [7]}}
+task: {class: "examples.synthetic.task:Gaussian", args: {features: 5, hidden: [7]}}
 data: {workers: 3, batch_size: 4}
 training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.1, momentum: 0.9}}
 checkpoint: {every_updates: 3, every_s: 1000, event_log: true}

@@ -42,7 +42,7 @@ worker: {max_pending_batches: 64}
 checkpoint: {every_updates: 100000, every_s: 1000000}
 blobs: {keep_versions: 100}
 """
-GAUSSIAN = '{class: "doll.tasks.synthetic:Gaussian", args: {features: 6}}'
+GAUSSIAN = '{class: "examples.synthetic.task:Gaussian", args: {features: 6}}'
 SGD = "optimizer: {name: sgd, lr: 0.05, momentum: 0.5}"
 WORKERS, BATCHES = 3, 12
 

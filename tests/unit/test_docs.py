@@ -21,6 +21,7 @@ DOCUMENTS = sorted(
             ROOT / "deploy" / "terraform" / "README.md",
         ),
         *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").glob("*/*.md"),
     )
 )
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

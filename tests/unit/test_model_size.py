@@ -14,7 +14,7 @@ from doll.task.base import Sample, Task
 
 pytestmark = pytest.mark.slow  # loads torch
 
-CONFIG = parse('{job: j, task: {class: "doll.tasks.synthetic:Gaussian"}, data: {workers: 1, batch_size: 4}}')
+CONFIG = parse('{job: j, task: {class: "examples.synthetic.task:Gaussian"}, data: {workers: 1, batch_size: 4}}')
 
 
 class Wide(Task):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
+from doll import GreyImageTask
 from doll.config import dump, parse
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
@@ -23,10 +24,15 @@ from doll.storage.blobs import decode_blob, decode_latest
 from doll.storage.checkpoints import decode_checkpoint
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.redis_client import connect_redis
-from doll.tasks.digits import Digits
 from paths import ROOT
 
 JOB = "job: j\ntask: {class: 'a:B'}\n"
+
+
+class LabelledImages(GreyImageTask):
+    input_shape = (8, 8)
+    num_classes = 10
+
 
 # Modules whose readers run what they read, and calls that do.
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle"}
@@ -101,7 +107,7 @@ def test_a_pickle_is_refused_wherever_it_comes_from(tmp_path: Path) -> None:
             decode_checkpoint(data)
         with pytest.raises(SampleError):
             packing.unpack(data, 4)
-        decoded = decode_records(Digits(), Records([0], [data]), samples_per_record=1, max_record_bytes=4096)
+        decoded = decode_records(LabelledImages(), Records([0], [data]), samples_per_record=1, max_record_bytes=4096)
         assert (decoded.num_samples, len(decoded.refused)) == (0, 1)
         with pytest.raises(ConfigError):
             parse(data.decode("latin-1"))

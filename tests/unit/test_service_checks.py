@@ -83,7 +83,7 @@ def test_what_reads_topics_alone_needs_no_redis(services: Services, job_name: st
 
 def load_text(folder: Path, name: str) -> JobConfig:
     path = folder / "job.yaml"
-    path.write_text(f"job: {name}\ntask: {{class: 'doll.tasks.synthetic:Gaussian'}}\ndata: {{workers: 2}}\n")
+    path.write_text(f"job: {name}\ntask: {{class: 'examples.synthetic.task:Gaussian'}}\ndata: {{workers: 2}}\n")
     return load(path)
 
 

@@ -24,7 +24,7 @@ from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records.control import AnyRecord, Join, ServerStatus, Welcome
 from doll.task.base import Task
-from doll.tasks.synthetic import Gaussian
+from examples.synthetic.task import Gaussian
 from memory_stores import MemoryBlobs, MemoryCheckpointStore
 from msgspec import structs
 from worker_fakes import FakeChannel
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow  # loads torch
 
 JOB = """
 job: unit
-task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 6}}
+task: {class: "examples.synthetic.task:Gaussian", args: {features: 6}}
 data: {workers: 2, batch_size: 16}
 training: {policy: {name: doll, group_size: 6}, optimizer: {name: sgd, lr: 0.1}}
 """

@@ -88,7 +88,7 @@ def _open_digits(config: JobConfig, source: DigitsSource, start: StreamStarts) -
 def _open_lines(
     config: JobConfig, source: CsvSource | JsonlSource | CriteoSource, start: StreamStarts
 ) -> list[Iterator[bytes]]:
-    from doll.producers.sources import lines
+    from doll.records import lines
 
     path, count = config.path(source.path), config.data.workers
     header = isinstance(source, CsvSource) and source.header
@@ -125,7 +125,8 @@ def _open_synthetic_clicks(
 
 
 def _open_ratings(config: JobConfig, source: RatingsSource, start: StreamStarts) -> list[Iterator[bytes]]:
-    from doll.producers.sources import lines, ratings
+    from doll.producers.sources import ratings
+    from doll.records import lines
 
     path, longest, count = config.path(source.path), config.data.max_record_bytes, config.data.workers
 
@@ -158,7 +159,7 @@ def _open_synthetic_ratings(
 
 
 def _open_text(config: JobConfig, source: TextSource, start: StreamStarts) -> list[Iterator[bytes]]:
-    from doll.producers.sources import text
+    from doll.task import text
 
     path, longest, count = config.path(source.path), config.data.max_record_bytes, config.data.workers
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import ConfigError, SampleError
-from doll.producers.sources import lines as line_files
+from doll.records import lines as line_files
 
 HIGHEST_ID: Final = 2**31 - 1
 LARGEST_RATING: Final = 1e6

@@ -31,7 +31,7 @@ def samples(
     Args:
         planes: of `class_planes`; streams that share it learn the same concept.
         drift_per_sample: how far each class mean moves with each sample of the stream, along a circle of `RADIUS`
-            around the origin: the drift never ends and the classes stay as hard to tell apart as they were.
+            around the origin: the drift never ends, and the distance of two classes changes within bounds.
         start: samples of this stream that were drawn before; sets how far the means have moved.
     """
     means, drift = planes

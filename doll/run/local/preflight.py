@@ -12,6 +12,7 @@ from pathlib import Path
 from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.run import examples
+from doll.task.base import moved
 
 
 def check_files(config: JobConfig) -> None:
@@ -23,7 +24,7 @@ def check_files(config: JobConfig) -> None:
     missing = examples.missing_files(config)
     if missing:
         lines = [f"{key}: expected a file, but {path} does not exist" for key, path in missing]
-        if config.base_folder == examples.folder():
+        if examples.ships(config):
             lines.append(
                 "DOLL does not ship this example's data: doll example copy NAME FOLDER, and set these keys in it"
             )
@@ -110,7 +111,7 @@ def _find(module: str, config: JobConfig) -> Path | None:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError) as exc:
-        raise ConfigError(f"task.class: cannot import {module!r}: {exc}") from exc
+        raise ConfigError(f"task.class: cannot import {module!r}: {exc}{moved(module)}") from exc
     finally:
         sys.path.remove(folder)
     if spec is None:

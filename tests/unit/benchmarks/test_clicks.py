@@ -8,6 +8,8 @@ from benchmarks import clicks
 from benchmarks.clicks import COLUMNS, Result, dictionaries, features, stream, summarize, table, vw_lines
 from benchmarks.plain_models import PlainLogistic
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 def test_the_stream_is_the_same_in_each_call() -> None:
     first, again = (b"".join(rows.tobytes() for rows in stream(25_000)) for _ in range(2))

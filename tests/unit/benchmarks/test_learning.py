@@ -15,7 +15,7 @@ from doll.ps.engine.events import SendGrant
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
-from doll.tasks.digits import Digits
+from examples.digits.task import Digits
 
 pytestmark = pytest.mark.slow  # loads torch
 

@@ -165,6 +165,7 @@ def test_a_good_job_file_is_fine(job: Path) -> None:
         (["task.class=gone.py:MyTask"], r"expected a Python file, but .*gone\.py does not exist"),
         (["task.class=no_such_module:MyTask"], r"no module 'no_such_module'"),
         (["task.class=no_such.module:MyTask"], r"cannot import 'no_such\.module'"),
+        (["task.class=doll.tasks.digits:Digits"], r"the tasks that ship are examples now: doll example list"),
         (["source={kind: csv, path: gone.csv}"], r"source\.path: expected a file, but .*gone\.csv does not exist"),
         (["no-equals-sign"], r"--set: expected key\.sub=value, got 'no-equals-sign'"),
     ],

@@ -111,7 +111,7 @@ def test_a_deadline_in_minutes_is_taken_by_plan_and_spot_alike() -> None:
 
 def test_a_command_logs_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     """Its standard output is a result; `--json` writes it as one document."""
-    target(EXAMPLES / "digits.yaml", None, ["log.format=json"])
+    target(EXAMPLES / "digits" / "job.yaml", None, ["log.format=json"])
     get_logger("doll").info("resumed_with_changes", changes="loss")
     out, err = capsys.readouterr()
     assert out == ""

@@ -18,7 +18,7 @@ PAPER = ["plan", "-N", "64", "--rate", "125", "-K", "20", "-b", "256", "-J", "10
          "--cycle", "1000", "--spot-price", "0.158", "--on-demand-price", "0.286"]  # fmt: skip
 JOB = """\
 job: pilot
-task: {class: "doll.tasks.synthetic:Synthetic"}
+task: {class: "examples.synthetic.task:Synthetic"}
 data: {workers: 4, batch_size: 32}
 arrivals: {rate_per_s: [50, 100, 150, 200]}
 training: {policy: {group_size: 4}, optimizer: {name: sgd, lr: 0.1, momentum: 0.9}}

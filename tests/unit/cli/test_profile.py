@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow  # loads torch
 
 JOB = """
 job: small
-task: {class: "doll.tasks.digits:Digits", args: {hidden: [16], holdout_samples: 20}}
+task: {class: "examples.digits.task:Digits", args: {hidden: [16], holdout_samples: 20}}
 data: {batch_size: 8}
 training: {policy: {name: wsp}}
 worker: {pipeline: {stages: 2, profile: new/profile.json}}

@@ -9,7 +9,7 @@ from doll.cli.app import app
 from paths import EXAMPLES
 from typer.testing import CliRunner
 
-EXAMPLE = EXAMPLES / "market.yaml"
+EXAMPLE = EXAMPLES / "digits" / "market.yaml"
 
 
 def test_a_dry_run_plans_and_predicts() -> None:

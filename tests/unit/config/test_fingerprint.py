@@ -22,12 +22,12 @@ pytestmark = pytest.mark.slow  # loads torch
 
 JOB = """
 job: j
-task: {class: 'doll.tasks.synthetic:Gaussian', args: {hidden: [4], vocabulary_file: /data/words.txt}}
+task: {class: 'examples.synthetic.task:Gaussian', args: {hidden: [4], vocabulary_file: /data/words.txt}}
 data: {workers: 2, batch_size: 8}
 training: {policy: {name: bsp}, optimizer: {name: sgd, lr: 0.05}}
 """
 EARLIER = (
-    "job=j task=doll.tasks.synthetic:Gaussian parameters=58 buffers=0 shapes=0000002a workers=2 batch_size=8 "
+    "job=j task=examples.synthetic.task:Gaussian parameters=58 buffers=0 shapes=0000002a workers=2 batch_size=8 "
     "samples_per_record=1 optimizer=sgd"
 )
 
@@ -79,7 +79,7 @@ def test_values_may_hold_what_separates_fields_and_be_long() -> None:
 
 
 REFUSED = [
-    "task.args.hidden=[5]", "task.class=doll.tasks.digits:Digits", "data.workers=3", "data.batch_size=16",
+    "task.args.hidden=[5]", "task.class=examples.digits.task:Digits", "data.workers=3", "data.batch_size=16",
     "data.samples_per_record=2", "training.optimizer.momentum=0.9", "training.optimizer={name: adam}",
     "training.policy.contribution=step", "training.policy={name: ssp}", "training.policy={name: wsp, wave_batches: 2}",
 ]  # fmt: skip
@@ -117,7 +117,7 @@ def test_a_checkpoint_of_an_earlier_release_is_compared_in_what_it_has() -> None
     for change, named in (
         ("data.batch_size=16", "data.batch_size: expected 8, got 16"),
         ("training.optimizer={name: adam}", "training.optimizer.name: expected sgd, got adam"),
-        ("task.class=doll.tasks.digits:Digits", "task.class: expected doll.tasks.synthetic:Gaussian"),
+        ("task.class=examples.digits.task:Digits", "task.class: expected examples.synthetic.task:Gaussian"),
     ):
         with pytest.raises(CheckpointError, match=named):
             saved(MemoryCheckpointStore("j"), EARLIER).load_newest(mark(change))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-MINIMAL = "job: digits\ntask: {class: 'doll.tasks.digits:Digits'}\n"
+MINIMAL = "job: digits\ntask: {class: 'examples.digits.task:Digits'}\n"
 
 
 def wrong(text: str = MINIMAL, *overrides: str) -> str:
@@ -25,7 +25,7 @@ def wrong(text: str = MINIMAL, *overrides: str) -> str:
 
 def test_two_keys_make_a_job() -> None:
     config = parse(MINIMAL)
-    assert (config.job, config.task.cls, config.task.args) == ("digits", "doll.tasks.digits:Digits", {})
+    assert (config.job, config.task.cls, config.task.args) == ("digits", "examples.digits.task:Digits", {})
     assert (config.data.workers, config.data.batch_size, config.group_size) == (4, 64, 4)
     assert config.source is None
     assert config.topic("samples") == "doll.digits.samples"

@@ -32,7 +32,7 @@ from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, welcome
 
 pytestmark = pytest.mark.slow  # loads Faust
 
-JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
+JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
 
 
 class ScriptedReader:

@@ -24,7 +24,7 @@ from doll.process.health import Heartbeat
 from doll.records.control import Alive, Announce, AnyRecord, Durable, Leave, Nack, Push, Stop
 from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeStream, grant, welcome
 
-JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
+JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
 
 
 def decode_records(records: Records) -> Decoded:

@@ -8,10 +8,12 @@ from doll.consumers.intake.decoding import Records, decode_records
 from doll.drill.stream import poison_for
 from doll.task.base import load_task
 
+pytestmark = pytest.mark.slow  # loads torch
+
 GAUSSIAN = (
-    'task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 4}}\nsource: {kind: synthetic, features: 4}\n'
+    'task: {class: "examples.synthetic.task:Gaussian", args: {features: 4}}\nsource: {kind: synthetic, features: 4}\n'
 )
-DIGITS = 'task: {class: "doll.tasks.digits:Digits"}\nsource: {kind: digits}\n'
+DIGITS = 'task: {class: "examples.digits.task:Digits"}\nsource: {kind: digits}\n'
 
 
 @pytest.mark.parametrize("job", [GAUSSIAN, DIGITS])

@@ -17,7 +17,8 @@ from doll import config as job_config
 from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.producers import sources
-from doll.producers.sources import digits, idx, images, lines, synthetic
+from doll.producers.sources import digits, idx, images, synthetic
+from doll.records import lines
 from job_files import job
 
 

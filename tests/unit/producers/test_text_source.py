@@ -11,7 +11,7 @@ import pytest
 from doll.errors import ConfigError
 from doll.producers import sources
 from doll.producers.position import source_name
-from doll.producers.sources.text import records, tokens
+from doll.task.text import records, tokens
 from hypothesis import example, given
 from hypothesis import strategies as st
 from job_files import job

@@ -176,7 +176,7 @@ def test_simulated_gangs_of_independent_machines_are_up_as_the_formula_says() ->
 
 def test_a_predicted_gang_costs_k_times_as_much() -> None:
     def predictions(*overrides: str) -> SpotRun:
-        return SpotRun.of(load(EXAMPLES / "market.yaml", ["plan.availability_of=worker", *overrides]), 1)
+        return SpotRun.of(load(EXAMPLES / "digits" / "market.yaml", ["plan.availability_of=worker", *overrides]), 1)
 
     one, three = predictions(), predictions("plan.machines_per_worker=3")
     assert three.market_facts()["machines_per_worker"] == 3
@@ -185,7 +185,9 @@ def test_a_predicted_gang_costs_k_times_as_much() -> None:
         assert prediction.finish_s == one.predictions[name].finish_s
         assert prediction.preemptions == one.predictions[name].preemptions
     assert "6 workers x 3 machines = 18 machines" in three.text()
-    scarcer = SpotRun.of(load(EXAMPLES / "market.yaml", ["plan.machines_per_worker=3", "plan.deadline_s=400"]), 1)
+    scarcer = SpotRun.of(
+        load(EXAMPLES / "digits" / "market.yaml", ["plan.machines_per_worker=3", "plan.deadline_s=400"]), 1
+    )
     assert scarcer.market.alpha == pytest.approx(0.8**3)
 
 

@@ -26,7 +26,7 @@ PRICES = "plan: {spot_usd_per_h: 0.1, on_demand_usd_per_h: 0.3}"
 
 
 def job(fleet: str, plan: str = PRICES) -> JobConfig:
-    return parse(f"job: digits\ntask: {{class: 'doll.tasks.digits:Digits'}}\n{plan}\nfleet: {fleet}\n")
+    return parse(f"job: digits\ntask: {{class: 'examples.digits.task:Digits'}}\n{plan}\nfleet: {fleet}\n")
 
 
 def closed(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> list[Any]:

@@ -457,7 +457,7 @@ def test_on_ec2_the_machine_is_terminated_and_a_recall_launches_the_next_incarna
 
 JOB = """
 job: digits
-task: {class: "doll.tasks.synthetic:Gaussian"}
+task: {class: "examples.synthetic.task:Gaussian"}
 data: {workers: 4, batch_size: 8}
 arrivals: {process: poisson, rate_per_s: 20}
 stop: {updates: 100}

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.slow  # loads torch
 
 JOB = """
 job: unit
-task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 3}}
+task: {class: "examples.synthetic.task:Gaussian", args: {features: 3}}
 data: {workers: 2, batch_size: 4}
 training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.1, momentum: 0.9}}
 checkpoint: {every_updates: 1, every_s: 1000}

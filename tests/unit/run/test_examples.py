@@ -25,6 +25,7 @@ NAMES = [
     "pipeline",
     "ratings",
     "stdin",
+    "synthetic",
     "words",
 ]
 
@@ -43,7 +44,8 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
     assert [example["name"] for example in listed] == NAMES
     assert [example["command"] for example in listed] == [
         "doll up clicks", "doll up digits", "doll up emnist", "doll up factors", "doll up intrusion",
-        "doll up lda", "doll spot market", "doll up pipeline", "doll up ratings", "doll up stdin", "doll up words",
+        "doll up lda", "doll spot market", "doll up pipeline", "doll up ratings", "doll up stdin", "doll up synthetic",
+        "doll up words",
     ]  # fmt: skip
     text = doll("example", "list").stdout
     assert all(f"{example['command']} " in text and example["description"] in text for example in listed)
@@ -65,11 +67,11 @@ def test_a_name_in_the_environment_does_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_there_under_the_name_counts_more_than_an_example(empty: Path) -> None:
-    (empty / "digits").write_text("job: mine\ntask: {class: 'doll.tasks.digits:Digits'}\n")
+    (empty / "digits").write_text("job: mine\ntask: {class: 'examples.digits.task:Digits'}\n")
     assert doll("config", "check", "digits").stdout.startswith("mine: valid.")
     (empty / "market").mkdir()
     assert doll("config", "check", "market").stdout.startswith("market: valid."), "a folder that is no run"
-    (empty / "market" / "job.yaml").write_text("job: ran\ntask: {class: 'doll.tasks.digits:Digits'}\n")
+    (empty / "market" / "job.yaml").write_text("job: ran\ntask: {class: 'examples.digits.task:Digits'}\n")
     assert doll("config", "check", "market").stdout.startswith("ran: valid.")
 
 
@@ -81,6 +83,7 @@ def test_what_is_there_under_the_name_counts_more_than_an_example(empty: Path) -
         ("topics", "the example is called lda now: doll up lda"),
         ("examples/spot.yaml", "the example is called market now: doll spot market"),
         ("examples/digits.yaml", "ships with DOLL: use digits in place of the path"),
+        ("examples/digits/job.yaml", "ships with DOLL: use digits in place of the path"),
         ("digits.yaml", "ships with DOLL: use digits in place of the path"),
         ("zzz", "doll example list names those that ship with DOLL"),
     ],
@@ -119,12 +122,19 @@ def test_no_job_at_all_names_one_that_everybody_has() -> None:
 
 
 @pytest.mark.slow  # loads torch, with the task
-@pytest.mark.parametrize(("name", "files"), [("digits", ["digits.yaml"]), ("stdin", ["stdin.yaml", "churn.py"])])
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("digits", ["job.yaml", "README.md", "market.yaml", "pipeline.yaml", "task.py"]),
+        ("market", ["market.yaml", "README.md", "job.yaml", "pipeline.yaml", "task.py"]),
+        ("stdin", ["job.yaml", "README.md", "task.py"]),
+    ],
+)
 def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(name: str, files: list[str], empty: Path) -> None:
     result = doll("example", "copy", name, "mine/new")
     assert result.stdout.splitlines() == [f"mine/new/{file}" for file in files]
     assert sorted(path.name for path in (empty / "mine" / "new").iterdir()) == sorted(files)
-    assert doll("config", "check", f"mine/new/{name}.yaml", "--build-model").exit_code == 0
+    assert doll("config", "check", f"mine/new/{files[0]}", "--build-model").exit_code == 0
     again = doll("example", "copy", name, "mine/new")
     assert again.exit_code == 2
     assert f"mine/new/{files[0]}" in again.stderr
@@ -155,7 +165,7 @@ def test_help_and_errors_name_no_file_that_only_a_clone_has() -> None:
 
 
 def test_every_example_that_a_page_runs_is_there() -> None:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").iterdir())]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/*.[my]*"))]
     named = set()
     for page in pages:
         if page.is_file():
@@ -173,14 +183,18 @@ def test_the_wheel_holds_the_examples_and_finds_them_there(tmp_path: Path, monke
     (built,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(built) as wheel:
         names = set(wheel.namelist())
-        assert {f"doll/examples/{name}.yaml" for name in NAMES} | {"doll/examples/churn.py"} <= names
+        shipped = (ROOT / "examples").glob("*/*.*")
+        assert {f"doll/examples/{path.parent.name}/{path.name}" for path in shipped} | {
+            "doll/examples/gpus.yaml"
+        } <= names
         assert not [name for name in names if name.endswith(".pyc")]
         wheel.extractall(tmp_path / "site")
     monkeypatch.setattr(examples, "__file__", str(tmp_path / "site" / "doll" / "run" / "examples.py"))
     assert examples.folder() == tmp_path / "site" / "doll" / "examples"
-    assert [file.name for file in {example.name: example for example in examples.examples()}["stdin"].files] == [
-        "stdin.yaml",
-        "churn.py",
-    ]
-    for name in NAMES:
-        assert yaml.safe_load((tmp_path / "site" / "doll" / "examples" / f"{name}.yaml").read_text())["job"]
+    installed = {example.name: example for example in examples.examples()}
+    assert list(installed) == NAMES
+    for name, example in installed.items():
+        job, *beside = example.files
+        assert {"README.md", "task.py"} <= {file.name for file in beside}, name
+        assert job.is_relative_to(tmp_path / "site")
+        assert yaml.safe_load(job.read_text())["job"]

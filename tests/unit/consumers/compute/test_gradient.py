@@ -15,7 +15,7 @@ from doll.errors import ConfigError, IllegalEventError
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
 from doll.task.base import Sample, Task
-from doll.tasks.synthetic import Gaussian
+from examples.synthetic.task import Gaussian
 from worker_fakes import grant
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -145,7 +145,7 @@ def test_a_model_that_cannot_be_trained_here_is_refused(module: torch.nn.Module,
         FlatModel(module)
 
 
-JOB = "job: j\ntask: {class: 'doll.tasks.synthetic:Gaussian'}\n"
+JOB = "job: j\ntask: {class: 'examples.synthetic.task:Gaussian'}\n"
 
 
 def test_every_process_builds_the_same_model_and_knows_when_it_is_another() -> None:

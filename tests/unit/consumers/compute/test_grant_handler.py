@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow  # loads torch
 
 JOB = """
 job: unit
-task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 3}}
+task: {class: "examples.synthetic.task:Gaussian", args: {features: 3}}
 data: {workers: 2, batch_size: 8}
 """
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow  # loads torch
 BATCH, GROUP = 32, 2
 JOB = f"""
 job: j
-task: {{class: 'doll.tasks.synthetic:Gaussian'}}
+task: {{class: 'examples.synthetic.task:Gaussian'}}
 data: {{workers: 2, batch_size: {BATCH}}}
 training: {{policy: {{name: doll, group_size: {GROUP}}}, optimizer: {{name: sgd, lr: 0.1, momentum: 0.5}}}}
 """

@@ -9,7 +9,7 @@ from doll.config import parse
 from doll.consumers.intake.batch_buffer import BatchBuffer, buffer_capacity, stream_buffer_records
 from doll.consumers.intake.batching import Batcher
 
-JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 4}\n'
+JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {workers: 2, batch_size: 4}\n'
 
 
 def buffer(capacity: int = 3, max_bytes: int = 1000) -> BatchBuffer:

@@ -18,9 +18,11 @@ from doll.errors import BadRecordsError, SampleError
 from doll.records.packing import pack
 from doll.task.base import Sample, Task
 from doll.task.json_task import Columns
-from doll.tasks.synthetic import Gaussian
+from examples.synthetic.task import Gaussian
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytestmark = pytest.mark.slow  # loads torch
 
 
 def decode(task: Task, values: Sequence[bytes | None], *, m: int = 1) -> Decoded:
@@ -159,14 +161,12 @@ strange = st.one_of(
 batches = st.lists(st.one_of(good, good, good, strange), max_size=40)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Shop, Ids, Open])
 @given(values=batches)
 def test_json_in_bulk_equals_json_one_by_one(kind: type[Shop], values: list[bytes | None]) -> None:
     assert_same(decode(kind(), values), decode(one_by_one(kind()), values))
 
 
-@pytest.mark.slow
 @given(st.lists(st.lists(st.one_of(good, strange.filter(bool)), min_size=1, max_size=8), max_size=6))
 def test_packed_json_in_bulk_equals_json_one_by_one(packs: list[list[bytes]]) -> None:
     values = [pack(values) for values in packs]

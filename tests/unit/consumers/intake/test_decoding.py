@@ -15,7 +15,7 @@ from doll.errors import SampleError
 from doll.kafka.unread import UnreadValue
 from doll.records.packing import pack
 from doll.task.base import Sample, Task, stack
-from doll.tasks.synthetic import Gaussian
+from examples.synthetic.task import Gaussian
 from hypothesis import given
 from hypothesis import strategies as st
 

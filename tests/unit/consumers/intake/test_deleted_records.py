@@ -14,7 +14,7 @@ from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
 from doll.records.control import Durable, Join
 from worker_fakes import FakeChannel, welcome
 
-JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 4}\n'
+JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {workers: 2, batch_size: 4}\n'
 
 
 class Exit(ProcessExit):

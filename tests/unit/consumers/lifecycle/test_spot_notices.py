@@ -36,12 +36,12 @@ def stub() -> Iterator[ImdsStub]:
 @pytest.fixture
 def job_file(tmp_path: Path) -> Path:
     path = tmp_path / "job.yaml"
-    path.write_text("job: digits\ntask: {class: 'doll.tasks.digits:Digits'}\n")
+    path.write_text("job: digits\ntask: {class: 'examples.digits.task:Digits'}\n")
     return path
 
 
 def job(*overrides: str) -> JobConfig:
-    return parse("job: digits\ntask: {class: 'doll.tasks.digits:Digits'}\n", overrides)
+    return parse("job: digits\ntask: {class: 'examples.digits.task:Digits'}\n", overrides)
 
 
 def watcher(stub: ImdsStub, reported: list[float]) -> NoticeWatcher:

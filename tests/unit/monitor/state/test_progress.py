@@ -22,7 +22,7 @@ from statuses import gone_worker, live_worker, server_status
 
 JOB = """
 job: digits
-task: {class: 'doll.tasks.digits:Digits'}
+task: {class: 'examples.digits.task:Digits'}
 data: {workers: 2, batch_size: 8}
 source: {kind: digits}
 arrivals: {process: poisson, rate_per_s: 40}
@@ -209,7 +209,7 @@ def test_number(value: float, shown: str) -> None:
 
 
 def test_a_job_that_cannot_make_an_update_says_so_once() -> None:
-    config = parse("job: j\ntask: {class: 'doll.tasks.digits:Digits'}\n")
+    config = parse("job: j\ntask: {class: 'examples.digits.task:Digits'}\n")
     model = ProgressModel(config, started_s=0.0)
     model.feed(term_started(1))
     workers = [live_worker(0), gone_worker(1)]
@@ -223,7 +223,7 @@ def test_a_job_that_cannot_make_an_update_says_so_once() -> None:
 
 
 def test_a_slow_worker_is_named_with_how_slow_it_is() -> None:
-    config = parse("job: j\ntask: {class: 'doll.tasks.digits:Digits'}\ndata: {workers: 3}\n")
+    config = parse("job: j\ntask: {class: 'examples.digits.task:Digits'}\ndata: {workers: 3}\n")
     model = ProgressModel(config, started_s=0.0)
     model.feed(term_started(1))
     usual = live_worker(0, batch_s=3.0, time_limit_s=30.0)
@@ -243,7 +243,7 @@ def test_a_slow_worker_is_named_with_how_slow_it_is() -> None:
 
 def test_the_limit_of_a_wave_is_named_as_such() -> None:
     config = parse(
-        "job: j\ntask: {class: 'doll.tasks.digits:Digits'}\ntraining: {policy: {name: wsp, wave_batches: 8}}\n"
+        "job: j\ntask: {class: 'examples.digits.task:Digits'}\ntraining: {policy: {name: wsp, wave_batches: 8}}\n"
     )
     model = ProgressModel(config, started_s=0.0)
     model.feed(term_started(1))
@@ -273,7 +273,7 @@ def test_lost_records_are_noted_once_and_counted(running: ProgressModel) -> None
 
 
 def test_machines_and_money_are_shown_in_both_views() -> None:
-    config = load(EXAMPLES / "market.yaml")
+    config = load(EXAMPLES / "digits" / "market.yaml")
     snapshot = ProgressModel(config, 0.0).snapshot(10.0)
     workers = tuple(replace(line, machine=f"spot #{line.worker} works", usd=0.25) for line in snapshot.workers)
     shown = replace(snapshot, workers=workers, costs="5 of 190 s, 6 spot + 0 on-demand, 1.500 USD")

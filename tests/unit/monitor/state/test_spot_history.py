@@ -18,7 +18,7 @@ from doll.run.spot.preparation import SpotRun
 from fake_fleet import FakeFleet, VirtualClock
 from paths import EXAMPLES
 
-EXAMPLE = EXAMPLES / "market.yaml"
+EXAMPLE = EXAMPLES / "digits" / "market.yaml"
 
 
 def decision(at_s: float, *markets: str | None, phase: str = "run", usd: float = 0.0) -> Any:

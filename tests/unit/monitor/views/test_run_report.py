@@ -13,7 +13,7 @@ from statuses import server_status
 
 JOB = """
 job: digits
-task: {class: 'doll.tasks.digits:Digits'}
+task: {class: 'examples.digits.task:Digits'}
 data: {workers: 2, batch_size: 8}
 source: {kind: digits}
 arrivals: {process: poisson, rate_per_s: 40}

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow  # loads torch
 
 JOB = """
 job: cuts
-task: {class: "doll.tasks.digits:Digits", args: {hidden: [16, 8]}}
+task: {class: "examples.digits.task:Digits", args: {hidden: [16, 8]}}
 training: {policy: {name: wsp}}
 worker: {pipeline: {stages: 3}}
 """

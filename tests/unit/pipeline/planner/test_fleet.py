@@ -22,7 +22,7 @@ from doll.process.files import json_safe
 from paths import ROOT
 from typer.testing import CliRunner
 
-EXAMPLE = ROOT / "examples" / "fleets" / "gpus.yaml"
+EXAMPLE = ROOT / "examples" / "gpus.yaml"
 LAYERS = tuple(
     LayerProfile(f"l{at}", 0.01 * (1 + at % 3), 0.02, 2**20 * (9 - at), 2**18, 2**20 * at) for at in range(8)
 )
@@ -243,7 +243,7 @@ def test_wrong_usage_exits_2(arguments: tuple[object, ...], message: str) -> Non
 def test_the_job_file_gives_profile_stages_and_distance(profile_file: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
-        "job: piped\ntask: {class: 'doll.tasks.synthetic:Synthetic'}\ndata: {workers: 2, batch_size: 16}\n"
+        "job: piped\ntask: {class: 'examples.synthetic.task:Synthetic'}\ndata: {workers: 2, batch_size: 16}\n"
         "arrivals: {rate_per_s: 50}\ntraining: {policy: {name: wsp, wave_batches: 3, clock_distance: 2}}\n"
         f"worker: {{pipeline: {{stages: 2, profile: {profile_file.name}}}}}\n"
     )
@@ -263,7 +263,7 @@ def test_infinities_are_plain_json() -> None:
 def test_memory_is_counted_as_the_live_system_takes_it(profile_file: Path, tmp_path: Path, optimizer: str) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
-        "job: piped\ntask: {class: 'doll.tasks.synthetic:Synthetic'}\ndata: {workers: 2, batch_size: 16}\n"
+        "job: piped\ntask: {class: 'examples.synthetic.task:Synthetic'}\ndata: {workers: 2, batch_size: 16}\n"
         f"arrivals: {{rate_per_s: 50}}\ntraining: {{optimizer: {{name: {optimizer}}}}}\n"
     )
     table = tmp_path / "fleet.csv"

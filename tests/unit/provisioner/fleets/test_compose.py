@@ -160,7 +160,7 @@ def test_a_docker_that_hangs_is_given_up(rig: ComposeRig) -> None:
 
 
 def test_a_fleet_is_made_from_the_job_file(rig: ComposeRig) -> None:
-    text = "job: digits\ntask: {class: 'doll.tasks.digits:Digits'}\n"
+    text = "job: digits\ntask: {class: 'examples.digits.task:Digits'}\n"
     config = parse(text, ["fleet={kind: compose}"], base_folder=rig.folder)
     compose_fleet.connect(config).close()
     with pytest.raises(

@@ -254,7 +254,7 @@ def test_prices_are_made_from_the_job_file(rig: Ec2Rig, tmp_path: Path, monkeypa
     config = parse(
         f"""
 job: digits
-task: {{class: 'doll.tasks.digits:Digits'}}
+task: {{class: 'examples.digits.task:Digits'}}
 plan: {{on_demand_usd_per_h: 0.3}}
 fleet:
   kind: ec2

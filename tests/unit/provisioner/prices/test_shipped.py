@@ -11,7 +11,7 @@ from doll.provisioner.planning.stack_cost import PARTS, StackKind, stack_lines, 
 from doll.provisioner.prices.shipped import estimate, shipped_price, shipped_prices, with_prices
 from paths import EXAMPLES, ROOT
 
-DIGITS = EXAMPLES / "digits.yaml"
+DIGITS = EXAMPLES / "digits" / "job.yaml"
 
 
 def test_spot_is_cheaper_in_every_region_and_the_tables_agree() -> None:

@@ -97,7 +97,7 @@ def test_an_error_of_the_disk_is_one_line_that_names_the_file(tmp_path: Path, mo
         raise OSError(errno.ENOSPC, "No space left on device", "runs/x/job.yaml")
 
     monkeypatch.setattr(preflight, "check_files", full)
-    (tmp_path / "job.yaml").write_text("job: x\ntask: {class: 'doll.tasks.synthetic:Gaussian'}\n")
+    (tmp_path / "job.yaml").write_text("job: x\ntask: {class: 'examples.synthetic.task:Gaussian'}\n")
     result = CliRunner().invoke(app, ["config", "check", str(tmp_path / "job.yaml")])
     assert result.exit_code == 1
     assert result.stderr.startswith("doll: runs/x/job.yaml: No space left on device; free some space there")

@@ -15,7 +15,7 @@ from doll.records.control import AnyRecord, Finished, TermStarted
 from doll.run.local.follower import RunFollower
 from doll.run.local.hooks import NoHook
 
-CONFIG = parse("job: j\ntask: {class: 'doll.tasks.digits:Digits'}\nsource: {kind: digits}\n")
+CONFIG = parse("job: j\ntask: {class: 'examples.digits.task:Digits'}\nsource: {kind: digits}\n")
 UPDATES = CONFIG.topic("updates")
 
 

@@ -11,7 +11,7 @@ from doll.run.spot.preparation import SpotRun
 from doll.simulation.spot_prediction import predict
 from paths import EXAMPLES
 
-EXAMPLE = EXAMPLES / "market.yaml"
+EXAMPLE = EXAMPLES / "digits" / "market.yaml"
 
 
 def spot_run(*overrides: str, seed: int = 0) -> SpotRun:

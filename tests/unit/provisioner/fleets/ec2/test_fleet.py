@@ -396,7 +396,7 @@ def test_a_fleet_is_made_from_the_job_file(rig: Ec2Rig) -> None:
     config = parse(
         f"""
 job: digits
-task: {{class: 'doll.tasks.digits:Digits'}}
+task: {{class: 'examples.digits.task:Digits'}}
 fleet:
   kind: ec2
   region: {REGION}
@@ -416,7 +416,7 @@ fleet:
 
 
 def test_a_job_on_another_fleet_has_none_on_ec2() -> None:
-    config = parse("job: digits\ntask: {class: 'doll.tasks.digits:Digits'}\n")
+    config = parse("job: digits\ntask: {class: 'examples.digits.task:Digits'}\n")
     with pytest.raises(ConfigError, match=r"fleet\.kind: expected ec2, got processes"):
         ec2_fleet.connect(config)
 

@@ -21,7 +21,8 @@ def job(rig: Ec2Rig, **changes: Any) -> JobConfig:
         "subnets": rig.subnets, "instance_types": list(rig.types), "placement_scores": True, **changes,
     }  # fmt: skip
     return parse(
-        f"job: digits\ntask: {{class: 'doll.tasks.digits:Digits'}}\ndata: {{workers: 64}}\nfleet: {json.dumps(fleet)}\n"
+        "job: digits\ntask: {class: 'examples.digits.task:Digits'}\ndata: {workers: 64}\n"
+        f"fleet: {json.dumps(fleet)}\n"
     )
 
 

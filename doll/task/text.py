@@ -1,0 +1,295 @@
+"""Texts: `TextTask`, whose samples are the ids of a text's tokens, and the records that the source `text` sends to it.
+
+A token is a maximal run of letters, of any script, in the lower-cased text; everything else separates tokens. Each line
+of a file is a document, and a record `{"text": "..."}` has at most so many of its tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import BadRecordsError, ConfigError, SampleError
+from doll.records import lines
+from doll.task.base import Sample, Task
+
+if TYPE_CHECKING:
+    import torch
+
+PADDING: Final = -1  # behind the last token of a sample
+_LONGEST_LINE_BYTES: Final = 1 << 20
+_LETTERS: Final = re.compile(r"[^\W\d_]+")
+_OBJECTS: Final = msgspec.json.Decoder(dict[str, Any])
+
+# Words that say nothing about a text's topic, and what is left of "don't" or "we'll".
+_ENGLISH: Final = """
+a about above after again against all also am an and any are aren as at be because been before being below between both
+but by can cannot could couldn d did didn do does doesn doing don down during each few for from further had hadn has
+hasn have haven having he her here hers him his how i if in into is isn it its ll m me more most my no nor not of off
+on once one only or other our out over own re s same she should shouldn so some such t than that the their them then
+there these they this those through to too under until up us ve very was wasn we were weren what when where which while
+who whom why will with would wouldn you your
+"""
+ENGLISH: Final = frozenset(_ENGLISH.split())
+
+
+class _Text(msgspec.Struct):
+    text: str
+
+
+_TEXT: Final = msgspec.json.Decoder(_Text)
+
+
+def tokens(text: str) -> list[str]:
+    """The tokens of a text, in order. Those of `" ".join(tokens(text))` are the same."""
+    return _LETTERS.findall(text.lower())
+
+
+def read_lines(path: Path, *, skip: int = 0, repeat: bool = False, max_bytes: int) -> Iterator[bytes]:
+    """The lines of `path` in order, without blank ones.
+
+    Args:
+        skip: leave out so many lines at the beginning, in every repetition.
+        repeat: begin again at the end.
+        max_bytes: as in `lines.read_file`.
+
+    Raises:
+        ConfigError: immediately when the file cannot be read, or has no line behind `skip`; later when it is damaged
+            further on.
+    """
+
+    def once() -> Iterator[bytes]:
+        return itertools.islice(lines.read_file(path, max_bytes=max_bytes), skip, None)
+
+    documents = once()
+    first = next(documents, None)
+    if first is None:
+        raise ConfigError(f"source.skip: expected fewer than the lines of {path}, got {skip}")
+    again = (once() for _ in itertools.count()) if repeat else ()
+    return itertools.chain((first,), documents, itertools.chain.from_iterable(again))
+
+
+def records(
+    documents: Iterable[bytes], fields: Sequence[str], *, tokens_per_record: int, max_bytes: int
+) -> Iterator[bytes]:
+    """The records of these lines, in order.
+
+    A line that cannot be read as text, or is longer than `max_bytes`, is a record as it is: a worker refuses it, and it
+    is kept as a dead letter. A line without any token gives no record.
+
+    Args:
+        fields: of the JSON object in each line, whose texts are joined; none: a line is plain text in UTF-8.
+        tokens_per_record: a document with more tokens is cut into as few pieces as possible, of equal length but for
+            one token.
+    """
+    for line in documents:
+        text = _text(line, fields) if len(line) <= max_bytes else None
+        if text is None:
+            yield line
+            continue
+        document = tokens(text)
+        pieces = -(-len(document) // tokens_per_record)
+        for piece in range(pieces):
+            part = document[piece * len(document) // pieces : (piece + 1) * len(document) // pieces]
+            yield msgspec.json.encode({"text": " ".join(part)})
+
+
+def _text(line: bytes, fields: Sequence[str]) -> str | None:
+    """The text of a line; None where it has none in every field."""
+    try:
+        if not fields:
+            return line.decode()
+        document = _OBJECTS.decode(line)
+    except (ValueError, RecursionError):
+        return None
+    texts = [text for field in fields if isinstance(text := document.get(field), str)]
+    return "\n".join(texts) if len(texts) == len(fields) else None
+
+
+class Vocabulary:
+    """Which id a token has: its line in a file, or a hash.
+
+    Attributes:
+        size: ids are 0 .. size - 1.
+        counts: float64, shape (size,): how often each token occurs, as the file says; None: it does not say.
+        checksum: of the file's tokens, in their order; 0 where ids are hashed.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        ids: Mapping[str, int] | None = None,
+        counts: npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        """
+        Args:
+            ids: of the tokens that are known, 0 .. size - 1; None: every token has one, by a hash.
+        """
+        self.size = size
+        self.counts = counts
+        self.checksum = 0 if ids is None else zlib.crc32("\n".join(ids).encode())
+        self._ids = ids
+
+    @classmethod
+    def from_file(cls, path: Path) -> Vocabulary:
+        """Of a file in UTF-8 with one token in each line, and behind it how often it occurs, in all lines or in none.
+
+        Raises:
+            ConfigError: the file cannot be read, or a line is something else or names a token again.
+        """
+        expected = "expected a token (letters in lower case), or a token and how often it occurs"
+        ids: dict[str, int] = {}
+        counts = []
+        for number, line in enumerate(read_lines(path, max_bytes=_LONGEST_LINE_BYTES), 1):
+            try:
+                token, *rest = line.decode().split()
+                count = [int(word) for word in rest]
+            except ValueError:
+                raise ConfigError(f"{path}: line {number}: {expected}, got {line[:40]!r}") from None
+            if tokens(token) != [token] or len(count) > 1 or min(count, default=1) < 1:
+                raise ConfigError(f"{path}: line {number}: {expected}, got {line[:40]!r}")
+            if token in ids:
+                raise ConfigError(f"{path}: line {number}: {token!r} is also in line {ids[token] + 1}")
+            ids[token] = len(ids)
+            counts += count
+        if len(counts) not in (0, len(ids)):
+            raise ConfigError(f"{path}: expected counts in all lines or in none, got {len(counts)} in {len(ids)} lines")
+        return cls(len(ids), ids, np.array(counts, np.float64) if counts else None)
+
+    def ids(self, words: Iterable[str]) -> list[int]:
+        """The ids of these tokens; those that are not known are left out."""
+        if self._ids is not None:
+            known = self._ids
+            return [known[word] for word in words if word in known]
+        # crc32 is the same in every process and version; Python's own hash of strings is not.
+        size, crc32 = self.size, zlib.crc32
+        return [crc32(word.encode()) % size for word in words]
+
+
+class TextTask(Task):
+    """A task on texts. A record is a JSON object with the text in `text`, as the source `text` sends it.
+
+    x of a sample: int32, shape (max_tokens,): ids of the tokens in order, `PADDING` behind the last. y: their number.
+    Tokens that are stop words, or not in the vocabulary, are left out. A text may have none left.
+
+    Args:
+        vocabulary_size: number of ids that tokens are hashed to. Tokens of one id are one to the model.
+        vocabulary_file: `Vocabulary.from_file`, in place of a hash.
+        max_tokens: a record of more tokens is refused; at least `source.tokens_per_record`.
+        stop_words: tokens to leave out; `english`: those of `ENGLISH`.
+        holdout_path: a file as that of the source.
+        holdout_lines: its first lines are held out; `source.skip` keeps them out of the stream.
+        fields: of its JSON objects, as in the source.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary_size: int | None = None,
+        vocabulary_file: str | None = None,
+        max_tokens: int = 256,
+        stop_words: Sequence[str] | str = (),
+        holdout_path: str | None = None,
+        holdout_lines: int = 0,
+        fields: Sequence[str] = (),
+    ) -> None:
+        if (vocabulary_size is None) == (vocabulary_file is None):
+            raise ValueError("expected either vocabulary_size or vocabulary_file")
+        if isinstance(fields, str):
+            raise ValueError(f"fields: expected a list of names, got {fields!r}")
+        if isinstance(stop_words, str) and stop_words != "english":
+            raise ValueError(f"stop_words: expected english or a list of words, got {stop_words!r}")
+        if (vocabulary_size is not None and vocabulary_size < 1) or max_tokens < 1:
+            raise ValueError(f"expected vocabulary_size and max_tokens above 0, got {vocabulary_size} and {max_tokens}")
+        if (holdout_path is None) != (holdout_lines == 0) or holdout_lines < 0:
+            raise ValueError(f"expected holdout_path and holdout_lines or none of both, got {holdout_lines} lines")
+        if vocabulary_file is not None:
+            self.vocabulary = Vocabulary.from_file(Path(vocabulary_file))
+        else:
+            self.vocabulary = Vocabulary(vocabulary_size or 0)
+        self.max_tokens = max_tokens
+        self.input_shape = (max_tokens,)
+        self._stop_words = ENGLISH if isinstance(stop_words, str) else frozenset(stop_words)
+        self._holdout = (holdout_path, holdout_lines, tuple(fields))
+
+    def decode(self, record: bytes) -> Sample:
+        ids = self._ids(record)
+        x = np.full(self.max_tokens, PADDING, np.int32)
+        x[: len(ids)] = ids
+        return Sample(x, len(ids))
+
+    def decode_many(self, values: Sequence[bytes]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        texts, bad = list[list[int]](), list[int]()
+        for at, value in enumerate(values):
+            try:
+                texts.append(self._ids(value))
+            except SampleError:
+                bad.append(at)
+        if bad:
+            raise BadRecordsError(bad)
+        lengths = np.array(list(map(len, texts)), np.int64)
+        x = np.full((len(texts), self.max_tokens), PADDING, np.int32)
+        x[np.arange(self.max_tokens) < lengths[:, None]] = np.fromiter(
+            itertools.chain.from_iterable(texts), np.int32, int(lengths.sum())
+        )
+        return x, lengths
+
+    def _ids(self, record: bytes) -> list[int]:
+        """The ids of a record's tokens.
+
+        Raises:
+            SampleError: it is not such a record, or has too many tokens.
+        """
+        try:
+            text = _TEXT.decode(record).text
+        except (ValueError, RecursionError) as exc:
+            raise SampleError(f'expected a JSON object with a text in "text": {exc}, in {record[:40]!r}') from None
+        words = tokens(text)
+        if len(words) > self.max_tokens:
+            raise SampleError(
+                f"expected at most {self.max_tokens} tokens (max_tokens of the task), got {len(words)}: send a long "
+                "text in several records, as the source `text` does (source.tokens_per_record)"
+            )
+        if self._stop_words:
+            words = [word for word in words if word not in self._stop_words]
+        return self.vocabulary.ids(words)
+
+    def holdout(self) -> Iterable[Sample]:
+        path, count, fields = self._holdout
+        if path is None:
+            return ()
+        held_out = itertools.islice(read_lines(Path(path), max_bytes=_LONGEST_LINE_BYTES), count)
+        pieces = records(held_out, fields, tokens_per_record=self.max_tokens, max_bytes=_LONGEST_LINE_BYTES)
+        return [self.decode(piece) for piece in pieces]
+
+    def add_checksum(self, model: torch.nn.Module) -> None:
+        """Add the vocabulary's checksum to `model`, as a frozen parameter: the fingerprint tells whether all processes
+        have the same file."""
+        import torch
+
+        if self.vocabulary.checksum:
+            value = torch.tensor([self.vocabulary.checksum])
+            model.register_parameter("vocabulary_checksum", torch.nn.Parameter(value, requires_grad=False))
+
+
+def write_vocabulary(path: Path, documents: Iterable[bytes], fields: Sequence[str], size: int) -> None:
+    """Write the most frequent tokens of these lines, with how often they occur, for `Vocabulary.from_file`.
+
+    Args:
+        fields: as in the source `text`.
+        size: the number of tokens at most, by falling counts, then by the alphabet.
+    """
+    counts: Counter[str] = Counter()
+    for record in records(documents, fields, tokens_per_record=1 << 30, max_bytes=_LONGEST_LINE_BYTES):
+        counts.update(tokens(_TEXT.decode(record).text))
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:size]
+    path.write_text("".join(f"{token} {count}\n" for token, count in ordered), encoding="utf-8")

@@ -1,1 +1,0 @@
-"""Tasks that ship with DOLL. Each is a plain `doll.Task`: copy one to begin your own."""

@@ -1,0 +1,86 @@
+"""A copy of an example works anywhere: its task is loaded, decodes what its source sends, and learns from it."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from doll import config as job_config
+from doll.config import DigitsSource, JobConfig
+from doll.consumers.intake.decoding import Records, decode_records
+from doll.model.flat_model import build
+from doll.producers import sources
+from doll.task.base import as_features, load_task
+from paths import EXAMPLES, SHARED_DATA
+
+pytestmark = pytest.mark.slow  # loads torch
+
+JOBS = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*.yaml"))
+
+
+def _records(config: JobConfig, count: int) -> list[bytes]:
+    if config.source is None:  # a pipe fills the topic
+        program = [sys.executable, str(config.path(Path("task.py"))), str(count)]
+        return subprocess.run(program, capture_output=True, check=True).stdout.splitlines()
+    return list(itertools.islice(sources.open_streams(config, [0] * config.data.workers)[0], count))
+
+
+def test_the_examples_are_there() -> None:
+    assert {"digits/job.yaml", "digits/market.yaml", "emnist/job.yaml", "ratings/factors.yaml"} <= set(JOBS)
+    folders = [path for path in EXAMPLES.iterdir() if path.is_dir()]
+    assert {
+        path.name: {"job.yaml", "task.py", "README.md"} - {file.name for file in path.iterdir()} for path in folders
+    } == {path.name: set() for path in folders}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_copy_loads_decodes_its_source_and_computes_a_gradient(name: str, tmp_path: Path) -> None:
+    folder, file = name.split("/")
+    shutil.copytree(EXAMPLES / folder, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
+    job = tmp_path / "copy" / file
+    if "/shared/data/" in job.read_text():
+        if not SHARED_DATA.is_dir():
+            pytest.skip(f"{name} needs the data in ../shared")
+        job.write_text(job.read_text().replace("../../../shared/data", str(SHARED_DATA)))
+    config = job_config.load(job)
+    task = load_task(config)
+    records = _records(config, 100)
+    for record in records:
+        sample = task.decode(record)
+        assert as_features(sample.x).shape == task.input_shape
+        assert task.num_classes is None or 0 <= int(sample.y) < task.num_classes  # type: ignore[arg-type]
+    task.decode = None  # type: ignore[method-assign, assignment]  # in bulk, or not at all
+    decoded = decode_records(task, Records(range(100), records), samples_per_record=1, max_record_bytes=10_000)
+    assert (decoded.num_samples, decoded.refused) == (100, [])
+    if task.defines_step:
+        weights = build(config, task).flat.detach().numpy()
+        assert task.step(weights, decoded.x, decoded.y, np.random.default_rng(0)).any()
+    else:
+        model = task.build_model()
+        loss = task.loss(task.forward(model, torch.from_numpy(decoded.x)), torch.from_numpy(decoded.y))
+        loss.backward()
+        assert loss.isfinite()
+        assert any(parameter.grad.to_dense().any() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def test_two_tasks_of_one_file_name_keep_modules_of_their_own() -> None:
+    """What a class looks up in its module later, such as the types of a msgspec.Struct, is its own."""
+    tasks = [load_task(job_config.load(EXAMPLES / name / "job.yaml")) for name in ("stdin", "digits", "synthetic")]
+    assert [type(task).__name__ for task in tasks] == ["Churn", "Digits", "Gaussian"]
+    assert all(getattr(sys.modules[type(task).__module__], type(task).__name__) is type(task) for task in tasks)
+
+
+def test_emnist_streams_what_is_not_held_out() -> None:
+    config = job_config.load(EXAMPLES / "emnist" / "job.yaml")
+    assert config.source is not None
+    assert config.source.skip >= config.task.args["holdout_samples"]  # type: ignore[attr-defined]
+
+
+def test_the_digits_example_needs_no_file() -> None:
+    assert isinstance(job_config.load(EXAMPLES / "digits" / "job.yaml").source, DigitsSource)
