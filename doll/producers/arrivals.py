@@ -1,4 +1,5 @@
-"""When samples arrive: processes as endless iterators of absolute send times, in seconds from the stream's start.
+"""When samples arrive and are sent: processes as endless iterators of absolute send times, in seconds from the
+stream's start, and the clock that waits for them. A late sender catches up and never drifts.
 
 Pure: the random generator is an argument. Give each stream its own child generator, and streams are independent.
 """
@@ -9,6 +10,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,8 @@ from doll.errors import ConfigError
 
 _BLOCK = 1024
 _LONGEST_GAP_S = 1e9
+# Shortest sleep: samples that fall due within it are sent together, at most this much late, which keeps the CPU idle.
+BURST_S: Final = 0.01
 
 
 def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
@@ -85,6 +89,26 @@ def merge(streams: Sequence[Iterable[float]]) -> Iterator[tuple[float, int]]:
     # Without the running number, equal times would all come from the first stream (and `asap` knows no other).
     numbered = (zip(times, itertools.count(), itertools.repeat(n)) for n, times in enumerate(streams))
     return ((time_s, stream) for time_s, _, stream in heapq.merge(*numbered))
+
+
+class Pacer:
+    """The clock of one run: arrival time t is due at `start_s` + t."""
+
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+
+    def wait_s(self, time_s: float, now_s: float) -> float:
+        """Seconds to sleep before the sample with arrival time `time_s`; 0 when it is due."""
+        ahead_s = self._start_s + time_s - now_s
+        return max(ahead_s, BURST_S) if ahead_s > 0 else 0.0
+
+    def behind_s(self, time_s: float, now_s: float) -> float:
+        """How late the sample with arrival time `time_s` is."""
+        return max(0.0, now_s - self._start_s - time_s) if time_s else 0.0
+
+    def idle(self, time_s: float, now_s: float) -> None:
+        """The source had nothing for arrival time `time_s`: shift the schedule, so that no backlog builds up."""
+        self._start_s = max(self._start_s, now_s - time_s)
 
 
 def _accumulate(blocks: Iterable[npt.NDArray[np.float64]]) -> Iterator[float]:

@@ -14,17 +14,18 @@ from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.job_end import on_finish
+from doll.kafka.tail import Tail
 from doll.process.files import write_json
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.heartbeats import LEFT
 from doll.process.metric_names import DELIVERED_TOTAL, RATE_PER_S
 from doll.process.signals import stop_requested
-from doll.producers.live_workers import LiveWorkers
-from doll.producers.pacing import Pacer
+from doll.producers.arrivals import Pacer
 from doll.producers.position import find_positions, position_headers, source_name
 from doll.producers.schedule import ScheduledSample, scheduled_samples
 from doll.producers.sender import SampleSender
 from doll.records import packing
+from doll.records.control import ServerStatus
 from doll.services import Services
 from doll.telemetry import get_logger
 
@@ -91,6 +92,36 @@ def run_producer(
             if run_folder is not None:
                 write_json(run_folder / "producer.json", {**dataclasses.asdict(counts), "unsent": run.unsent})
     return 1 if counts.failed or run.unsent else 0
+
+
+class LiveWorkers:
+    """Which workers are live, as the parameter server reports once a second: for streams that pause with their worker.
+
+    It follows the `metrics` topic. A worker that was never reported is not live.
+
+    Raises:
+        ServiceUnavailableError: the topic does not exist, or the broker does not answer.
+    """
+
+    def __init__(self, config: JobConfig, services: Services) -> None:
+        self._tail = Tail(config, services, (config.topic("metrics"),))
+        self._live: frozenset[int] = frozenset()
+
+    def poll(self) -> None:
+        """Take in what was reported since the last call; does not wait."""
+        for timed in self._tail.poll(0.0):
+            if isinstance(timed.record, ServerStatus):
+                self._live = frozenset(status.worker for status in timed.record.workers if status.is_live)
+
+    def is_live(self, stream: int) -> bool:
+        """Whether the worker of this stream is live."""
+        return stream in self._live
+
+    def __enter__(self) -> LiveWorkers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._tail.close()
 
 
 class _Run:

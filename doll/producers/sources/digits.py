@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from doll.producers import augment
+from doll.producers.sources import images
 
 HELD_OUT: Final = 360  # originals, a fifth of 1797
 _SPLIT_SEED: Final = 20_230_801  # part of the data: another value would mix streams and held-out sets of older runs
@@ -37,7 +37,7 @@ def originals() -> tuple[Originals, Originals]:
 
 def holdout(count: int, seed: int) -> Originals:
     """`count` held-out digits under random transforms: the stream's distribution, from originals that no stream has."""
-    return Originals(*augment.draw(*originals()[1], count, np.random.default_rng(seed)))
+    return Originals(*images.draw(*originals()[1], count, np.random.default_rng(seed)))
 
 
 def _load() -> npt.NDArray[np.float64]:

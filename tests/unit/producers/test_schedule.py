@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from doll.config import JobConfig
 from doll.errors import ConfigError
-from doll.producers.pacing import BURST_S, Pacer
+from doll.producers.arrivals import BURST_S, Pacer
 from doll.producers.schedule import arrival_times, scheduled_samples
 from job_files import job
 

@@ -81,11 +81,9 @@ def test_a_producer_started_again_draws_fresh_samples() -> None:
 
 def test_streamed_digits_come_from_stream_originals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """With transforms switched off, every sample is an original of the stream's part and none is held out."""
-    from doll.producers import augment
-
-    still = augment.Strength(0.0, 1.0, 1.0, 0.0, 0.0, 0.0)
-    plain = augment.homographies
-    monkeypatch.setattr(augment, "homographies", lambda count, rng: plain(count, rng, still))
+    still = images.Strength(0.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+    plain = images.homographies
+    monkeypatch.setattr(images, "homographies", lambda count, rng: plain(count, rng, still))
     stream, held_out = digits.originals()
     allowed = set(images.encode(*stream))
     seen = set(_take(sources.open_streams(_config("{kind: digits}"), [0, 0, 0])[1], 20_000))
