@@ -18,7 +18,7 @@ def seconds(value: str | float) -> float:
     """The seconds of `5400`, `90m`, `1.5h` or `1h30m`.
 
     Raises:
-        BadParameter: it is none of these.
+        BadParameter: it is not in one of these forms.
     """
     text = str(value).replace(" ", "")
     if _NUMBER.fullmatch(text):

@@ -35,7 +35,7 @@ def provision(
     run_folder: RunFolderOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Launch machines for a job's workers, replace those that fail, choose their market, and terminate them at its end.
+    """Launch machines for a job's workers, replace failed machines, choose their market, and terminate them at its end.
 
     Without a sub-command the same as: doll provision run
 

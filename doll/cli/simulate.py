@@ -81,7 +81,7 @@ def simulate(
 
     It runs the parameter server's own engine and policies. Prints the update rate with the formula's.
 
-    Prices of a job file that states none are those of --instance in --region, from a table that ships with DOLL.
+    Without prices in the job file, the prices of --instance in --region are used, from a table that ships with DOLL.
     Defaults without a job file are the paper's: 64 workers of 125 samples/s, K = 20, b = 256, 10000 updates; --alpha
     0.9, --cycle 1000, --service 20ms, --boot 0, --spot-price 0.158, --on-demand-price 0.286. With --deadline the
     planner moves slots between the markets to finish in time; --trace replays recorded availability instead of --alpha.

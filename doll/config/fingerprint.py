@@ -1,6 +1,6 @@
 """The fingerprint of a job: what checkpoint, parameter server and workers must agree on, as `key=value` fields. Pure.
 
-Its keys are those of the job file: the data that decide which samples a batch number means, the task and its arguments,
+Its keys are keys of the job file: the data that decide which samples a batch number means, the task and its arguments,
 and the whole training section; beside them stand facts of the model. A server and its workers must agree in all of
 them. A run may be resumed with other values of some (`refused_changes`); docs/operations.md has the list.
 """
@@ -57,9 +57,9 @@ def make_fingerprint(
         parameters: number of trainable parameters of the model.
         buffers: number of floats in its buffers.
         shapes: checksum of the names and shapes of these tensors.
-        others: checksum of the names, shapes and types of the other buffers; None if there are none.
-        frozen: checksum of the values of frozen parameters; None if there are none.
-        tables: checksum of the names and shapes of the tables; None if there are none.
+        others: checksum of the names, shapes and types of the other buffers; None without such buffers.
+        frozen: checksum of the values of frozen parameters; None without such parameters.
+        tables: checksum of the names and shapes of the tables; None without tables.
     """
     job, model = job_fields(config), {"parameters": parameters, "buffers": buffers, "shapes": f"{shapes:08x}"}
     given = (("others", others), ("frozen", frozen), ("tables", tables))

@@ -1,4 +1,4 @@
-"""Extensions that are named in the job file: DOLL's own and those of other distributions, found by entry point.
+"""Extensions that are named in the job file: DOLL's own and extensions of other distributions, found by entry point.
 
 A distribution registers an extension in its metadata; nothing of it is imported until a job names it:
 

@@ -74,7 +74,7 @@ class ScaleInConfig(Section):
     The records of a removed worker's stream stay in Kafka and are not learned until the worker comes back.
     """
 
-    enabled: bool = Field(default=False, description="remove workers; false brings back those that were removed")
+    enabled: bool = Field(default=False, description="remove workers; false brings removed workers back")
     every_s: PositiveFloat = Field(default=20.0, description="seconds between two decisions; T of MLLess")
     horizon_s: PositiveFloat = Field(default=10.0, description="how far ahead losses are predicted; Δ of MLLess")
     threshold: float = Field(

@@ -27,8 +27,8 @@ Secrets are not allowed in the file. They come from the environment: `DOLL_KAFKA
 `DOLL_KAFKA_CA`, `DOLL_REDIS_USERNAME`, `DOLL_REDIS_PASSWORD`. Addresses may come from there, too: `DOLL_KAFKA`,
 `DOLL_REDIS`.
 
-Each number has limits. Where the table of a key names none, those of its unit hold, which is the end of the key's name
-(0 has no unit):
+Each number has limits. Where the table of a key names no limits, the limits of the key's unit hold. The unit is the end
+of the key's name (0 has no unit):
 
 {limits}
 

@@ -34,7 +34,7 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _usable_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Within the limits of its unit, where the key has none of its own."""
+        """Within the limits of its unit, where the key has no limits of its own."""
         if info.field_name is not None:
             field = cls.model_fields[info.field_name]
             for number in value if isinstance(value, list) else [value]:
@@ -64,7 +64,7 @@ def bounds_of(field: FieldInfo, *kinds: str) -> list[float]:
 
 
 def _rules(annotation: Any) -> Iterator[Any]:
-    """Of the numbers in `annotation`, such as those of a list."""
+    """Of the numbers in `annotation`, such as the numbers of a list."""
     for rule in getattr(annotation, "__metadata__", ()):
         yield from getattr(rule, "metadata", (rule,))
     for inner in get_args(annotation):

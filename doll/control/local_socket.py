@@ -199,7 +199,7 @@ class LocalSocket:
         """A new connection; None: nobody waits any more.
 
         Raises:
-            OSError: this process is out of descriptors or memory: who waits goes on waiting.
+            OSError: this process is out of descriptors or memory: a worker that waits goes on waiting.
         """
         try:
             connection, _ = self._socket.accept()

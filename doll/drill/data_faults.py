@@ -40,7 +40,7 @@ class Record(Protocol):
 
 
 class DataFaults:
-    """Injects them, and follows those that last.
+    """Injects faults, and follows the faults that last.
 
     Args:
         copies: of the commands that were sent so far.
@@ -84,7 +84,7 @@ class DataFaults:
         self._copies.close()
 
     def inject(self, fault: Fault, suspended: Collection[str], record: Record, now: float) -> bool | None:
-        """Inject the fault; False if its target is not there now, None if it is none of these.
+        """Inject the fault; False if its target is not there now, None if it is another kind of fault.
 
         Args:
             suspended: roles that are frozen or cut off. A request to a frozen service would keep it frozen.

@@ -309,7 +309,7 @@ class FaultInjector:
         ):
             return False
         if kind.cut_from == "control" and any(suspended.cut_from == "control" for suspended in self._suspended):
-            return False  # a cut of the server's links includes those of each worker
+            return False  # a cut of the server's links includes the links of each worker
         if (is_injected := self._inject_into_data(fault, now)) is not None:
             return is_injected
         if kind.target in ("redis", "kafka", "broker"):

@@ -36,7 +36,7 @@ class FaultKind:
             durable in the model; malformed_notice is an interruption notice that cannot be parsed, followed by a valid
             one; late_grants and late_settles send copies of commands that were sent before, late and through Kafka;
             bomb sends a compressed record of a few kilobytes that is far above the limit when it is unpacked; lose_tail
-            kills a broker and cuts off the end of one of its logs, of which the other brokers have the records;
+            kills a broker and cuts off the end of one of its logs, whose records the other brokers have;
             second_run is another run of the same job name on the same Redis, with a Kafka of its own.
         weight: how often it is drawn, relative to the others.
         hold_s: minimum and maximum duration of a freeze or cut, or of the time in which copies are sent, in seconds.

@@ -78,7 +78,7 @@ class Chunk(NamedTuple):
 
 
 class NoRecordBelow(NamedTuple):
-    """All records below `offset` have been handed over: markers of transactions and what was aborted are none."""
+    """All records below `offset` have been handed over: markers of transactions and aborted records do not count."""
 
     offset: int
 
@@ -90,7 +90,7 @@ class OutOfRange(NamedTuple):
 
 
 class Truncated(NamedTuple):
-    """The log has lost its end, and with it records below `offset` that were read: those that it holds there by now, or
+    """The log has lost its end, and with it records below `offset` that were read: the records that are there now, or
     will, are others. Nothing more comes.
 
     Attributes:
@@ -123,7 +123,7 @@ class ChunkReader:
     Only committed records are read. An unreachable broker is waited for. Its methods may be called from any thread.
 
     A log that was truncated while nobody read it may be longer than before by now. Its leader epochs show it: each
-    leader has a higher one than those before it, and a truncated log continues with those of a later leader. So the
+    leader has a higher one than its predecessors, and a truncated log continues with a later leader's records. So the
     library asks the leader, before it reads at `start`, where its records up to the leader epoch of `learned` end; and
     a record with a higher one, at an offset that is in the model, is not the one that was learned.
 

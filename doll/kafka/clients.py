@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# For control records: those that are sent together (the grants of a group, an announcement and a push) share one
+# For control records: records that are sent together (the grants of a group, an announcement and a push) share one
 # request. A request costs the broker more than this wait costs a round.
 LINGER_MS: Final = 0.5
 # At level 3 librdkafka writes a line each 50 ms while a broker is unreachable; `error_cb` reports it once instead.

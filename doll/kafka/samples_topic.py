@@ -41,7 +41,7 @@ class SampleLog:
     """The samples topic as the broker has it.
 
     Attributes:
-        topic_id: Kafka's id of the topic; "" where the broker has none.
+        topic_id: Kafka's id of the topic; "" where the broker has no ids.
         low, high: per partition, the first offset that is kept and the one that the next record gets.
     """
 

@@ -30,7 +30,7 @@ class ActualTopic:
     """One topic as the broker has it.
 
     Attributes:
-        settings: effective values by name, also those that the broker's own defaults give.
+        settings: effective values by name, also values from the broker's own defaults.
         replicas: of the partition that has the fewest.
         in_sync: of the partition that has the fewest.
     """

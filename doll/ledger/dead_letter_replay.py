@@ -50,9 +50,9 @@ def replay(
     """Put dead records into the stream again, each at the end of its partition, in their order.
 
     Args:
-        chosen: as `dead_records` found them; only those that are dead are replayed.
+        chosen: as `dead_records` found them; only dead records are replayed.
         dry_run: say what would be done, send nothing.
-        again: also those that were replayed before.
+        again: also records that were replayed before.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer, refuses a record, or another replay has begun since. What is in

@@ -85,7 +85,7 @@ def dead_records(
     Args:
         store: its newest checkpoint says how far the durable model reaches.
         reason: only those whose reason contains this text, in any case.
-        code: only those that were refused for this.
+        code: only records that were refused for this.
         at: only those at these partitions and offsets; empty: all.
 
     Raises:

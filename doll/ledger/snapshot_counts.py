@@ -19,7 +19,7 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
     Attributes:
         applied: per partition, the number of batches in the model, always the first ones.
         origins: per partition, the offset at which its first batch begins.
-        samples_id: Kafka's id of the samples topic; "" where the broker has none.
+        samples_id: Kafka's id of the samples topic; "" where the broker has no ids.
         run_id: of the run; "" in a checkpoint of an earlier release.
     """
 

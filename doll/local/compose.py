@@ -65,7 +65,7 @@ class Compose:
 
 
 def find(job_folder: Path) -> Path | str:
-    """The compose file next to the job file or above it, up to the checkout's root; else why there is none."""
+    """The compose file next to the job file or above it, up to the checkout's root; else why no file was found."""
     file = next((folder / FILE_NAME for folder in _upwards(job_folder) if (folder / FILE_NAME).is_file()), None)
     if file is None:
         return f"no {FILE_NAME} beside the job file"

@@ -171,7 +171,7 @@ class LocalKafka(LocalServer):
 
     @property
     def secure_address(self) -> str:
-        """As `address`, of the listener with TLS and SASL; empty if there is none."""
+        """As `address`, of the listener with TLS and SASL; empty without such a listener."""
         return f"{processes.LOOPBACK}:{self._secure_port}" if self._secure_port else ""
 
     def listener_port(self, name: str) -> int:

@@ -77,7 +77,7 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
 
 
 def free_port() -> int:
-    """A loopback port that is free now, and is none of the last ones that this process was given: a server asks for
+    """A loopback port that is free now, and was not given to this process lately: a server asks for
     several before it binds them. Another process may take it first, so callers retry if they cannot bind."""
     for port in random.SystemRandom().sample(_PORTS, 200):
         if port in _given:
@@ -102,7 +102,7 @@ def is_free(port: int) -> bool:
 
 
 def tail(log_path: Path, lines: int = 15) -> str:
-    """The last lines of a log file, or a note in parentheses if there are none."""
+    """The last lines of a log file, or a note in parentheses if it has no lines."""
     try:
         with log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)

@@ -67,7 +67,7 @@ class LocalRedis(LocalServer):
 
     @property
     def secure_address(self) -> str:
-        """As `address`, with TLS: `rediss://...`; empty if there is none."""
+        """As `address`, with TLS: `rediss://...`; empty without TLS."""
         return f"rediss://{processes.LOOPBACK}:{self._secure_port}/0" if self._secure_port else ""
 
     def start(self) -> None:

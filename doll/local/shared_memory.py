@@ -51,7 +51,7 @@ def obstacle(root: Path = SHM_ROOT) -> str | None:
 
 
 def remove_stale_folders(root: Path = SHM_ROOT) -> list[Path]:
-    """Remove the folders of killed runs, except those of other users; return the removed folders."""
+    """Remove the folders of killed runs of this user; return the removed folders."""
     removed = []
     with contextlib.suppress(OSError):
         for folder in root.glob(f"{_PREFIX}*"):

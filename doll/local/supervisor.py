@@ -178,11 +178,11 @@ class Supervisor:
         return {name: state.exit_code for name, state in self._states.items()}
 
     def stop(self, order: Iterable[str] = (), grace_s: float = 10.0) -> None:
-        """Stop all roles: SIGTERM, and SIGKILL for those that still run after `grace_s`. No role is restarted.
+        """Stop all roles: SIGTERM, and SIGKILL for roles that still run after `grace_s`. No role is restarted.
 
         Args:
             order: patterns such as `worker-*`, in the order of stopping. The roles of one pattern are stopped together,
-                and those that match no pattern last.
+                and roles that match no pattern last.
             grace_s: time for each pattern.
         """
         for state in self._states.values():

@@ -42,7 +42,7 @@ class FlatModel:
         num_floats: of both together; from there on `flat` holds bytes.
         shapes: name and shape of each tensor of floats.
         other_buffers: name, shape and dtype of each buffer that is not of floats.
-        tables: the embeddings whose rows are at the server; None where the model has none.
+        tables: the embeddings whose rows are at the server; None where the model has no tables.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class FlatModel:
                 owner._buffers[name] = buffer
 
     def frozen_checksum(self) -> int | None:
-        """CRC-32 of the values of all frozen parameters; None where there are none."""
+        """CRC-32 of the values of all frozen parameters; None where no parameter is frozen."""
         total = None
         for _, parameter in self.module.named_parameters():
             if not parameter.requires_grad:

@@ -33,7 +33,7 @@ _ADAM_EPSILON = 1e-8
 _ADAGRAD_EPSILON = 1e-10
 _SQUARES = ("exp_avg_sq", "sum")  # of the optimizer's state: an infinite one makes each later step 0
 # The sum is kept times this: so many finite numbers never add up to an infinite one, while their mean is finite. It is
-# a power of two: the sum has the same bits as without it, but for numbers below 1e-33.
+# a power of two: the sum has the same bits as without it, except for numbers below 1e-33.
 _SUM_FACTOR = 2.0**-16
 _SLICE = 1 << 18  # numbers; several slices of float32 fit into a cache of the second or third level
 
@@ -99,7 +99,7 @@ class Optimizer:
 
         Args:
             gradients: float32, shape (numel,) each: sums over samples; for float buffers, values times samples; the
-                other buffers become those of the last gradient.
+                other buffers become the buffers of the last gradient.
             scale: 1 / num_samples for the mean.
             num_samples: of all gradients together.
             into: memory for the new weights, as in `doll.ps.model.updater.Updater.apply`.
@@ -231,7 +231,7 @@ def load_weights(model: FlatModel, tensors: Mapping[str, npt.NDArray[Any]]) -> N
     """Copy the weights of a checkpoint into the model.
 
     Raises:
-        CheckpointError: there are none, or of another shape.
+        CheckpointError: they are missing, or of another shape.
     """
     weights = tensors.get(WEIGHTS)
     try:

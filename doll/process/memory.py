@@ -115,7 +115,7 @@ def use_huge_pages(settings: Path = _HUGE_PAGE_SETTINGS) -> bool:
 
 
 def _huge_page_bytes(settings: Path) -> int:
-    """0: there are none, or they are switched off."""
+    """0: the kernel has no huge pages, or they are switched off."""
     try:
         if "[never]" in (settings / "enabled").read_text(encoding="ascii"):
             return 0

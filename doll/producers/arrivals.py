@@ -64,7 +64,7 @@ def parse_gaps(text: str, origin: str) -> npt.NDArray[np.float64]:
     """Gaps in seconds, one a line; blank lines and lines that begin with # are skipped.
 
     Raises:
-        ConfigError: a line is not a number of seconds >= 0, there is none, or all are zero.
+        ConfigError: a line is not a number of seconds >= 0, there is no line, or all are zero.
     """
     gaps: list[float] = []
     for number, raw in enumerate(text.splitlines(), 1):

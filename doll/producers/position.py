@@ -43,7 +43,7 @@ def position_headers(name: str, position: int) -> list[tuple[str, bytes]]:
 
 
 def position_in(name: str, headers: Sequence[tuple[str, bytes | None]]) -> int | None:
-    """The position of this source in a record's headers; None where there is none."""
+    """The position of this source in a record's headers; None without one."""
     for key, value in headers:
         match = _VALUE.fullmatch(value or b"") if key == HEADER else None
         if match is not None and match[1].decode() == name:

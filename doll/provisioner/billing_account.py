@@ -20,7 +20,7 @@ LINES_KEPT_S = 24 * 3600.0
 
 
 class BillingAccount:
-    """Bills instances and keeps the bills of those that have ended.
+    """Bills instances and keeps the bills of ended instances.
 
     Args:
         rule: how the cloud bills.
@@ -36,7 +36,7 @@ class BillingAccount:
     def clear(self) -> None:
         """Begin a bill of zero."""
         self._lines: dict[str, BillLine] = {}  # of ended instances
-        self._archived_bill = Bill()  # of those that ended long ago
+        self._archived_bill = Bill()  # of instances that ended long ago
         self._earlier_usd = 0.0
         self._last_usd = 0.0
 

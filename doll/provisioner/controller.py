@@ -40,7 +40,7 @@ from doll.theory.cost import Prices
 
 log = telemetry.get_logger(__name__)
 
-_MAX_PLANS_PER_TURN = 3  # a market without capacity is planned around in the same turn; the other may have none either
+_MAX_PLANS_PER_TURN = 3  # a market without capacity is planned around in the same turn; the other may lack capacity too
 _STATE_VERSION = 3
 _UNKNOWN_PRICES = Prices(0.0, 1.0)  # of a drain without prices, which plans nothing
 
@@ -247,7 +247,7 @@ class Controller:
         return self._last_prices
 
     def _own(self, listed: Sequence[Instance], now_s: float, alarms: list[str]) -> list[Instance]:
-        """The instances of this job; those that another job has left in its fleet are ended."""
+        """The instances of this job; instances that another job has left in its fleet are ended."""
         own = [instance for instance in listed if not instance.job or not self._job or instance.job == self._job]
         ids = {instance.id for instance in own}
         others = [item for item in listed if item.id not in ids and item.state is not InstanceState.ENDED]

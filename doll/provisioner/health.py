@@ -117,7 +117,7 @@ class JobHealth:
 def _waits_for_spot(
     active: Sequence[int], alive: Sequence[Instance], launch_state: LaunchState, plan: MarketPlan
 ) -> bool:
-    """A slot is to be on spot and has no machine, because spot has none: the others may have to wait for it."""
+    """A slot is to be on spot and has no machine, because spot has no capacity: the others may have to wait for it."""
     with_machine = {instance.slot for instance in alive}
     return any(
         slot not in with_machine and plan.markets[slot] == "spot" and launch_state.lacks_capacity(slot)

@@ -33,7 +33,7 @@ class InstanceTracker:
 
     Attributes:
         known: instances that had not ended when last observed, or have no final bill yet, by id.
-        unlisted: ids of those of them that the newest listing lacks.
+        unlisted: ids of instances that the newest listing lacks.
         pools: the newest spot pool of each slot; "" before the first.
         ready_s: since when an instance's worker has, or had, its slot, by id.
         fenced_s: when the next incarnation took the slot over, by id.

@@ -157,7 +157,7 @@ class LaunchState:
             attempts.retry_at_s[order.market] = retry_s
             return
         self.pending.pop(order.slot, None)
-        # A failed attempt is no launch: slots that wait for spot must not hold back those that go on-demand.
+        # A failed attempt is no launch: slots that wait for spot must not hold back slots that go on-demand.
         if self._launched_s:
             self._launched_s.pop()
         self._failed_launches_s.append(now_s)

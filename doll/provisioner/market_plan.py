@@ -238,7 +238,7 @@ class MarketPlan:
 
         Args:
             fleet_is_empty: no instance runs or boots.
-            hold: why no slot moves from spot to on-demand now; "": they may, but for those whose source has paused.
+            hold: why no slot moves from spot to on-demand now; "": they may, except slots whose source has paused.
         """
         settings, active = self.planned(observed), self.scale_in.active
         first = self._on_spot is None and fleet_is_empty

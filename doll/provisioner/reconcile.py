@@ -1,4 +1,4 @@
-"""From the machines that exist to those that are wanted: what to launch, end or wait for, and why. Pure.
+"""From the machines that exist to the machines that are wanted: what to launch, end or wait for, and why. Pure.
 
 Rules, slot by slot:
 
@@ -9,7 +9,7 @@ Rules, slot by slot:
   One that is still there long after its notice is ended.
 - An instance whose worker has not joined in time is ended at once: nothing depends on it. One whose worker has gone
   silent is ended when its successor is ready, or when its slot is given up.
-- Instances of unknown slots, and those of a job that has finished, are ended.
+- Instances of unknown slots, and of a job that has finished, are ended.
 - An instance of several machines (`fleets.gangs`) has all of them or none: with one of them gone the others are ended,
   also where the gone one had a notice. One that lacks machines is completed by its own order, else ended.
 """

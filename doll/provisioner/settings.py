@@ -27,7 +27,7 @@ class ControllerSettings:
         started_s: when the job's clock began, Unix seconds; None: at the first turn.
         scale_in: when workers are removed; None: never.
         machines_per_worker: k: an instance of a slot is so many machines, all of them or none. Prices of the feed are
-            those of one machine.
+            the values of one machine.
         max_stall_s: time for which machines are paid and no update is applied before everything is ended.
         releases_idle: while the source sends nothing for so long, machines are ended, and launched again when it
             sends; False where the source waits for the workers.

@@ -169,7 +169,7 @@ class LeaderCheck:
             self._done.set()
 
     def _listen(self) -> int:
-        """The term of a live parameter server, 0 where there is none."""
+        """The term of a live parameter server, 0 without one."""
         with _ServerListener(self._config, self._services) as listener:
             if listener.topics_empty:
                 return 0

@@ -25,7 +25,7 @@ def read_file(
     Args:
         header: leave out the first line.
         repeat: begin again at the end.
-        skip: leave out so many lines, counted over all repetitions; they are read, but for whole repetitions.
+        skip: leave out so many lines, counted over all repetitions; they are read, except in whole repetitions.
         max_bytes: of a longer line one byte more than that is kept, so that a check of the length refuses it.
 
     Raises:

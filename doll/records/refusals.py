@@ -48,7 +48,7 @@ class RefusalState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusals:
-    """The refused records among those that a job has applied.
+    """The refused records among the records that a job has applied.
 
     The last records are kept as up to `_BUCKETS` sums, so that the memory does not grow with the window: the window is
     exact to a twentieth of its length.
@@ -63,7 +63,7 @@ class Refusals:
         self.recent_refused = sum(refused for _, refused in self._buckets)
 
     def add(self, records: int, refused: int, reasons: Iterable[tuple[str, int]] = ()) -> None:
-        """`records` were applied, of which `refused` are dead-lettered for these reasons."""
+        """`records` were applied, and `refused` of them are dead-lettered for these reasons."""
         for reason, letters in reasons:
             self.reasons.add(reason, letters)
         if not self._buckets or self._buckets[-1][0] * _BUCKETS >= self._window_records:

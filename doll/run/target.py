@@ -26,7 +26,7 @@ class Target:
     path: Path
 
     def services(self, *, needs_redis: bool = True) -> Services:
-        """The addresses of Kafka and Redis: those of the run, else of the job file or the environment.
+        """The addresses of Kafka and Redis: of the run, else of the job file or the environment.
 
         Args:
             needs_redis: see `resolve`.

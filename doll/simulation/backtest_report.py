@@ -29,7 +29,7 @@ class Verdict:
         worst_points: most percent points of on-demand cost above the best baseline that met every deadline there.
         mean_points: the same over all sets and deadlines on average; negative: cheaper than the best baseline.
         points_by_set: the same over the deadlines of each trace set on average.
-        moves_share: its moves over those of Uniform Progress, summed over all sets and deadlines.
+        moves_share: its moves over the moves of Uniform Progress, summed over all sets and deadlines.
         moves_share_by_set: the same per trace set; NaN where Uniform Progress never moves.
     """
 

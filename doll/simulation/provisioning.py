@@ -16,7 +16,7 @@ from doll.simulation.system import System
 class PlannerProvisioner:
     """Asks the planner every `settings.replan_s` and moves slots as it says.
 
-    Availability is estimated from slots that are on spot; rates are those of the simulation's settings.
+    Availability is estimated from slots that are on spot; rates come from the simulation's settings.
     """
 
     def __init__(self, settings: PlannerSettings) -> None:

@@ -53,7 +53,7 @@ class BaseCheckpointStore(ABC):
         """
 
     def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
-        """The newest checkpoint that is whole, past damaged ones (with a warning); None where there is none at all.
+        """The newest checkpoint that is whole, past damaged ones (with a warning); None without any checkpoint.
 
         Raises:
             CheckpointError: it belongs to another job or fingerprint, none of them is whole, or they cannot be read.

@@ -202,7 +202,7 @@ class BlobInfo(NamedTuple):
 
 
 def blob_info(data: Buffer) -> BlobInfo:
-    """What the header of `data` says, unchecked but for its form; for readers that do not know the version beforehand.
+    """What the header of `data` says; only its form is checked; for readers that do not know the version beforehand.
 
     Raises:
         BlobError: no blob of this schema.

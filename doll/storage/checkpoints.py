@@ -78,7 +78,7 @@ class CheckpointStore(Protocol):
         """
 
     def newest_term(self) -> int:
-        """The highest term claimed or saved, 0 where there is none; above one's own, one is fenced. Repeatable."""
+        """The highest term claimed or saved, 0 without one; a server with a lower term is fenced. Repeatable."""
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Store `checkpoint`, whole or not at all; durable on return. May be repeated.
@@ -89,12 +89,12 @@ class CheckpointStore(Protocol):
         """
 
     def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
-        """The newest checkpoint that is whole; None where there is none at all. May be repeated.
+        """The newest checkpoint that is whole; None without any checkpoint. May be repeated.
 
         A damaged one is passed over with a warning.
 
         Args:
-            fingerprint: what the checkpoint must have, but for what a resume may change; None accepts any, for tools
+            fingerprint: what the checkpoint must have, except what a resume may change; None accepts any, for tools
                 that only look.
 
         Raises:

@@ -72,7 +72,7 @@ class FileCheckpointStore(BaseCheckpointStore):
                         return term
 
     def newest_term(self) -> int:
-        """The highest term claimed or saved, 0 where there is none."""
+        """The highest term claimed or saved, 0 without one."""
         terms = [term for term, _ in self.versions()]
         return max([*terms, *claims_among(self._names())], default=0)
 
@@ -127,7 +127,7 @@ class FileCheckpointStore(BaseCheckpointStore):
         self._refuse_if_superseded(checkpoint, self.newest_term(), self.versions())
 
     def _delete_old(self, term: int) -> None:
-        """Delete all but the newest `keep`, the last of which was just written, and what crashed servers left."""
+        """Delete all checkpoints except the newest `keep`, and what crashed servers left."""
         obsolete = [self._path(*key) for key in self.versions()[: -self._keep]]
         names = self._names()
         obsolete += [

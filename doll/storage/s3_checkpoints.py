@@ -119,7 +119,7 @@ class S3CheckpointStore(BaseCheckpointStore):
         return term
 
     def newest_term(self) -> int:
-        """The highest term claimed or saved, 0 where there is none."""
+        """The highest term claimed or saved, 0 without one."""
         with self._translate_errors("look into"):
             return self._list().newest_term
 

@@ -1,7 +1,7 @@
 """Blobs with several sections: what a worker pushes, and the rows of tables that it asks for. Pure.
 
 A *push* (kind `p`) holds any vectors, dense or as some of their values, and rows of any tables. A *row request* (`q`)
-holds ids, its answer (`r`) rows. The header and its checksums are those of every blob (`doll.storage.blobs`).
+holds ids, its answer (`r`) rows. The header and its checksums are as in every blob (`doll.storage.blobs`).
 
 The body, little-endian: u32 number of sections, u32 0; then each section:
 
@@ -16,7 +16,7 @@ or of values of the vector. No section has the same form and name as another one
 | `d` | - | size of 1 | a vector, dense |
 | `r` | count | count of width | rows of a table; of width 1: some values of a vector |
 | `k` | count | - | send these rows |
-| `c` | count | - | send those of these rows that have changed since version `since` |
+| `c` | count | - | send the rows of these that have changed since version `since` |
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RowRequest(NamedTuple):
     Attributes:
         ids: int64, strictly increasing: of rows to be sent.
         known: int64, strictly increasing: of rows that the worker has as they were at version `since` or later; only
-            those that have changed after it are sent.
+            rows that have changed after it are sent.
         since: a version; without meaning where `known` is empty.
     """
 

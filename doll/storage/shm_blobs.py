@@ -101,7 +101,7 @@ class ShmBlobs:
         self._unlink(key)
 
     def reserve(self, size_bytes: int) -> memoryview | None:
-        """Memory that `put` stores without a copy, as the only part; None: there is none, or it would not pay.
+        """Memory that `put` stores without a copy, as the only part; None: no such memory, or it would not pay.
 
         What is in it may be read for as long as a view of it is held; after `put` it must not be written.
         """

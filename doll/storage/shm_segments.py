@@ -118,7 +118,7 @@ class Segments:
         self._owned: list[Segment] = []
 
     def take(self, size_bytes: int) -> Segment | None:
-        """A free segment of this size, busy from now on; None: there is none."""
+        """A free segment of this size, busy from now on; None: no segment is free."""
         with self._lock:
             for segment in list(self._owned):
                 if segment.size_bytes == size_bytes and segment.is_free():

@@ -73,7 +73,7 @@ class EmbeddingTables:
         """
         self._weights = _find(module)
         self.shapes = {name: TableShape(*weight.shape) for name, (weight, _) in self._weights.items()}
-        # One layer may have several paths, of which each is a name.
+        # One layer may have several paths; each path is a name.
         paths = [(path, id(layer)) for path, layer in module.named_modules(remove_duplicate=False)]
         self.names = {
             name: tuple(f"{path}.weight".lstrip(".") for path, at in paths if at in set(map(id, layers)))
@@ -120,7 +120,7 @@ class EmbeddingTables:
     def gradients(self) -> dict[str, Rows]:
         """Gradients of the rows that were used since `reset`, for all calls of a layer together, in their order.
 
-        A row counts as used if its id was in an input, whatever its gradient is; padding rows have none. A table that
+        A row counts as used if its id was in an input, whatever its gradient is; padding rows do not. A table that
         did not take part in the loss is left out.
         """
         pieces: dict[str, list[Rows]] = {}

@@ -35,7 +35,7 @@ class IdIndex:
         self._mask = (1 << bits) - 1
 
     def find(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """The slot of each of `ids`, shape (n,); -1 where it has none."""
+        """The slot of each of `ids`, shape (n,); -1 where an id has no slot."""
         slots = np.full(len(ids), -1, np.int64)
         left, cells = np.arange(len(ids)), self._home(ids)
         while len(left):
@@ -47,7 +47,7 @@ class IdIndex:
         return slots
 
     def insert(self, ids: Ids, slots: npt.NDArray[np.int64]) -> None:
-        """Give each of `ids`, none of which has a slot or stands twice, one of the free `slots`."""
+        """Give each of `ids` one of the free `slots`. No id has a slot already, and no id stands twice."""
         self.ids[slots] = ids
         self._is_used[slots] = True
         if self._num_marked + len(ids) > 3 * len(self._cells) // 4:
@@ -58,7 +58,7 @@ class IdIndex:
         left, cells = slots, self._home(self.ids[slots])
         while len(left):
             is_free = self._cells[cells] == _EMPTY
-            self._cells[cells[is_free]] = left[is_free]  # of those that want the same cell, one gets it
+            self._cells[cells[is_free]] = left[is_free]  # of the ids that want the same cell, one gets it
             has_none = self._cells[cells] != left
             left, cells = left[has_none], (cells[has_none] + 1) & self._mask
 

@@ -166,7 +166,7 @@ class Vocabulary:
         return cls(len(ids), ids, np.array(counts, np.float64) if counts else None)
 
     def ids(self, words: Iterable[str]) -> list[int]:
-        """The ids of these tokens; those that are not known are left out."""
+        """The ids of these tokens, without unknown tokens."""
         if self._ids is not None:
             known = self._ids
             return [known[word] for word in words if word in known]
@@ -179,13 +179,13 @@ class TextTask(Task):
     """A task on texts. A record is a JSON object with the text in `text`, as the source `text` sends it.
 
     x of a sample: int32, shape (max_tokens,): ids of the tokens in order, `PADDING` behind the last. y: their number.
-    Tokens that are stop words, or not in the vocabulary, are left out. A text may have none left.
+    Tokens that are stop words, or not in the vocabulary, are left out. A text may have no token left.
 
     Args:
         vocabulary_size: number of ids that tokens are hashed to. Tokens of one id are one to the model.
         vocabulary_file: `Vocabulary.from_file`, in place of a hash.
         max_tokens: a record of more tokens is refused; at least `source.tokens_per_record`.
-        stop_words: tokens to leave out; `english`: those of `ENGLISH`.
+        stop_words: tokens to leave out; `english`: the tokens of `ENGLISH`.
         holdout_path: a file as that of the source.
         holdout_lines: its first lines are held out; `source.skip` keeps them out of the stream.
         fields: of its JSON objects, as in the source.

@@ -109,7 +109,7 @@ def fit_decay(
     if not (np.all(np.isfinite(measured)) and np.all(measured > 0) and np.all(np.diff(at) >= 0) and at[-1] > at[0]):
         raise ValueError("expected finite errors above 0 at ascending updates")
     checks.positive(replicas=replicas)
-    # Weighing by the measured errors favours those that noise made small; the fitted curve has no such noise.
+    # Weighing by the measured errors favours errors that noise made small; the fitted curve has no such noise.
     rough = Decay(*_fit(at, 1 / measured**2, measured[np.newaxis, :])[0].tolist())
     weights = 1 / np.maximum(rough.error(at), 1e-3 * measured) ** 2
     rho, beta, gamma = _fit(at, weights, measured[np.newaxis, :])[0].tolist()

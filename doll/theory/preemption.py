@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from doll.theory import checks
 
-_NEVER = 1e-200  # a share of the time below this is none
+_NEVER = 1e-200  # a share of the time below this counts as 0
 
 
 def uptime_variance_s2(time_s: float, alpha: float, cycle_s: float) -> float:
@@ -55,7 +55,7 @@ def gang_availability(machines: int, alpha: float, cycle_s: float) -> Availabili
 
     Assumes that the machines come and go independently, each a chain of its own. A period with all k up ends k times as
     often as that of one machine, after α cycle / k on average; these periods are a share α^k of the time. Machines that
-    fail together are lost more rarely: those of one pool that always come and go together have the α and the cycle of
+    fail together are lost more rarely: machines of a pool that come and go together have the α and the cycle of
     one machine.
 
     Args:

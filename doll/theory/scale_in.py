@@ -314,7 +314,7 @@ def without_outliers(seconds: npt.ArrayLike, window: int = 10, tolerance: float 
 
 
 def mean_step_s(seconds: npt.ArrayLike) -> float | None:
-    """Mean of the durations without outliers; None where there is none above 0."""
+    """Mean of the durations without outliers; None without a duration above 0."""
     kept = without_outliers(seconds)
     mean = float(kept.mean()) if kept.size else 0.0
     return mean if mean > 0 else None

@@ -81,12 +81,12 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """Mean difference; NaN if there is none."""
+        """Mean difference; NaN without reads."""
         size = self.size
         return self.total / size if size else math.nan
 
     def percentile(self, percent: float) -> float:
-        """The smallest difference that at least `percent` % of all do not exceed; NaN if there is none.
+        """The smallest difference that at least `percent` % of all do not exceed; NaN without reads.
 
         The 1st percentile is the staleness that 99 % of the reads do not exceed.
 

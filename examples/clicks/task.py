@@ -35,7 +35,7 @@ class Clicks(Task):
 
     Args:
         columns: of the table that the categories are hashed into. A category that is not there has a column too.
-        sparse: keep the columns as a table at the server, and send only those that a batch has; None: above 1,000,000.
+        sparse: keep the columns as a table at the server, and send only the columns of a batch; None: above 1,000,000.
         holdout_path: file of Criteo's lines that are held out; None: no held-out set.
         holdout_samples: how many of its first lines.
     """

@@ -160,8 +160,8 @@ def conditional(document: Floats, word: Floats, topic: Floats, prior: Prior, num
 
     Args:
         document: n_dk, the tokens of the document by topic, without the token, shape (..., K).
-        word: n_wk, those of its word, without it, shape (..., K).
-        topic: n_k, those of all words, without it, shape (..., K).
+        word: n_wk, the counts of its word, without it, shape (..., K).
+        topic: n_k, the counts of all words, without it, shape (..., K).
         num_words: V.
     """
     weights: Floats = (document + prior.alpha) * (word + prior.beta) / (topic + num_words * prior.beta)
@@ -192,7 +192,7 @@ class Sampler:
             raise ValueError(f"expected ids below {self._num_words}, got {documents.max()}")
         self._prior = prior
         self._together = together or max(1, len(documents))
-        self._order = np.argsort(-lengths, kind="stable")  # longest first: those that have a place are the first ones
+        self._order = np.argsort(-lengths, kind="stable")  # longest first: texts that have a place are the first ones
         self._lengths, is_token = lengths[self._order], is_token[self._order]
         self._words = np.zeros(documents.shape, np.int64)  # rows of `_word_topic`
         ids = documents[self._order][is_token].astype(np.int64)
@@ -205,7 +205,7 @@ class Sampler:
 
     @property
     def topics(self) -> Integers:
-        """Topic of each token, -1 where there is none, shape (n, L)."""
+        """Topic of each token, -1 without a token, shape (n, L)."""
         topics = np.empty_like(self._topics)
         topics[self._order] = self._topics
         return topics

@@ -133,7 +133,7 @@ class Pmf(MatrixFactorization):
         users, items, rank, regularization, deviation, sparse: as in `MatrixFactorization`.
         biases: learn a bias for each user and item too.
         mean: of the ratings; the products explain what differs from it.
-        ratings_path: file of the ratings, of which some are held out; None: no held-out set.
+        ratings_path: file of the ratings; some of them are held out. None: no held-out set.
         header: the first line of that file is a header.
         holdout_one_in: one rating of so many is held out. Set `source.holdout_one_in` to the same, or the stream has
             them too.

@@ -1,8 +1,8 @@
-"""The gradient of a batch without harmful samples: those that cannot be computed, and those that would break the model.
+"""The gradient of a batch without harmful samples: samples that cannot be computed or would break the model.
 
 A batch that is computed and looks as usual costs one norm. Only one that fails, or whose gradient is far longer than
 those before it, is inspected. Samples that fail by themselves are refused. Of a batch that is only unusual, a sample
-is refused where its gradient is far longer than those of ordinary samples, with wrong targets too, *and* its step would
+is refused where its gradient is far longer than usual, with wrong targets too, *and* its step would
 break the model for ordinary samples: a hard or rare sample late in training passes (ADR 0011).
 
 Samples that were learned before, the canary, distinguish bad samples from a task or a model that fails on all.
@@ -60,7 +60,7 @@ class Ordinary(NamedTuple):
 
 
 class GuardedGradient(NamedTuple):
-    """The gradient of the usable samples, None where there is none; and why each of the others was refused."""
+    """The gradient of the usable samples, None without a usable sample; and why each of the others was refused."""
 
     gradient: Gradient | None
     bad: dict[int, str]

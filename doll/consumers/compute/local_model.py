@@ -22,7 +22,7 @@ _NONE: Final = (-1, -1)  # (term, version)
 
 
 class LocalModel(Protocol):
-    """The weights of one worker's replica. Not thread-safe, but for `offer`: the thread that computes owns it."""
+    """The weights of one worker's replica. Not thread-safe, except `offer`: the thread that computes owns it."""
 
     def offer(self, weights: NewVersion) -> None:
         """The server has published these for workers to use: `load` does not keep older ones."""

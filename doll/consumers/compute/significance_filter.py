@@ -16,7 +16,7 @@ class Residual:
     """What one worker holds back of its steps. Shapes: (num_parameters,).
 
     A number of the residual is sent as soon as it is larger than v / sqrt(t) of the number that it changes, in absolute
-    values; each number that is not zero is looked at after every batch, also those that the batch has not touched: the
+    values; each number that is not zero is looked at after every batch, also untouched numbers: the
     bound of Theorem 1 needs it, since the threshold falls with t.
     """
 

@@ -57,7 +57,7 @@ class SkippedBatches:
             reported: batches that the server reports durable.
             hi: offset at which the first batch of the range ends.
             waiting: batches before the range that are not granted.
-            granted: those that are, and are not durable.
+            granted: batches that are granted and not durable.
         """
         if reported != self._reported:
             self._reported, self._changed_at_s = reported, now
@@ -71,7 +71,7 @@ class SkippedBatches:
         return front
 
     def end(self, next_batch: int) -> int:
-        """The batch behind the range; `next_batch` where there is none."""
+        """The batch behind the range; `next_batch` without a range."""
         return next_batch if self._range is None else self._range.until
 
     def passed(self, durable: int, reported: int) -> int:

@@ -51,7 +51,7 @@ class RowClient:
         self._answers.put(answer)
 
     def look_again(self) -> None:
-        """Grants may have become void: who waits for rows of such a one is to give up now."""
+        """Grants may have become void: a task that waits for rows of a void grant gives up now."""
         if self._is_waiting:
             self._answers.put(None)
 

@@ -26,7 +26,7 @@ _REPORT_EVERY_S: Final = 10.0
 
 
 class TableRows:
-    """All tables of one worker. Not thread-safe, but for `offer`: the thread that computes owns it."""
+    """All tables of one worker. Not thread-safe, except `offer`: the thread that computes owns it."""
 
     def __init__(
         self, job: str, blobs: Blobs, client: RowClient, tables: Mapping[str, TableShape], max_bytes: int,

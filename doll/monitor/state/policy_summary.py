@@ -47,7 +47,7 @@ class PolicySummary:
 
     @classmethod
     def of(cls, measures: Iterable[Measures]) -> Self | None:
-        """The sum of several servers' measures, one for each term; None if there are none."""
+        """The sum of several servers' measures, one for each term; None without measures."""
         histogram, parts = Histogram(), list(measures)
         if not parts:
             return None

@@ -81,7 +81,7 @@ class DeadLetterCounts:
         return sum(letters for _, letters in self.reasons)
 
     def text(self) -> str:
-        """`1,008 dead letters (63 of the last 100,000 records), most of them: ...`; empty if there are none."""
+        """`1,008 dead letters (63 of the last 100,000 records), most of them: ...`; empty without dead letters."""
         if not self.reasons:
             return ""
         reason, letters = max(self.reasons, key=lambda item: item[1])
@@ -121,7 +121,7 @@ class JobSnapshot:
     lost: tuple[Range, ...] = ()  # offsets that were deleted before they were learned
     costs: str = ""  # machines and their cost, if they are provisioned
     policy: PolicySummary | None = None  # what its consistency policy gave and cost
-    updates: int = 0  # of `version`, those that learned a sample: what a stop rule counts
+    updates: int = 0  # of `version`, updates that learned a sample: what a stop rule counts
     dead: DeadLetterCounts = DeadLetterCounts()
 
 

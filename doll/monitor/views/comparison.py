@@ -59,7 +59,7 @@ class LossCurve:
 
     @property
     def best(self) -> float:
-        """The smallest loss; NaN if there is none."""
+        """The smallest loss; NaN without losses."""
         finite = self.loss[np.isfinite(self.loss)]
         return float(finite.min()) if len(finite) else math.nan
 
@@ -188,7 +188,7 @@ class Comparison:
 
     @property
     def target_loss(self) -> float:
-        """The loss that the times are for; NaN where there is none."""
+        """The loss that the times are for; NaN without such a loss."""
         if self.target is not None:
             return self.target
         bests = [best for run in self.runs if known(best := run.loss(self.kind).best)]

@@ -75,7 +75,7 @@ def as_sent(array: Array) -> Array:
     """`array` in C order and little-endian: itself, or a copy.
 
     Raises:
-        LinkFrameError: its type is none of `DTYPES`.
+        LinkFrameError: its type is not in `DTYPES`.
     """
     dtype = array.dtype.newbyteorder("<")
     if dtype not in _CODES:

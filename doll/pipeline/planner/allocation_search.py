@@ -279,7 +279,7 @@ def _parts(contents: Contents, most: int) -> Iterator[Contents]:
 
 
 class _Improving:
-    """Exchanges devices of the slowest group with those of others while that makes the slower of the two faster."""
+    """Exchanges devices of the slowest group with devices of others while that makes the slower of the two faster."""
 
     def __init__(self, k: int, rates: Rates, max_groups: int) -> None:
         self._k = k
@@ -332,7 +332,7 @@ def _exchanges(mine: Group, theirs: Group) -> Iterator[tuple[Group, Group]]:
 
 
 def _dealt(fleet: Sequence[Device], k: int, count: int) -> Grouping:
-    """The fastest `count` * k devices, dealt to and fro."""
+    """The fastest `count` * k devices, dealt to the groups in turn, forwards and backwards."""
     ordered = sorted(fleet, key=lambda device: (-device.speed, device.name, device.node))[: count * k]
     groups: list[list[Device]] = [[] for _ in range(count)]
     for at in range(k):

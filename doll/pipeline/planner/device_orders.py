@@ -89,7 +89,7 @@ class Sets:
 
     @classmethod
     def of(cls, counts: Sequence[int], num_stages: int) -> Sets:
-        """All sets of up to `num_stages` devices, of which there are `counts` of each type."""
+        """All sets of up to `num_stages` devices, from `counts` devices of each type."""
         level: dict[tuple[int, ...], int] = {(0,) * len(counts): 0}
         members, steps = [tuple(level)], []
         for _ in range(num_stages):

@@ -14,7 +14,7 @@ from doll.pipeline.planner.placement import default_placement, local_placement, 
 from doll.pipeline.planner.prediction import Prediction, predict
 from doll.pipeline.profiling.profile import Device, Network, Profile
 
-# The smallest N_m that does as well but for this share: more minibatches in flight make weights older.
+# The smallest N_m within this share of the best throughput: more minibatches in flight make weights older.
 TOLERANCE = 0.01
 SEARCH = "search"
 
@@ -134,7 +134,7 @@ class _Planner:
         return candidates or [Candidate(rule, "default", None, problem)]
 
     def _groupings(self, rule: str, in_flight: int) -> tuple[list[Grouping], Found | None]:
-        """By a rule of the paper the one grouping; by the search its own and those of the rules, which may have less
+        """By a rule of the paper the one grouping; by the search its own and the rules' groupings, which may have less
         traffic."""
         if rule != SEARCH:
             groups = RULES[rule](self._fleet, self._k)

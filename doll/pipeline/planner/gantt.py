@@ -61,7 +61,7 @@ def draw(
 
 
 def save(path: Path, timelines: Mapping[str, Timeline], **options: Any) -> None:
-    """Write the picture as a PNG; `options` are those of `draw`.
+    """Write the picture as a PNG; `options` are the options of `draw`.
 
     Raises:
         OSError: it cannot be written.

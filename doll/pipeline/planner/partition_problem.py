@@ -13,7 +13,7 @@ from doll.pipeline.planner.device_orders import Costs, Sets, num_sets, reachable
 from doll.pipeline.profiling.profile import Device, Network, Profile, StageSize
 
 MAX_SETS: Final = 4_096
-"""Sets of devices that are searched: those of 12 different devices, or of 2 x 63."""
+"""Sets of devices that are searched: the sets of 12 different devices, or of 2 x 63."""
 
 
 class DoesNotFitError(ConfigError):

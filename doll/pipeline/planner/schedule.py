@@ -280,7 +280,7 @@ def choose_in_flight(
         stages_of: N_m -> the stages of each virtual worker, cut for so many minibatches in flight; None where a
             virtual worker has too little memory for so many, and then no larger N_m is tried.
         max_in_flight: the largest N_m to try.
-        tolerance: the smallest N_m is taken that does so well but for this share: a larger one makes weights older.
+        tolerance: the smallest N_m within this share of the best throughput is taken: a larger one makes weights older.
         minibatches: length of each simulation.
 
     Raises:

@@ -30,7 +30,7 @@ class Timeline:
     Attributes:
         num_stages: k.
         in_flight: N_m.
-        spans: of all tasks; those of one stage in order of their start.
+        spans: of all tasks; the tasks of one stage in order of their start.
     """
 
     num_stages: int
@@ -54,7 +54,7 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """When the last task ends; 0 if there is none."""
+        """When the last task ends; 0 without tasks."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
@@ -101,14 +101,14 @@ class Timeline:
         return max(self.in_flight, last // 2), last
 
     def in_flight_steps(self, stage: int) -> Steps:
-        """Minibatches of which this stage keeps activations: from the start of their forward task to the end of their
+        """Minibatches whose activations this stage keeps: from the start of their forward task to the end of their
         backward task. One step for each change."""
         changes = [(span.start_s, 1) for span in self.of_stage(stage) if span.kind != "B"]
         changes += [(span.end_s, -1) for span in self.of_stage(stage) if span.kind != "F"]
         return _sums(changes)
 
     def max_in_flight(self, stage: int) -> int:
-        """m_q: the most minibatches of which this stage keeps activations at once."""
+        """m_q: the most minibatches whose activations this stage keeps at once."""
         return int(max((count for _, count in self.in_flight_steps(stage)), default=0))
 
     def memory_steps(

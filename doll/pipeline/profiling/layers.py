@@ -1,7 +1,7 @@
 """The layers of a model, between which it may be cut into stages.
 
-Three ways, in this order: the layers that the task names (`Task.stages`); those of a `torch.nn.Sequential`, nested
-ones too; of any other module those of its graph (`torch.fx`), which is cut wherever one tensor alone goes on, such as
+Three ways, in this order: the layers that the task names (`Task.stages`); the layers of a `torch.nn.Sequential`, nested
+ones too; of other modules the nodes of the graph (`torch.fx`), which is cut wherever one tensor alone goes on, such as
 between the blocks of a residual network.
 
 `torch.distributed.pipelining` cuts graphs as well, by `torch.export`: that fixes the number of samples of a batch,
@@ -143,7 +143,7 @@ def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: to
             raise _cannot(name, f"it returns {type(whole.output).__name__}, expected one tensor")
         difference = whole.difference(run_layers(training))
         if difference and whole.difference(run_whole(training)):
-            # A generator of its own. What is compared in evaluation mode is the same in training mode but for noise.
+            # A generator of its own. The comparison in evaluation mode holds in training mode too, up to noise.
             problem = "its output for the same input differs from call to call"
             continue
         if difference:

@@ -1,4 +1,4 @@
-"""What a model's layers take: the input of the partitioner. Pure, but for reading and writing the file."""
+"""What a model's layers take: the input of the partitioner. Pure, except for reading and writing the file."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ class ComposeFleet:
         return id_ in self._sigterm_s and now_s - self._sigterm_s[id_] > GRACE_S
 
     def _run_over(self, command: Sequence[str], ids: Sequence[str]) -> None:
-        """One command on several containers, of which some may have ended meanwhile."""
+        """One command on several containers; some of them may have ended meanwhile."""
         completed = self._call([*command, *ids])
         lines = [line for line in completed.stderr.lower().splitlines() if line.strip()]
         if completed.returncode != 0 and not all(any(words in line for words in _GONE) for line in lines):

@@ -45,7 +45,7 @@ class Order:
         market: where to buy it.
         attempt: 0, 1, ...; the same order launches at most once, so a new try after a failure is a new attempt.
         avoid: names of pools without capacity.
-        run: distinguishes the orders of one run of a job from those of others, also of an earlier run: an owner
+        run: distinguishes the orders of one run of a job from orders of others, also of an earlier run: an owner
             may remember orders for longer than anybody remembers incarnations.
         machines: of the worker: the instance consists of so many, and is launched with all of them or not at all.
     """
@@ -71,7 +71,7 @@ class Instance:
         notice_s: when it will be taken, by the notice that it has; None without a notice.
         job: whose worker it was launched for; "" where the fleet does not say.
         machines: how many machines it is. Each is billed from its launch to its end.
-        members: these machines, where each has its own times; empty where all have those of the instance.
+        members: these machines, where each has its own times; empty where all have the times of the instance.
     """
 
     id: str

@@ -5,7 +5,7 @@ machine; at the end of an up interval the process gets SIGTERM (it drains), and 
 without notice only SIGKILL. Processes are not restarted: the provisioner launches new ones. They belong to the fork
 server, and die with it also where its parent is killed.
 
-A worker of several machines is one process, which starts those of its stages and ends with any of them. It stands for
+A worker of several machines is one process, which starts its stages' processes and ends with any of them. It stands for
 all of these machines: it is billed as so many, and the market takes it when it takes one of them.
 
 What was launched is kept in a small file, so that a controller that crashes and makes a new fleet of the same fork

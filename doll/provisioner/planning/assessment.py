@@ -72,7 +72,7 @@ class PlanRequest:
 
     @property
     def horizon_s(self) -> float:
-        """The deadline, or a time in which even all on spot are done where there is none."""
+        """The deadline; without one, a time in which even all workers on spot are done."""
         if self.deadline_s is not None:
             return self.deadline_s
         return 2 * self.samples / (max(self.alpha, 0.01) * self.total_per_s)

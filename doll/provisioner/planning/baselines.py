@@ -92,7 +92,7 @@ class MarketPolicy(Protocol):
         ...
 
     def decide(self, observation: Observation) -> Choices:
-        """ON_DEMAND, SPOT (wait where there is none) or OFF for every slot; shape (W, N)."""
+        """ON_DEMAND, SPOT (wait without capacity) or OFF for every slot; shape (W, N)."""
         ...
 
 
@@ -142,7 +142,7 @@ class Static:
 
 
 class Greedy:
-    """Spot while there is slack, waiting where there is none; then on-demand to the end (the NSDI paper's greedy)."""
+    """Spot while there is slack, waiting without capacity; then on-demand to the end (the NSDI paper's greedy)."""
 
     name = "greedy"
 

@@ -1,7 +1,7 @@
 """What observations say about the future: availability of spot with an interval, the streams' rates, boots. Pure.
 
 Model: an up period of a spot slot ends at rate q, a down period at rate r; α = r / (q + r). With Gamma posteriors for q
-and r the quantiles of α are those of a Beta, transformed: exact, no sampling.
+and r the quantiles of α are quantiles of a Beta, transformed: exact, no sampling.
 """
 
 from __future__ import annotations

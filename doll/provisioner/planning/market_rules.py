@@ -54,7 +54,7 @@ class Slack:
 
 
 def boot_left_s(state: PlannerState, settings: PlannerSettings) -> Floats:
-    """Seconds until each slot that boots is ready; 0 for those that work and those that have no machine, shape (N,)."""
+    """Seconds until each slot that boots is ready; 0 for slots that work and slots without a machine, shape (N,)."""
     booting = ~state.up & (~state.on_spot | state.spot_available)
     # On spot a boot begins when a machine is there.
     since_s = np.where(state.on_spot, np.maximum(state.moved_s, state.spot_changed_s), state.moved_s)

@@ -134,9 +134,9 @@ def apply_speed_up(config: JobConfig | None, section: PlanConfig, notes: list[st
 
 
 def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> tuple[PlanConfig, int]:
-    """The section with prices and availability of a worker in place of those of a machine, and machines per worker.
+    """The section with prices and availability of a worker in place of a machine's, and machines per worker.
 
-    A worker with k machines is paid, and is up, only with all of them: its prices are k times those of a machine, and
+    A worker with k machines is paid, and is up, only with all of them: its prices are k times a machine's, and
     its availability is that of k independent machines (`doll.theory.preemption.gang_availability`), unless the section
     states that of a worker. Call it once.
 

@@ -50,7 +50,7 @@ def deadline_at_risk(state: PlannerState, settings: PlannerSettings, reserve: fl
 
 
 def release_refusal(before: PlannerState, after: PlannerState, settings: PlannerSettings, reserve: float) -> str:
-    """Whether going from the slots of `before` to those of `after` endangers deadline or budget, or costs more.
+    """Whether going from the slots of `before` to the slots of `after` endangers deadline or budget, or costs more.
 
     The predictions are the planner's for both: Eq. (15)-(16) and (21)-(22) of the DOLL paper on the remaining work.
     """

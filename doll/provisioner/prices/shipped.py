@@ -88,7 +88,7 @@ def _table(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
 
 
 def machine_of(config: JobConfig | None, instance: str | None, region: str | None) -> tuple[str, str]:
-    """The instance type and the region that are asked for, else those of the job's EC2 fleet, else the defaults.
+    """The instance type and the region that are asked for, else by the job's EC2 fleet, else the defaults.
 
     Of a fleet's instance types, which are of similar size, the first that the table has.
     """

@@ -40,7 +40,7 @@ class WholeWorkers:
     """`Preemption` of slots with several machines each, which come and go independently.
 
     Args:
-        machine: of single machines; those of slot n have the numbers k n to k n + k - 1.
+        machine: of single machines; the machines of slot n have the numbers k n to k n + k - 1.
         machines_per_worker: k.
     """
 
@@ -54,7 +54,7 @@ class WholeWorkers:
 
 
 def pool_of_workers(pool: Pool, machines_per_worker: int, num_workers: int) -> Pool:
-    """The pool, counted in workers of k machines; prices stay those of a machine.
+    """The pool, counted in workers of k machines; prices stay prices of a machine.
 
     A recording of fewer machines than the workers have stands for several with each, so that the machines of a worker
     are among those that one of the recording stands for: it stays as it is.

@@ -38,7 +38,7 @@ class AvailabilityInterval:
     Attributes:
         number: 0, 1, ... of this slot; of both kinds.
         start_s, end_s: wall seconds since the opening; `end_s` is infinite where it never ends.
-        taken_s: for an up interval when the machine goes: `end_s` and the notice; `end_s` where there is none.
+        taken_s: for an up interval when the machine goes: `end_s` and the notice; `end_s` without a notice.
     """
 
     number: int
@@ -115,7 +115,7 @@ class SpotMarket:
         """The paper's model: each machine up a share `alpha` of the time, up and down once in `cycle_s` market seconds.
 
         Args:
-            one_by_one: each machine comes and goes on its own; False: those of a slot together.
+            one_by_one: each machine comes and goes on its own; False: the machines of a slot together.
 
         Raises:
             ConfigError: a number out of its range.

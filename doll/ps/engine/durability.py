@@ -47,7 +47,7 @@ class Durability:
         self._ordered_at_s = now
 
     def stored(self, version: int) -> list[Partition] | None:
-        """The partitions of which more is durable with the checkpoint of `version`; None: it was not ordered."""
+        """The partitions that have more durable batches with the checkpoint of `version`; None: it was not ordered."""
         if self._ordered is None or self._ordered[0] != version:
             return None
         applied = self._ordered[1]

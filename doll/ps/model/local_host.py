@@ -56,7 +56,7 @@ class LocalModelHost:
     ) -> None:  # fmt: skip
         """
         Args:
-            tables: of the model; None: it has none.
+            tables: of the model; None: it has no tables.
             run_id: see `doll.ps.start.Start`.
         """
         self._scope = scope_of(config.job, run_id)

@@ -108,7 +108,7 @@ class ModelHost(HoldsTensors, Protocol):
         ...
 
     def changed_rows(self, worker: int, version: int) -> StoredRows | None:
-        """Put the rows that `worker` has asked for into the blob store, those that have changed since the last call;
+        """Put the rows that `worker` has asked for into the blob store: rows that have changed since the last call;
         None where it has asked for none."""
         ...
 

@@ -99,7 +99,7 @@ class ModelParts(NamedTuple):
 
     Attributes:
         updater: of the flat vector.
-        tables: None where the model has none.
+        tables: None where the model has no tables.
     """
 
     updater: Updater

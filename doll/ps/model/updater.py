@@ -51,7 +51,7 @@ class Updater(HoldsTensors, Protocol):
         ...
 
     def add(self, contribution: Contribution) -> None:
-        """Add `contribution` to those of the next `apply`, behind the ones added before. It is not used afterwards."""
+        """Add `contribution` to the next `apply`, behind the ones added before. It is not used afterwards."""
 
     def max_change(self, contribution: Contribution) -> float:
         """How far `contribution` moves any one parameter at most, before `scale`; infinite where that is no number.
@@ -107,7 +107,7 @@ class ContributionBuffer:
     def __init__(self, updater: Updater, tables: TableStore | None = None) -> None:
         """
         Args:
-            tables: of the model, changed together with the weights; None: it has none.
+            tables: of the model, changed together with the weights; None: no tables.
         """
         self._updater = updater
         self._tables = tables

@@ -67,7 +67,7 @@ class WorkerCounters(Protocol):
 
 
 class PolicyView(Protocol):
-    """The engine's state as policies see it. Every access takes constant time, but for `held_batches`."""
+    """The engine's state as policies see it. Every access takes constant time, except `held_batches`."""
 
     @property
     def version(self) -> int:

@@ -62,7 +62,7 @@ class Bsp(Policy):
     exact_version: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._absent: set[int] = set()  # live workers of which no gradient is held
+        self._absent: set[int] = set()  # live workers without a held gradient
         self._idle: set[int] = set()  # workers with a waiting batch and none in the round
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:

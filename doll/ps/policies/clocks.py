@@ -31,7 +31,7 @@ class WorkerClocks:
         self._offsets: dict[int, int] = {}  # clock - count, of the workers for which it is not 0
         self._clocks: dict[int, int] = {}  # of live workers
         self._counts: dict[int, int] = {}  # live workers by clock
-        self._heap: list[int] = []  # the keys of `_counts`, and such as were
+        self._heap: list[int] = []  # the keys of `_counts`, and earlier keys
         # (clock, the version at which the minimum reached it), both increasing; the last is (minimum, ...).
         self._reached: list[tuple[int, int]] = [(0, 0)]
 
@@ -127,7 +127,7 @@ class WaitingAtGate:
     def __init__(self) -> None:
         self._needed: dict[int, int] = {}  # the minimum that each waiting worker needs
         self._workers: dict[int, set[int]] = {}  # by what they need
-        self._heap: list[int] = []  # the keys of `_workers`, and such as were
+        self._heap: list[int] = []  # the keys of `_workers`, and earlier keys
 
     def set(self, worker: int, needed: int | None) -> None:
         """The minimum that a worker needs; None: it does not wait."""

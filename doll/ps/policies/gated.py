@@ -55,7 +55,7 @@ class GatedByClock(Policy):
         return 1
 
     def clock(self, applied: int) -> int:
-        """The clock of a worker with `applied` batches in the model, but for its offset; default: one per batch."""
+        """The clock of a worker with `applied` batches in the model, without its offset; default: one per batch."""
         return applied
 
     @abstractmethod

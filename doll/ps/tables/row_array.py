@@ -64,7 +64,7 @@ class RowArray:
         return rows
 
     def write(self, ids: Ids, rows: Floats) -> None:
-        """Set these rows, none of which stands twice in `ids`, to `rows`, shape (n, width)."""
+        """Set these rows to `rows`, shape (n, width). No row stands twice in `ids`."""
         self._settle()
         if self._held is None:
             self._memory[ids] = rows

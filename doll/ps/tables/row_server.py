@@ -20,7 +20,7 @@ class StoredRows(NamedTuple):
     """Rows in the blob store.
 
     Attributes:
-        since: only those that have changed after this version; without meaning in an answer.
+        since: only rows that have changed after this version; without meaning in an answer.
     """
 
     key: str

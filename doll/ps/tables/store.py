@@ -61,7 +61,7 @@ class Table:
         return Rows(ids, self._values.read(ids))
 
     def answer(self, request: RowRequest) -> Rows:
-        """The rows of `request.ids`, and those of `request.known` that have changed after `request.since`."""
+        """The rows of `request.ids`, and the rows of `request.known` that have changed after `request.since`."""
         changed = request.known
         if request.since <= self._version:  # a later one is of an earlier term, and void
             changed = changed[self._touched.last_change(changed) > request.since]
@@ -173,7 +173,7 @@ def stored_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, shape: Table
     """All rows of table `name` in a checkpoint, float32, shape (num_rows, width).
 
     Raises:
-        CheckpointError: there are none, or of another shape.
+        CheckpointError: they are missing, or of another shape.
     """
     return _tensor(tensors, name, _VALUES, shape)
 

@@ -1,4 +1,4 @@
-"""Which rows each worker is sent without asking: those that it has asked for once, when they have changed (ESSP).
+"""Which rows each worker is sent without asking: rows that it has asked for once, when they have changed (ESSP).
 
 Dai et al., "High-Performance Distributed ML at Scale through Parameter Server Consistency Models" (AAAI 2015): the
 first GET of a row registers a call-back. Here a push holds only the rows that have changed since the one before it.

@@ -43,7 +43,7 @@ class TouchedRows:
         return ids
 
     def note_change(self, ids: Ids, version: int) -> npt.NDArray[np.int64]:
-        """Note that rows `ids`, none of which stands twice, change in `version`; their slots.
+        """Note that rows `ids` change in `version`; no id stands twice. Returns their slots.
 
         Raises:
             IllegalEventError: a version below that of an earlier change.

@@ -178,6 +178,6 @@ def _notes(config: JobConfig) -> list[str]:
 
 
 def _usd_per_h(config: JobConfig) -> float:
-    """Price of all workers; NaN where the job has none."""
+    """Price of all workers; NaN where the job has no price."""
     price = config.plan.on_demand_usd_per_h
     return float("nan") if price is None else config.data.workers * config.machines_per_worker * price

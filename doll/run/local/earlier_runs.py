@@ -30,7 +30,7 @@ def check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
     services = Services(address or "", "")
     if address is None or kafka_problem(config, services, _REACHABLE_S) is not None:
         return  # `local_stack` reports that, or starts a broker
-    given = config.checkpoint.folder is not None  # else the new run folder, which has none
+    given = config.checkpoint.folder is not None  # else the new run folder, which has no checkpoints
     store, place = open_store(config, runs_folder), checkpoint_location(config, runs_folder)
     existing = store.versions() if given else []
     if existing and not fresh:
@@ -59,7 +59,7 @@ def check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
 
 
 def _newest_run(runs_folder: Path, job: str, kafka: str) -> str:
-    """The newest run of this job on this broker that has checkpoints; "" if there is none."""
+    """The newest run of this job on this broker that has checkpoints; "" without such a run."""
     for path in sorted(runs_folder.glob(f"{job}-*/{STACK}"), key=lambda path: path.stat().st_mtime, reverse=True):
         run = path.parent
         if _recorded_kafka(path) == kafka and (run / "job.yaml").is_file() and _is_run_of(run, job):

@@ -41,7 +41,7 @@ class Notices(Protocol):
     """Interruption notices, as `Ec2Notices` reads them."""
 
     def read(self, own: Collection[str]) -> Mapping[str, float]:
-        """When each of these instances will be interrupted, of those that have a notice; reported at least once."""
+        """When each of these instances that has a notice will be interrupted; reported at least once."""
         ...
 
     def close(self) -> None: ...

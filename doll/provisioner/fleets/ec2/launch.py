@@ -1,6 +1,6 @@
 """Launches by CreateFleet `instant`: which pools to ask, the request, and what EC2's refusals mean.
 
-A launch asks the first subnet's zone for any of the instance types, and the next zone only where that one has none:
+A launch asks the first subnet's zone for any of the instance types, and the next zone only without capacity there:
 traffic between zones costs money, and EC2's own choice of a pool ignores that.
 """
 

@@ -1,6 +1,6 @@
 """Interruption notices of spot instances, two minutes ahead: EventBridge puts them into an SQS queue, this reads it.
 
-The events carry no tags, so the queue has those of every spot instance of the account: other ones are deleted. A notice
+The events carry no tags, so the queue has events of all spot instances of the account; others are deleted. A notice
 for the job stays in the queue until its instance has ended and is read repeatedly, so a process that crashes between
 reading and acting loses nothing. The queue's retention removes it (`message_retention_seconds`, 300 in Terraform).
 

@@ -117,7 +117,7 @@ def _on_demand_usd(
 
 
 def _stated_on_demand(folder: Path) -> dict[tuple[str, str], float]:
-    """(instance type, product) -> USD per hour by the user's own `on_demand.csv`; empty where there is none."""
+    """(instance type, product) -> USD per hour by the user's own `on_demand.csv`; empty without this file."""
     stated = {}
     for path in sorted(folder.glob(f"{ON_DEMAND}*")):
         for line, row in rows(path, ("instance_type", "usd_per_hour")):

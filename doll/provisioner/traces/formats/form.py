@@ -52,7 +52,7 @@ def unpriced(name: str, num_machines: int, num_up: Series) -> Pool:
 
 
 def steps(times: Sequence[float], counts: Sequence[float]) -> Series:
-    """One value per time: the last of those that share it."""
+    """One value per time: the last of the values that share it."""
     last = dict(zip(times, counts, strict=True))
     return Series(np.array(list(last)), np.array(list(last.values())))
 

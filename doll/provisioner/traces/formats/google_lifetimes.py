@@ -23,7 +23,7 @@ def load(path: Path) -> tuple[list[TraceSet], Parts]:
     """Lifetimes of single machines, one set; pools by zone.
 
     The recording says how long machines lived, not how many were available. A pool is made of machines that live as
-    long as recorded ones (Kaplan-Meier, since those that their user stopped are censored), and are replaced ten minutes
+    long as recorded ones (Kaplan-Meier, since machines stopped by users are censored), and are replaced ten minutes
     after a preemption.
 
     Raises:
