@@ -1,169 +1,42 @@
-"""The parameter server without its transport: what it does, in which order, and what each crash leaves."""
+"""The parameter server without its transport: what it does, and in which order."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
-import structlog
-from doll.config import JobConfig, parse
-from doll.errors import CheckpointError, FencedError
-from doll.model.flat_model import build, fingerprint
-from doll.optim.optimizer import DivergedError, Optimizer
+from doll.errors import CheckpointError
 from doll.ps.checkpointing import decode_snapshot
 from doll.ps.engine.events import StopRequested
-from doll.ps.model.local_host import LocalModelHost
-from doll.ps.server import ParameterServer
-from doll.ps.start import Start, make_engine
 from doll.records.control import (
     Alive,
     Announce,
     AnyRecord,
     Durable,
     Fence,
-    Finished,
     Grant,
     Hello,
     Join,
     Nack,
     NewVersion,
-    ServerStatus,
-    Stop,
     TermStarted,
     Update,
     Welcome,
 )
 from doll.storage.blobs import HEADER_BYTES, decode_blob, decode_latest, encode_blob, gradient_key, latest_key
 from doll.storage.checkpoints import Checkpoint
-from doll.task.base import load_task
-from memory_stores import MemoryBlobs, MemoryCheckpointStore
+from memory_stores import MemoryCheckpointStore
 from pushes import answer
+from server_rig import MemoryOutbox, Rig
 
 pytestmark = pytest.mark.slow  # loads torch
 
-JOB = """
-job: unit
-task: {class: "examples.synthetic.task:Gaussian", args: {features: 3}}
-data: {workers: 2, batch_size: 4}
-training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.1, momentum: 0.9}}
-checkpoint: {every_updates: 1, every_s: 1000}
-"""
-
-
-@dataclass
-class MemoryOutbox:
-    """An outbox whose Kafka acknowledges update records only as far as the test says."""
-
-    commands: list[tuple[int, AnyRecord]] = field(default_factory=list)
-    updates: list[AnyRecord] = field(default_factory=list)
-    statuses: list[ServerStatus] = field(default_factory=list)
-    acknowledged: int | None = None  # None: all, at once
-
-    def send_command(self, worker: int, record: AnyRecord) -> None:
-        self.commands.append((worker, record))
-
-    def send_update(self, record: AnyRecord) -> None:
-        self.updates.append(record)
-
-    def send_status(self, record: ServerStatus) -> None:
-        self.statuses.append(record)
-
-    def updates_acknowledged(self) -> int:
-        return len(self.updates) if self.acknowledged is None else self.acknowledged
-
-    def flush(self, timeout_s: float) -> int:
-        return 0
-
-    def of(self, kind: type[Any]) -> list[Any]:
-        return [record for _, record in self.commands if isinstance(record, kind)]
-
-
-class Rig:
-    """A server, and workers whose gradients are whatever the test says."""
-
-    def __init__(self, *overrides: str, store: MemoryCheckpointStore | None = None) -> None:
-        self.config: JobConfig = parse(JOB, overrides)
-        self.now = 0.0
-        self.outbox, self.blobs = MemoryOutbox(), MemoryBlobs(clock=lambda: self.now)
-        self.store = store or MemoryCheckpointStore("unit")
-        model = build(self.config, load_task(self.config))
-        self.mark = fingerprint(self.config, model)
-        self.optimizer = Optimizer(model, self.config.training.optimizer)
-        self.term = self.store.claim_term()
-        checkpoint = self.store.load_newest(self.mark)
-        start = Start(self.term, 0.0, (100, 200)) if checkpoint is None else Start.resume(self.term, 0.0, checkpoint)
-        host = LocalModelHost(self.config, self.term, self.optimizer, self.blobs)
-        self.server = ParameterServer(
-            self.config, engine=make_engine(self.config, start, host), host=host, store=self.store, outbox=self.outbox,
-            fingerprint=self.mark, clock=lambda: self.now,
-        )  # fmt: skip
-        self.server.open()
-        self.store.saved.clear()  # of version 0
-
-    @property
-    def size(self) -> int:
-        return int(self.optimizer.weights.size)
-
-    def join(self) -> None:
-        for worker in (0, 1):
-            self.server.feed(Join(worker=worker, process=f"i{worker}"))
-        self.sessions = {record.worker: record.session for record in self.outbox.of(Welcome)}
-
-    def announce(self, worker: int, first: int, until: int) -> None:
-        self.server.feed(Announce(worker=worker, session=self.sessions[worker], first=first, until=until))
-
-    def answer(self, grant: Grant, value: float = 1.0, *, store: bool = True, key: str | None = None) -> None:
-        """Push a gradient of this value everywhere, as the sum over 4 samples."""
-        name = gradient_key("unit", grant.term, grant.grant_ids[0]) if key is None else key
-        if store and name:
-            gradient = np.full(self.size, value, np.float32)
-            self.blobs.put(name, encode_blob(gradient, job="unit", kind="g", version=grant.version), 60.0)
-        self.server.feed(
-            answer(
-                grant, grant.term, name, n_samples=4 if name else 0, loss_sum=8.0 if name else 0.0,
-                metric_sums={"accuracy": 2.0} if name else {}, dead=() if name else (100,),
-            )
-        )  # fmt: skip
-
-    def grants(self) -> list[Grant]:
-        """Those since the last call."""
-        grants = self.outbox.of(Grant)[self.answered :]
-        self.answered += len(grants)
-        return grants
-
-    answered = 0
-
-    def update(self, value: float = 1.0) -> None:
-        """One batch of each worker, applied."""
-        at = self.server.engine.version
-        for worker in (0, 1):
-            self.announce(worker, at, at + 1)
-        for grant in self.grants():
-            self.answer(grant, value)
-        assert self.server.engine.version == at + 1
-
-    def pass_time(self, seconds: float) -> None:
-        """Unless the thread that writes checkpoints is at work: its time is not the clock's."""
-        if not self.server.checkpoints.is_saving:
-            self.now += seconds
-
-    def turn_until(self, condition: Callable[[], bool]) -> None:
-        """The checkpoint is written by a thread: give it the time that it takes."""
-        deadline_s = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline_s
-            self.server.run_periodic()
-
 
 @pytest.fixture
-def rig() -> Any:
+def rig() -> Iterator[Rig]:
     made = Rig()
     made.join()
     yield made
@@ -407,185 +280,6 @@ def test_batches_without_a_usable_sample_make_a_version_and_change_no_weight(rig
     assert (update.version, update.n_samples, update.loss) == (1, 0, 0.0)
     assert update.members[0].dead == (100,)
     assert rig.optimizer.weights.tobytes() == before.tobytes()
-
-
-def test_a_model_that_diverges_ends_the_server_and_leaves_the_checkpoint_intact(rig: Rig) -> None:
-    rig.update()
-    rig.turn_until(lambda: rig.server.engine.durable_version == 1)
-    weights = rig.optimizer.weights.copy()
-    with pytest.raises(DivergedError):
-        rig.update(value=float("nan"))
-    held = rig.store.load_newest(rig.mark)
-    assert held is not None
-    assert held.version == 1
-    assert held.tensors["weights"].tobytes() == weights.tobytes()
-    assert not any(isinstance(record, Update) and record.version == 2 for record in rig.outbox.updates)
-
-
-def test_a_fenced_server_stops_and_saves_nothing(rig: Rig) -> None:
-    rig.update()
-    rig.store.claim_term()  # a successor
-    with pytest.raises(FencedError, match="term 1 is over: term 2"):
-        rig.turn_until(lambda: False)
-    assert rig.store.saved == []
-    assert rig.outbox.of(Durable) == []
-
-
-def test_a_superseded_server_with_nothing_to_save_stops_too(rig: Rig) -> None:
-    """It hears workers answer a newer server, and asks the store whether that is so: anybody may write to the topic."""
-    newer = Nack(worker=0, session=rig.sessions[0], batch=0, term=2, grant_id=1, reason="batch")
-    rig.server.feed(newer)
-    rig.store.claim_term()
-    with pytest.raises(FencedError, match="term 1 is over: term 2"):
-        rig.server.feed(newer)
-
-
-def test_a_checkpoint_that_cannot_be_saved_is_not_durable(rig: Rig) -> None:
-    """It is tried again for `checkpoint.retry_timeout_s`: ending at once would only lose what is learned meanwhile."""
-    rig.store.fail_next(*[CheckpointError("disk full")] * 3)
-    rig.update()
-    with structlog.testing.capture_logs() as logs:
-        while len([entry for entry in logs if entry["event"] == "checkpoint_not_saved"]) < 3:
-            assert rig.outbox.of(Durable) == []
-            rig.pass_time(0.5)
-            rig.server.run_periodic()
-    rig.now += 1.0
-    rig.turn_until(lambda: bool(rig.outbox.of(Durable)))
-    assert rig.store.saved == [(1, 1)]
-
-
-def test_a_store_that_stays_away_ends_the_server(rig: Rig) -> None:
-    rig.store.fail_next(*[CheckpointError("disk full")] * 1000)
-    rig.update()
-
-    def later() -> bool:
-        rig.pass_time(0.5)
-        return rig.now > 100
-
-    with pytest.raises(CheckpointError, match="disk full"):
-        rig.turn_until(later)
-    assert 60 < rig.now < 65
-    assert rig.outbox.of(Durable) == []
-
-
-def test_the_end_comes_when_the_last_version_is_durable() -> None:
-    rig = Rig("stop.updates=2")
-    rig.join()
-    rig.outbox.acknowledged = 0
-    rig.update()
-    rig.update()
-    for _ in range(3):
-        rig.server.run_periodic()
-    assert rig.server.engine.finished is None
-    assert not any(isinstance(record, Finished) for record in rig.outbox.updates)
-    rig.outbox.acknowledged = None
-    rig.turn_until(lambda: rig.server.engine.finished is not None)
-    finished = rig.outbox.updates[-1]
-    assert isinstance(finished, Finished)
-    assert (finished.version, finished.reason) == (2, "updates: 2 reached")
-    assert rig.store.saved[-1] == (1, 2)
-    assert [worker for worker, record in rig.outbox.commands if isinstance(record, Stop)] == [0, 1]
-    pointer = rig.blobs.get(latest_key("unit"))
-    assert pointer is not None
-    assert decode_latest(pointer).version == 2  # the evaluator's last word is about it
-    rig.server.close()
-
-
-def test_leaving_saves_only_what_kafka_has_records_of() -> None:
-    rig = Rig("checkpoint.every_updates=1000")
-    rig.join()
-    rig.update()
-    rig.outbox.acknowledged = 1
-    rig.server.save_now()
-    assert rig.store.saved == []
-    rig.outbox.acknowledged = None
-    rig.server.save_now()
-    assert rig.store.saved == [(1, 1)]
-    rig.server.close()
-
-
-def test_sigterm_saves_although_the_save_under_way_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A passing failure is tried again, also when there is only one try left."""
-    under_way: Future[None] = Future()
-    monkeypatch.setattr(rig.server.checkpoints._executor, "submit", lambda *_: under_way)
-    rig.update()
-    rig.turn_until(lambda: rig.server.checkpoints.is_saving)
-    under_way.set_exception(CheckpointError("timeout"))
-    rig.server.save_now()
-    assert rig.store.saved == [(1, 1)]
-    rig.store.claim_term()
-    with pytest.raises(FencedError):
-        rig.server.save_now()
-
-
-def test_a_successor_goes_on_from_the_checkpoint_and_does_the_rest_again() -> None:
-    """Crash after apply, before the checkpoint: version 2 is void, its batches are granted again."""
-    rig = Rig()
-    rig.join()
-    rig.update(1.0)
-    rig.turn_until(lambda: rig.server.engine.durable_version == 1)
-    rig.outbox.acknowledged = 0
-    rig.update(2.0)
-    weights = rig.optimizer.weights.copy()
-    rig.server.close()
-
-    successor = Rig(store=rig.store)
-    (started,) = successor.outbox.updates
-    assert isinstance(started, TermStarted)
-    assert (started.term, started.resumed_version, started.origins) == (2, 1, (100, 200))
-    assert started.resumed_batches == 2
-    successor.join()
-    assert [record.next_batch for record in successor.outbox.of(Welcome)] == [1, 1]
-    successor.update(2.0)
-    assert successor.optimizer.weights.tobytes() == weights.tobytes()  # momentum went with the checkpoint
-    assert all(grant.key.startswith("doll:unit:w:2:") for grant in successor.outbox.of(Grant))
-    successor.server.close()
-
-
-def test_a_resume_with_another_learning_rate_steps_by_it_from_the_same_state() -> None:
-    """Only what a resume may change differs: the momentum of the checkpoint counts, times the new rate."""
-    rig = Rig()
-    rig.join()
-    rig.update(1.0)
-    rig.turn_until(lambda: rig.server.engine.durable_version == 1)
-    saved = rig.optimizer.weights.copy()
-    rig.server.close()
-    steps = []
-    rate = rig.config.training.optimizer.lr
-    for overrides in ((), (f"training.optimizer.lr={4 * rate}",)):
-        successor = Rig(*overrides, store=rig.store)
-        successor.outbox.acknowledged = 0  # the next one begins from the same checkpoint
-        successor.join()
-        successor.update(1.0)
-        steps.append(successor.optimizer.weights - saved)
-        successor.server.close()
-    assert np.any(steps[0] != 0)
-    np.testing.assert_allclose(steps[1], 4 * steps[0], rtol=1e-4, atol=1e-6)
-
-
-def test_crash_after_the_checkpoint_before_durable_is_said_in_the_next_welcome() -> None:
-    rig = Rig()
-    rig.join()
-    rig.update()
-    order = rig.store.save
-    saved, release = threading.Event(), threading.Event()
-
-    def save(checkpoint: Checkpoint) -> None:
-        order(checkpoint)
-        saved.set()
-        assert release.wait(300)
-
-    rig.store.save = save  # type: ignore[method-assign]
-    rig.server.run_periodic()
-    assert saved.wait(300)
-    assert rig.outbox.of(Durable) == []  # it died here
-    release.set()
-    rig.server.close()
-    del rig.store.save
-    successor = Rig(store=rig.store)
-    successor.join()
-    assert [record.next_batch for record in successor.outbox.of(Welcome)] == [1, 1]
-    successor.server.close()
 
 
 def test_an_older_incarnation_is_fenced(rig: Rig) -> None:
