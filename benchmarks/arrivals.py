@@ -7,7 +7,7 @@ import contextlib
 from confluent_kafka import TopicPartition
 from doll.config import JobConfig
 from doll.kafka.clients import make_consumer
-from doll.kafka.offsets import partition_bounds
+from doll.kafka.reader import partition_bounds
 from doll.services import Services
 
 _TIMEOUT_S = 15.0

@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from doll.pipeline.links.link import Link, SocketLink, shared_pair, socket_pair
+from doll.pipeline.links.link import StageLink, shared_pair, socket_pair
 from doll.process.memory import keep_freed_memory
 
 SIZES: Final = {"1 kB": 1 << 10, "64 kB": 1 << 16, "1 MB": 1 << 20, "10 MB": 10 << 20}
@@ -84,7 +84,7 @@ class Row:
 class LinkEnd:
     """An end of one of DOLL's links."""
 
-    def __init__(self, link: Link, copies: bool) -> None:
+    def __init__(self, link: StageLink, copies: bool) -> None:
         self._link = link
         self._copies = copies
 
@@ -126,11 +126,11 @@ class GlooEnd:
             work.wait()
 
 
-def _tcp_pair() -> tuple[Link, Link]:
+def _tcp_pair() -> tuple[StageLink, StageLink]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    return SocketLink(one), SocketLink(other)
+    return StageLink(one), StageLink(other)
 
 
 def new_link(kind: str, folder: str) -> tuple[Callable[[int], End], Callable[[], None]]:
@@ -138,7 +138,7 @@ def new_link(kind: str, folder: str) -> tuple[Callable[[int], End], Callable[[],
     if kind == "gloo":
         store = f"{folder}/{time.monotonic_ns()}"
         return lambda rank: GlooEnd(rank, store), lambda: None
-    pair: tuple[Link, Link]
+    pair: tuple[StageLink, StageLink]
     if kind.startswith("shared"):
         pair = shared_pair(_KEPT + 2, max(SIZES.values()), min_bytes=1 << 14)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,16 +17,16 @@ from doll.config import JobConfig, parse
 from doll.consumers.compute.compressor import SparseCompressor
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.guard import Guard
-from doll.consumers.intake.dead_letters import UsableSamples
+from doll.consumers.intake.dead_letters import DeadLetters, UsableSamples
 from doll.consumers.intake.decoding import Decoded
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
 from doll.consumers.pipeline.stage_processes import StageProcesses, start_stages
-from doll.consumers.pipeline.task_log import TaskLog, read_tasks
 from doll.consumers.protocol.worker_core import Batch, GradientDone
 from doll.model.flat_model import build
 from doll.pipeline.planner.cut import cut
-from doll.pipeline.runtime.messages import Task as StageTask
+from doll.pipeline.planner.measured import TaskLog, read_tasks
+from doll.pipeline.runtime.messages import StageTask
 from doll.process.memory import keep_freed_memory
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
@@ -35,8 +35,11 @@ from doll.task.base import load_task
 from benchmarks.memory_blobs import MemoryBlobs
 
 
-class _NoDeadLetters:
-    def refuse_samples(self, batch: Batch, bad: dict[int, str]) -> UsableSamples:
+class _NoDeadLetters(DeadLetters):
+    def __init__(self) -> None:
+        pass
+
+    def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> UsableSamples:
         raise AssertionError(f"a sample of a benchmark is refused: {bad}")
 
 

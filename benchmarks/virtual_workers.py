@@ -28,8 +28,8 @@ import numpy as np
 from doll.config import JobConfig
 from doll.pipeline.planner import gantt
 from doll.pipeline.planner.cut import cut
-from doll.pipeline.planner.live_memory import live_rule
 from doll.pipeline.planner.measured import timeline_of
+from doll.pipeline.planner.profiled import live_rule
 from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.pipeline.planner.timeline import Timeline
 from doll.pipeline.profiling.layers import layers_of

@@ -40,8 +40,8 @@ def plan_pipeline(
     from doll.pipeline.planner.fleet import load_fleet
     from doll.pipeline.planner.fleet_plan import plan_fleet
     from doll.pipeline.planner.fleet_report import report_text, to_dict
-    from doll.pipeline.planner.live_memory import live_rule
     from doll.pipeline.planner.partition import MemoryRule
+    from doll.pipeline.planner.profiled import live_rule
     from doll.pipeline.profiling.profile import Profile
 
     section = config.worker.pipeline if config is not None else None

@@ -14,20 +14,20 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 from msgspec import structs
 
 from doll.config import JobConfig
 from doll.consumers.channels.control_link import ControlLink
+from doll.consumers.channels.kafka_channel import Commands, WorkerChannel
 from doll.consumers.compute.gradient_engine import GradientEngine
 from doll.consumers.intake.batch_buffer import BatchBuffer, buffer_capacity
 from doll.consumers.intake.batching import Batcher, RawBatch
-from doll.consumers.intake.decoder import Decoder
+from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records
-from doll.consumers.intake.deleted_records import DeletedRecords, LogChannel
-from doll.consumers.lifecycle.departure import Departure
-from doll.consumers.lifecycle.exits import ProcessExit
+from doll.consumers.intake.deleted_records import DeletedRecords
+from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.lifecycle.stall_watch import StallWatch
 from doll.consumers.protocol.skipped_batches import Skipped
 from doll.consumers.protocol.worker_core import (
@@ -35,7 +35,7 @@ from doll.consumers.protocol.worker_core import (
     Batch,
     Compute,
     Exit,
-    Offer,
+    OfferWeights,
     Send,
     StoreRest,
     WorkerAction,
@@ -49,8 +49,6 @@ from doll.records.control import Announce, AnyRecord, GetRows, Grant, Hello, Nac
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
-
-Commands: TypeAlias = list[tuple[int, bytes | None]]  # (offset, value), in order
 
 TICK_S: Final = 0.1
 WATCH_EVERY_S: Final = 1.0
@@ -87,23 +85,6 @@ class SampleStream(Protocol):
         """Stop now."""
 
 
-class Channel(LogChannel, Protocol):
-    """The worker's connection to Kafka beside the stream, see `doll.consumers.channels.kafka_channel`."""
-
-    def poll(self) -> None:
-        """Handle delivery reports."""
-
-    def flush(self, timeout_s: float) -> None:
-        """Wait until what was sent has arrived."""
-
-    def holds_record(self, topic: str, partition: int, lo: int, hi: int) -> bool:
-        """Whether there is a record in [lo, hi); blocks."""
-        ...
-
-    def read_commands(self, deliver: Callable[[Commands], object]) -> None:
-        """Pass commands to `deliver` from now on, from another thread."""
-
-
 class WorkerRuntime:
     """One worker's tasks. Everything but the constructor runs on one event loop.
 
@@ -122,7 +103,7 @@ class WorkerRuntime:
         config: JobConfig,
         *,
         core: WorkerCore,
-        channel: Channel,
+        channel: WorkerChannel,
         decoder: Decoder,
         engine: GradientEngine,
         commands_offset: int,
@@ -355,7 +336,7 @@ class WorkerRuntime:
                         self._orders.put_nowait(order)
                 case StoreRest():
                     self._orders.put_nowait(action)
-                case Offer(weights):
+                case OfferWeights(weights):
                     self._engine.offer(weights)
                 case Acknowledge(until):
                     fault_point("worker.after_durable")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from doll.drill.plan import Fault
-from doll.records.control import AnyRecord, TermStarted, Update
+from doll.ledger.lineage import Lineage, UpdatesRecord
+from doll.records.control import AnyRecord, Update
 
 _LASTING = ("malformed_notice", "late_grants", "late_settles", "second_run")  # done later than injected
 _RECENT = 500  # updates kept until Kafka has acknowledged a poison record with its offset
@@ -103,7 +104,7 @@ class RecoveryTracker:
 
     def __init__(self) -> None:
         self.injected: list[InjectedFault] = []
-        self._term = 0
+        self._lineage = Lineage()
         self._open: list[InjectedFault] = []
         self._recent: deque[Update] = deque(maxlen=_RECENT)
 
@@ -111,12 +112,12 @@ class RecoveryTracker:
         """Record a fault that is injected now."""
         # An update of the dead server may still be in flight: only one of a later term shows that it has a successor.
         of_ps = fault.kind.target == "ps"
-        after_term = self._term if of_ps and fault.kind.action in ("kill", "zombie", "preempt") else -1
+        after_term = self._lineage.newest_term if of_ps and fault.kind.action in ("kill", "zombie", "preempt") else -1
         # Without control links it goes on through Kafka.
         is_cut_off = of_ps and fault.kind.cut_from in ("kafka", "redis")
         restored_s = time_s + fault.hold_s if is_cut_off else time_s
         is_done = fault.kind.action not in _LASTING
-        injected = InjectedFault(fault, time_s, after_term, self._term, restored_s, poison, is_done)
+        injected = InjectedFault(fault, time_s, after_term, self._lineage.newest_term, restored_s, poison, is_done)
         self.injected.append(injected)
         self._open.append(injected)
         return injected
@@ -130,15 +131,11 @@ class RecoveryTracker:
 
     def feed(self, record: AnyRecord) -> None:
         """A record of the `updates` topic."""
-        match record:
-            case TermStarted():
-                self._term = max(self._term, record.term)
-            case Update():
-                self._term = max(self._term, record.term)
-                self._recent.append(record)
-                self._take(record)
-            case _:
-                pass
+        if isinstance(record, UpdatesRecord):
+            self._lineage.feed(record)
+        if isinstance(record, Update):
+            self._recent.append(record)
+            self._take(record)
 
     def _take(self, update: Update) -> None:
         for injected in self.injected:

@@ -19,7 +19,7 @@ from doll.kafka.publisher import Publisher
 from doll.kafka.tail import Tail
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
-from doll.process.heartbeats import HEARTBEAT_EVERY_S
+from doll.process.metric_names import HEARTBEAT_EVERY_S
 from doll.process.signals import stop_requested
 from doll.records.control import Evaluated, Metric
 from doll.services import Services

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from confluent_kafka import TopicPartition
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from doll.errors import RecordError, ServiceUnavailableError
-from doll.kafka import offsets
 from doll.kafka.clients import make_consumer
+from doll.kafka.errors import retry_while_leaderless, translate_errors
 from doll.records.control import AnyRecord, decode
 from doll.telemetry import get_logger
 
@@ -24,10 +24,39 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 LOOKUP_S: Final = 10.0
+_BOUNDS_TIMEOUT_S: Final = 15.0
 # The broker answers as soon as there is a record: the wait is how often an idle reader asks again.
 _FETCH_WAIT_MS: Final = 5000
 
 Start = Callable[["Partition", int, int], int]
+
+
+def partition_bounds(
+    consumer: Consumer, address: str, topic: str, partition: int, timeout_s: float = _BOUNDS_TIMEOUT_S
+) -> tuple[int, int]:
+    """(low, high): the first offset that a partition still holds, and the one that its next record gets.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer, or the topic does not exist.
+    """
+
+    def fetch() -> tuple[int, int]:
+        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=timeout_s, cached=False)
+        return int(low), int(high)
+
+    with translate_errors(address, f"say where {topic}/{partition} begins and ends"):
+        return retry_while_leaderless(fetch)
+
+
+def partition_ends(consumer: Consumer, topic: str, partitions: int, timeout_s: float) -> list[int] | None:
+    """The end (high watermark) of each partition; None where a broker does not answer within `timeout_s`."""
+    try:
+        return [
+            int(consumer.get_watermark_offsets(TopicPartition(topic, number), timeout=timeout_s, cached=False)[1])
+            for number in range(partitions)
+        ]
+    except KafkaException:
+        return None
 
 
 class Partition(NamedTuple):
@@ -113,7 +142,7 @@ class Reader:
         self.positions: dict[Partition, int] = {}
         try:
             for partition in partitions:
-                low, high = offsets.partition_bounds(self._consumer, services.kafka, *partition, lookup_timeout_s)
+                low, high = partition_bounds(self._consumer, services.kafka, *partition, lookup_timeout_s)
                 self.ends[partition] = high
                 self.positions[partition] = start(partition, low, high)
         except BaseException:
@@ -173,11 +202,11 @@ class Reader:
         Raises:
             ServiceUnavailableError: the broker does not answer, or the topic does not exist.
         """
-        return offsets.partition_bounds(self._ends_client(), self._address, *partition, self._lookup_s)
+        return partition_bounds(self._ends_client(), self._address, *partition, self._lookup_s)
 
     def partition_ends(self, topic: str, partitions: int, timeout_s: float = 1.0) -> list[int] | None:
         """The end (high watermark) of each partition of any topic; None where a broker does not answer in time."""
-        return offsets.partition_ends(self._ends_client(), topic, partitions, timeout_s)
+        return partition_ends(self._ends_client(), topic, partitions, timeout_s)
 
     def _ends_client(self) -> Any:
         """Made when it is needed: most readers never look an end up once they read."""

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    NewTopic,
+    OffsetSpec,
+    ResourcePatternType,
+    ResourceType,
+)
 
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topic_settings
-from doll.kafka.acls import allow_producer
-from doll.kafka.clients import make_admin
+from doll.kafka.clients import kafka_credentials, make_admin
 from doll.kafka.errors import error_of, retry_while_leaderless, translate_errors
-from doll.kafka.topic_plan import MIN_ISR_SETTING, TOPIC_KINDS, TopicKind, plan_topics
+from doll.kafka.topic_plan import MIN_ISR_SETTING, TOPIC_KINDS, TopicKind, TopicPlan, plan_topics
 from doll.services import Services
 from doll.telemetry import get_logger
 
@@ -29,6 +38,46 @@ _TIMEOUT_S: Final = 15.0
 _DELETE_S: Final = 5.0
 _BROKER_S: Final = 2.0  # for one broker's answer: another may know more
 _ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
+
+
+def _allow_producer(admin: AdminClient, config: JobConfig, address: str) -> None:
+    """Allow `kafka.producer_user`, if it is set, to write to `samples` and nothing else. It may be repeated.
+
+    An ACL's resource pattern is one topic or a prefix, and `doll.*.samples` is neither, so each job adds ACLs for its
+    own topic. Where Kafka allows everyone to use a topic without ACLs (`allow.everyone.if.no.acl.found`), the first ACL
+    excludes all other users: DOLL's own user gets one in the same request.
+
+    Raises:
+        ConfigError: Kafka has no authorizer: the user could write to every topic.
+        ServiceUnavailableError: Kafka does not answer, or DOLL's own user may not create ACLs.
+    """
+    if config.kafka.producer_user is None:
+        return
+
+    principal, topic = f"User:{config.kafka.producer_user}", config.topic("samples")
+    allowed = [(principal, AclOperation.DESCRIBE), (principal, AclOperation.WRITE)]
+    if (credentials := kafka_credentials(config)) is not None:
+        allowed.append((f"User:{credentials[0]}", AclOperation.ALL))
+    wanted = [
+        AclBinding(
+            ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, user, "*", operation, AclPermissionType.ALLOW
+        )
+        for user, operation in allowed
+    ]
+    try:
+        for future in admin.create_acls(wanted, request_timeout=_TIMEOUT_S).values():
+            future.result()
+    except KafkaException as exc:
+        error = error_of(exc)
+        if error.code() == KafkaError.SECURITY_DISABLED:
+            raise ConfigError(
+                f"kafka.producer_user is {config.kafka.producer_user}, but Kafka at {address} has no authorizer "
+                "(authorizer.class.name), so that every user may do everything: set one, or remove producer_user"
+            ) from exc
+        raise ServiceUnavailableError(
+            f"Kafka at {address} does not allow {principal} to write to {topic}: {error.str()}; DOLL's own user must "
+            "be a super user, or have Alter on the cluster"
+        ) from exc
 
 
 @dataclass(frozen=True)
@@ -63,47 +112,62 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
     admin = make_admin(config, services)
     existing = _partition_counts(admin, services)
     _refuse_mismatch(config, existing)  # before anything is made that would have to be deleted again
-    missing = [topic for topic in plan_topics(config) if topic.name not in existing]
-    if missing:
-        requests = {
-            topic.name: NewTopic(
-                topic.name,
-                num_partitions=topic.partitions,
-                replication_factor=config.kafka.replication_factor,
-                config=topic.settings,
-            )
-            for topic in missing
-        }
-
-        def create(wanted: list[NewTopic]) -> Any:
-            return admin.create_topics(wanted, operation_timeout=_TIMEOUT_S, request_timeout=_TIMEOUT_S)
-
-        for name, future in create(list(requests.values())).items():
-            hint = "create it by hand, or allow this user to"
-            with translate_errors(services.kafka, f"create topic {name}", hint):
-                try:
-                    try:
-                        future.result()
-                    except KafkaException as exc:
-                        if error_of(exc).code() not in (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION):
-                            raise
-                        # Some managed services set it themselves, and do not allow it to be set.
-                        del requests[name].config[MIN_ISR_SETTING]
-                        create([requests[name]])[name].result()
-                except KafkaException as exc:
-                    error = error_of(exc)
-                    if error.code() == KafkaError.TOPIC_ALREADY_EXISTS:
-                        continue  # another process of the job was faster
-                    if error.code() == KafkaError.INVALID_REPLICATION_FACTOR:
-                        raise ConfigError(
-                            f"kafka.replication_factor is {config.kafka.replication_factor}: Kafka at {services.kafka} "
-                            f"has fewer brokers ({error.str()})"
-                        ) from exc
-                    raise
+    _create(admin, config, services, [topic for topic in plan_topics(config) if topic.name not in existing])
     _await_topics(admin, config, services)
     check(config, services)
-    allow_producer(admin, config, services.kafka)
+    _allow_producer(admin, config, services.kafka)
     return _check_settings(admin, config, services)
+
+
+def _create(admin: AdminClient, config: JobConfig, services: Services, missing: Sequence[TopicPlan]) -> None:
+    """Create the topics in one request; each one again without `min.insync.replicas` where Kafka refuses that.
+
+    Some managed services set it themselves, and do not allow it to be set.
+    """
+    refused: list[TopicPlan] = []
+    for topic, future in _request(admin, config, missing):
+        if not _is_created(future, topic, config, services, (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION)):
+            settings = {name: value for name, value in topic.settings.items() if name != MIN_ISR_SETTING}
+            refused.append(dataclasses.replace(topic, settings=settings))
+    for topic, future in _request(admin, config, refused):
+        _is_created(future, topic, config, services)
+
+
+def _request(
+    admin: AdminClient, config: JobConfig, topics: Sequence[TopicPlan]
+) -> list[tuple[TopicPlan, Future[None]]]:
+    if not topics:
+        return []
+    replicas = config.kafka.replication_factor
+    wanted = [NewTopic(topic.name, topic.partitions, replicas, config=topic.settings) for topic in topics]
+    futures = admin.create_topics(wanted, operation_timeout=_TIMEOUT_S, request_timeout=_TIMEOUT_S)
+    return [(topic, futures[topic.name]) for topic in topics]
+
+
+def _is_created(
+    future: Future[None], topic: TopicPlan, config: JobConfig, services: Services, refusals: Collection[int] = ()
+) -> bool:
+    """Whether the topic exists now; False where Kafka answers with one of the codes `refusals`.
+
+    Raises:
+        ConfigError: Kafka has fewer brokers than `kafka.replication_factor`.
+        ServiceUnavailableError: any other answer.
+    """
+    with translate_errors(services.kafka, f"create topic {topic.name}", "create it by hand, or allow this user to"):
+        try:
+            future.result()
+        except KafkaException as exc:
+            error = error_of(exc)
+            if error.code() in refusals:
+                return False
+            if error.code() == KafkaError.INVALID_REPLICATION_FACTOR:
+                raise ConfigError(
+                    f"kafka.replication_factor is {config.kafka.replication_factor}: Kafka at {services.kafka} "
+                    f"has fewer brokers ({error.str()})"
+                ) from exc
+            if error.code() != KafkaError.TOPIC_ALREADY_EXISTS:  # else another process of the job was faster
+                raise
+    return True
 
 
 def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -> list[str]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 from doll.errors import ConfigError, RecordError, SchemaVersionError
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
-from doll.ledger.generations import Lineage
+from doll.ledger.lineage import Lineage, UpdatesRecord
 from doll.ledger.snapshot_counts import read_counts
-from doll.records.control import Finished, TermStarted, Update, decode
+from doll.records.control import decode
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -69,7 +69,7 @@ def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job:
             ) from exc
         except RecordError:
             continue
-        if isinstance(record, TermStarted | Update | Finished):
+        if isinstance(record, UpdatesRecord):
             lineage.feed(record)
     return lineage
 

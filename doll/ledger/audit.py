@@ -17,10 +17,9 @@ from doll import telemetry
 from doll.kafka import topics
 from doll.kafka.range_reader import STALL_S, RangeReader
 from doll.kafka.samples_topic import replaced_topic
-from doll.ledger import generations
 from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range
+from doll.ledger.lineage import GenerationFilter, Lineage, UpdatesRecord
 from doll.ledger.snapshot_counts import read_counts
-from doll.ledger.valid_updates import UpdatesRecord
 from doll.records.control import DeadLetter, Finished, TermStarted, Update
 from doll.services import Services
 
@@ -89,7 +88,7 @@ def _other_topic(config: JobConfig, services: Services, expected: str) -> list[s
 
 def build_ledger(
     config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, location: str = "the checkpoint store"
-) -> tuple[Ledger, generations.GenerationFilter]:
+) -> tuple[Ledger, GenerationFilter]:
     """The job's ledger with the updates that `checkpoint` contains and no letters yet, and the filter of its letters.
 
     Args:
@@ -113,8 +112,15 @@ class _GenerationUpdates:
         self._name = config.topic("updates")
         self._reader = reader
         self._bounds = reader.bounds(self._name, 0)
-        number = generations.newest(self._all()) if checkpoint is None else read_counts(config, checkpoint).generation
-        self.generation = generations.GenerationFilter(number)
+        self.generation = GenerationFilter(
+            self._newest_generation() if checkpoint is None else read_counts(config, checkpoint).generation
+        )
+
+    def _newest_generation(self) -> int:
+        lineage = Lineage()
+        for record in self._all():
+            lineage.feed(record)
+        return lineage.generation
 
     def _all(self) -> Iterator[UpdatesRecord]:
         self._reader.problems.clear()  # they are collected again each time

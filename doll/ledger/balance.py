@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from doll.ledger.lineage import UpdatesRecord
 from doll.ledger.partition_account import OffsetState, PartitionAccount
 from doll.ledger.report import LedgerReport, PartitionCounts, Range
-from doll.ledger.valid_updates import DurableModel, UpdatesRecord, ValidUpdates
+from doll.ledger.valid_updates import DurableModel, ValidUpdates
 from doll.records.control import DeadLetter, Update
 
 __all__ = ["DurableModel", "Ledger", "LedgerReport", "OffsetState", "PartitionCounts", "Range", "balance"]

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TypeAlias
 
 from doll.ledger import offset_ranges
+from doll.ledger.lineage import UpdatesRecord
 from doll.records.control import Finished, TermStarted, Update
-
-UpdatesRecord: TypeAlias = TermStarted | Update | Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

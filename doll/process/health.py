@@ -8,6 +8,7 @@ which the process itself did not run (SIGSTOP, a suspended machine) does not cou
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import threading
@@ -19,7 +20,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Final
 
 from doll.errors import ConfigError
-from doll.process.loopback import require_loopback
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
@@ -35,6 +35,28 @@ _REQUEST_S: Final = 5.0
 _MAX_REQUESTS: Final = 64  # each takes a thread: thousands of them must not end the process
 _OFFSETS: Final = {"ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4, "provisioner": 5}
 _FIRST_WORKER: Final = 10
+
+
+def require_loopback(host: str, *, authenticated: bool, what: str) -> str:
+    """`host`, if a server without authentication may listen there.
+
+    Args:
+        host: an IP address or `localhost`; other names count as public, since they may resolve to any address.
+        what: the server, for the message.
+
+    Raises:
+        ConfigError: it is not loopback, and the server has no authentication.
+    """
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback and not authenticated:
+        raise ConfigError(
+            f"{what}: {host or 'every address'} is reachable from other machines without authentication: "
+            "expected 127.0.0.1; put a proxy with authentication in front of it"
+        )
+    return host
 
 
 @dataclass(slots=True)

@@ -1,4 +1,7 @@
-"""Sources and names of `Metric` records that other processes read; a process adds names of its own beside them."""
+"""Sources and names of `Metric` records that other processes read; a process adds names of its own beside them.
+
+A process shows with them, too, that it is alive, and that it has exited normally.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,10 @@ LOST_UNTIL: Final = "lost_until"
 
 CONTROL_REFUSED_TOTAL: Final = "control_refused_total"
 """Endpoints of the control link that a worker refused, because another user had them."""
+HEARTBEAT_EVERY_S: Final = 10.0
+"""A process that has nothing to measure sends a `Metric` without values this often."""
+LEFT: Final = "left"
+"""In the values of a process's last `Metric`: it exits normally, so its silence is no failure."""
 
 
 def worker_source(worker: int) -> str:

@@ -13,12 +13,10 @@ from typing import Final
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
-from doll.kafka.job_end import on_finish
-from doll.kafka.tail import Tail
+from doll.kafka.tail import Tail, on_finish
 from doll.process.files import write_json
 from doll.process.health import Heartbeat, heartbeat_of
-from doll.process.heartbeats import LEFT
-from doll.process.metric_names import DELIVERED_TOTAL, RATE_PER_S
+from doll.process.metric_names import DELIVERED_TOTAL, LEFT, RATE_PER_S
 from doll.process.signals import stop_requested
 from doll.producers.arrivals import Pacer
 from doll.producers.position import find_positions, position_headers, source_name

@@ -14,8 +14,8 @@ from doll.config import JobConfig
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_problem
-from doll.kafka.job_records import JobRecords
 from doll.kafka.publisher import Publisher
+from doll.kafka.tail import JobRecords
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from doll.ledger.lineage import Change, Lineage, UpdatesRecord
 from doll.provisioner.plain_values import plain, time_of
 from doll.provisioner.planning.estimators import AvailabilityEstimator, BootTimeEstimator, RateEstimator
 from doll.provisioner.planning.loss_history import LossHistory
@@ -119,9 +120,7 @@ class Observed:
         """Updates that are applied and have not been rolled back."""
         self.batches_done = 0
         """Batches in them."""
-        self.term = 0
-        self.generation = 0
-        """Of the job's run on these topics: a later one begins again, with an origin of its own."""
+        self._lineage = Lineage()
         self.generation_s = -math.inf
         """When it began."""
         self.finished: str | None = None
@@ -140,6 +139,16 @@ class Observed:
     @property
     def num_slots(self) -> int:
         return len(self._slots)
+
+    @property
+    def term(self) -> int:
+        """Of the newest server."""
+        return self._lineage.newest_term
+
+    @property
+    def generation(self) -> int:
+        """Of the job's run on these topics: a later one begins again, with an origin of its own."""
+        return self._lineage.generation
 
     # --- records ----------------------------------------------------------------------------------------------------
 
@@ -168,14 +177,21 @@ class Observed:
             case Evaluated():
                 if record.term >= self.generation and (record.term >= self.term or record.version <= self.version):
                     self.evaluations.append((record.version, record.loss, record.accuracy))
+            case TermStarted() | Update() | Finished():
+                self._lineage_changed(record, self._lineage.feed(record), at_s)
+            case ProvisionDecision():
+                self._decision_recorded(record)
+            case _:
+                pass
+
+    def _lineage_changed(self, record: UpdatesRecord, change: Change, at_s: float) -> None:
+        if change is Change.FENCED:
+            return
+        match record:
             case TermStarted():
-                self._term_started(record)
-            case Update() if record.term >= self.term:
-                self.term, self.version, self.batches_done = (
-                    record.term,
-                    max(0, record.version),
-                    max(0, record.batches_total),
-                )
+                self._term_started(record, is_new_run=change is Change.GENERATION)
+            case Update():
+                self.version, self.batches_done = max(0, record.version), max(0, record.batches_total)
                 if record.n_samples:
                     self.loss = record.loss
                     if self.keeps_losses:
@@ -189,12 +205,8 @@ class Observed:
                     if self._is_slot(member.worker):
                         slot, took_s = self._slots[member.worker], member.compute_s + member.fetch_s + member.store_s
                         slot.service_s += (_NEWEST_SERVICE if slot.service_s else 1.0) * (took_s - slot.service_s)
-            case Finished() if record.term >= self.term:
+            case Finished():
                 self.finished = record.reason
-            case ProvisionDecision():
-                self._decision_recorded(record)
-            case _:
-                pass
 
     def _is_slot(self, worker: int) -> bool:
         return 0 <= worker < len(self._slots)
@@ -227,15 +239,13 @@ class Observed:
         if record.time_s >= max(newest, self.generation_s):
             self.last_decision = record
 
-    def _term_started(self, record: TermStarted) -> None:
-        if record.term <= self.term:
-            return
-        if (generation := record.generation) > self.generation:
-            self.generation, self.generation_s, self.loss, self.evaluations = generation, record.time_s, math.nan, []
+    def _term_started(self, record: TermStarted, *, is_new_run: bool) -> None:
+        if is_new_run:
+            self.generation_s, self.loss, self.evaluations = record.time_s, math.nan, []
             self.losses.clear()
             if self.last_decision is not None and self.last_decision.time_s < record.time_s:
                 self.last_decision = None
-        self.term, self.finished = record.term, None
+        self.finished = None
         self.version, self.batches_done = max(0, record.resumed_version), max(0, record.resumed_batches)
         self.evaluations = [evaluation for evaluation in self.evaluations if evaluation[0] <= record.resumed_version]
         self.losses.cut(record.resumed_version)
@@ -364,8 +374,8 @@ class Observed:
         seen_s = kept.get("ps_seen_s", (None, None))  # earlier releases kept none
         self._ps_since_s, self._ps_last_seen_s = time_of(seen_s[0]), time_of(seen_s[1])
         self.version, self.batches_done = int(kept["version"]), int(kept["batches_done"])
-        self.term, self.finished = int(kept["term"]), kept["finished"]
-        self.generation = int(kept.get("generation", 0))  # earlier releases had none
+        self.finished = kept["finished"]
+        self._lineage = Lineage(int(kept["term"]), int(kept.get("generation", 0)))  # earlier releases had no generation
         generation_s = kept.get("generation_s")
         self.generation_s = -math.inf if generation_s is None else float(generation_s)
         self.evaluations = [(int(version), float(loss), accuracy) for version, loss, accuracy in kept["evaluations"]]

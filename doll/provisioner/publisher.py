@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from doll.kafka.publisher import Publisher
-from doll.process.heartbeats import HEARTBEAT_EVERY_S, LEFT
-from doll.process.metric_names import PROVISIONER
+from doll.process.metric_names import HEARTBEAT_EVERY_S, LEFT, PROVISIONER
 from doll.records.control import AnyRecord, Metric
 
 if TYPE_CHECKING:

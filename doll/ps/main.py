@@ -13,7 +13,7 @@ from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.samples_topic import ReplacedSamplesError, describe_samples
 from doll.ledger.admission import ANY_TERM, admit
-from doll.ledger.generations import Lineage
+from doll.ledger.lineage import Lineage
 from doll.ledger.snapshot_counts import read_counts
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.process.fault_points import fault_point

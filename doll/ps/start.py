@@ -24,7 +24,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
         now: its monotonic clock, seconds.
         origins: first offset of the job in each partition; empty where there is a checkpoint.
         checkpoint: as `encode_checkpoint` writes it, or b"" for a new job.
-        generation: of a new job, see `doll.ledger.generations`; a checkpoint has its own.
+        generation: of a new job, see `doll.ledger.lineage`; a checkpoint has its own.
         samples_id: Kafka's id of the samples topic, for a job whose checkpoint has none; "": not known.
         run_id: of the run: the checkpoint's, or drawn for one that has none, such as a new job (docs/decisions/0045).
     """

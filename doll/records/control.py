@@ -289,7 +289,7 @@ class TermStarted(Record, frozen=True, omit_defaults=True):
     origins: tuple[int, ...]  # per partition
     records_per_batch: int
     time_s: float
-    generation: int = 0  # term of the generation's first server; 0: the first (`doll.ledger.generations`)
+    generation: int = 0  # term of the generation's first server; 0: the first (`doll.ledger.lineage`)
     resumed_batches: int = 0  # batches in the resumed model
     run_id: str = ""  # random; of all terms of one generation, also of those that resume it
 

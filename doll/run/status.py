@@ -13,7 +13,7 @@ from doll.kafka import topics
 from doll.kafka.tail import Tail
 from doll.ledger.admission import read_lineage
 from doll.ledger.audit import audit
-from doll.ledger.generations import GenerationFilter
+from doll.ledger.lineage import GenerationFilter, UpdatesRecord
 from doll.ledger.report import LedgerReport, named
 from doll.ledger.snapshot_counts import read_counts
 from doll.monitor.state.formats import clock
@@ -23,7 +23,7 @@ from doll.monitor.views.run_report import summary
 from doll.monitor.views.text import one_line, worker_table
 from doll.process.files import read_json
 from doll.process.metric_names import TERM
-from doll.records.control import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
+from doll.records.control import AnyRecord, Metric, ServerStatus
 from doll.run.target import Target
 from doll.service_checks import require_kafka
 from doll.services import Services
@@ -189,7 +189,7 @@ def _of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
     if checkpoint is None:
         return records
     own = GenerationFilter(read_counts(target.config, checkpoint).generation)
-    updates = list(own.records([record for record in records if isinstance(record, TermStarted | Update | Finished)]))
+    updates = list(own.records([record for record in records if isinstance(record, UpdatesRecord)]))
     if own.next_generation is None:
         return records
     until = own.next_generation

@@ -23,7 +23,7 @@ _NO_TABLES: Final[Tables] = {}
 _NO_ROWS: Final[Mapping[str, Rows]] = {}
 
 
-class Decoded(NamedTuple):
+class DecodedContribution(NamedTuple):
     """A contribution.
 
     Attributes:
@@ -64,7 +64,7 @@ def encode_contribution(
 
 def decode_contribution(
     data: Buffer, num_parameters: int, *, job: str, version: int, numel: int, tables: Tables = _NO_TABLES
-) -> Decoded:
+) -> DecodedContribution:
     """What `encode_contribution` was given; views of `data` where they can be.
 
     Raises:
@@ -73,7 +73,7 @@ def decode_contribution(
         NotFiniteError: a value of the sparse form or of a row is NaN or infinite.
     """
     if blob_info(data).kind != "p":
-        return Decoded(decode_blob(data, job=job, kind="g", version=version, numel=numel), numel)
+        return DecodedContribution(decode_blob(data, job=job, kind="g", version=version, numel=numel), numel)
     pieces = decode_push(data, _shapes(numel, num_parameters, tables), job=job, version=version)
     values = np.zeros(numel, np.float32)
     num_sent = 0
@@ -89,7 +89,7 @@ def decode_contribution(
             into[piece.ids] = piece.values[:, 0]
         else:
             into[:] = piece
-    return Decoded(values, num_sent, rows)
+    return DecodedContribution(values, num_sent, rows)
 
 
 def _shapes(numel: int, num_parameters: int, tables: Tables) -> dict[str, int | TableShape]:

@@ -16,21 +16,21 @@ import numpy as np
 import pytest
 from doll.pipeline.links import frames
 from doll.pipeline.links.frames import MAX_ARRAYS, MAX_HEADER_BYTES, Array, LinkFrameError
-from doll.pipeline.links.link import Link, LinkClosedError, SocketLink, shared_pair, socket_pair
+from doll.pipeline.links.link import LinkClosedError, StageLink, shared_pair, socket_pair
 from waiting import WAIT_TIMEOUT_S
 
 BIG = 12_500_000  # numbers of 4 bytes: far more than the buffers of any socket
 HUGE = np.zeros(2 * BIG, np.float32)  # more than the largest segment
 
 
-Pair = tuple[SocketLink, SocketLink]
+Pair = tuple[StageLink, StageLink]
 
 
 def tcp_pair(max_message_bytes: int = 1 << 30) -> Pair:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    return SocketLink(one, max_message_bytes), SocketLink(other, max_message_bytes)
+    return StageLink(one, max_message_bytes), StageLink(other, max_message_bytes)
 
 
 def small_shared_pair(max_message_bytes: int = 1 << 30) -> Pair:
@@ -137,12 +137,12 @@ def test_both_ends_send_more_than_buffers_hold_at_the_same_time(pair: Pair, pool
     arrays = [np.arange(BIG, dtype=np.float32), np.arange(BIG, dtype=np.float32)[::-1]]
     begin = threading.Barrier(4)
 
-    def send(end: Link, array: Array) -> None:
+    def send(end: StageLink, array: Array) -> None:
         begin.wait()
         for number in range(2):
             end.send(b"%d" % number, [array, array[:3]])
 
-    def receive(end: Link) -> list[tuple[bytes, list[Array]]]:
+    def receive(end: StageLink) -> list[tuple[bytes, list[Array]]]:
         begin.wait()
         return [end.receive() for _ in range(2)]
 
@@ -400,7 +400,7 @@ def received(data: bytes, *, limit_bytes: int = 1 << 20) -> tuple[bytes, list[Ar
     """What a link makes of `data` and the end."""
     raw, connection = socket.socketpair()
     with raw:
-        link = SocketLink(connection, limit_bytes)
+        link = StageLink(connection, limit_bytes)
         raw.sendall(data)
         raw.shutdown(socket.SHUT_WR)
         try:

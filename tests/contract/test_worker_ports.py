@@ -1,4 +1,4 @@
-"""The contracts of a worker's ports, for every adapter: `Decoder`, `GradientEngine`, `LocalModel` and `Compressor`."""
+"""The contracts of a worker's decoder and of its ports: `GradientEngine`, `LocalModel` and `Compressor`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from doll.consumers.compute.compressor import Compressor, DenseCompressor, Spars
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.gradient_engine import GoesOn, GradientEngine, Handle, ThreadGradientEngine
 from doll.consumers.compute.local_model import CachedVersion, LocalModel
-from doll.consumers.intake.decoder import Decoder, ThreadDecoder
+from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import ServiceUnavailableError, TaskError
@@ -29,23 +29,15 @@ NOTHING = Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zer
 
 # --- Decoder --------------------------------------------------------------------------------------------------------
 
-Decode = Callable[[Records], Decoded]
-DECODERS: dict[str, Callable[[Decode], Decoder]] = {"thread": ThreadDecoder}
 
-
-@pytest.fixture(params=DECODERS)
-def make_decoder(request: pytest.FixtureRequest) -> Callable[[Decode], Decoder]:
-    return DECODERS[request.param]
-
-
-def test_batches_are_decoded_in_order_and_not_in_the_callers_thread(make_decoder: Callable[[Decode], Decoder]) -> None:
+def test_batches_are_decoded_in_order_and_not_in_the_callers_thread() -> None:
     seen: list[tuple[Records, int]] = []
 
     def decode(records: Records) -> Decoded:
         seen.append((records, threading.get_ident()))
         return NOTHING
 
-    decoder = make_decoder(decode)
+    decoder = Decoder(decode)
     assert decoder.depth >= 1
     finished: list[int] = []
     batches = [Records([number], [b"x"]) for number in range(5)]
@@ -59,13 +51,13 @@ def test_batches_are_decoded_in_order_and_not_in_the_callers_thread(make_decoder
     assert threading.get_ident() not in {thread for _, thread in seen}
 
 
-def test_a_batch_that_cannot_be_decoded_fails_alone(make_decoder: Callable[[Decode], Decoder]) -> None:
+def test_a_batch_that_cannot_be_decoded_fails_alone() -> None:
     def decode(records: Records) -> Decoded:
         if records.offsets == [1]:
             raise ServiceUnavailableError("Kafka does not take a dead letter")
         return NOTHING
 
-    decoder = make_decoder(decode)
+    decoder = Decoder(decode)
     first, second = (decoder.decode(Records([number], [b"x"])) for number in (1, 2))
     with pytest.raises(ServiceUnavailableError, match="does not take"):
         first.result(60)
@@ -73,9 +65,7 @@ def test_a_batch_that_cannot_be_decoded_fails_alone(make_decoder: Callable[[Deco
     decoder.close()
 
 
-def test_closing_a_decoder_waits_for_the_batch_under_way(
-    make_decoder: Callable[[Decode], Decoder],
-) -> None:
+def test_closing_a_decoder_waits_for_the_batch_under_way() -> None:
     entered, release = threading.Event(), threading.Event()
 
     def decode(records: Records) -> Decoded:
@@ -83,7 +73,7 @@ def test_closing_a_decoder_waits_for_the_batch_under_way(
         assert release.wait(60)
         return NOTHING
 
-    decoder = make_decoder(decode)
+    decoder = Decoder(decode)
     first = decoder.decode(Records([1], [b"x"]))
     assert entered.wait(60)
     closing = threading.Thread(target=decoder.close)
@@ -103,7 +93,7 @@ def test_a_gradient_does_not_wait_for_a_batch_that_is_being_decoded() -> None:
         assert release.wait(60)
         return NOTHING
 
-    decoder, engine = ThreadDecoder(decode), ThreadGradientEngine(lambda order, of, _: done(of[0].number))
+    decoder, engine = Decoder(decode), ThreadGradientEngine(lambda order, of, _: done(of[0].number))
     decoding = decoder.decode(Records([1], [b"x"]))
     assert entered.wait(60)
     assert engine.submit(grant(1), (batch(1),), goes_on).result(60) == done(1)

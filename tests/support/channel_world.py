@@ -26,11 +26,20 @@ from doll.config.policy import POLICIES as REGISTERED
 from doll.config.policy import policy_section
 from doll.consumers.compute.compressor import DenseCompressor, SparseCompressor
 from doll.consumers.compute.gradient import Gradient, GradientComputer
-from doll.consumers.compute.grant_handler import GrantHandler
+from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import GuardedGradient
 from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.compute.step_model import StepModel
-from doll.consumers.protocol.worker_core import Batch, Compute, Exit, GradientDone, Offer, Send, StoreRest, WorkerCore
+from doll.consumers.protocol.worker_core import (
+    Batch,
+    Compute,
+    Exit,
+    GradientDone,
+    OfferWeights,
+    Send,
+    StoreRest,
+    WorkerCore,
+)
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import BlobError
@@ -638,7 +647,7 @@ class World:
                         process.to_server["link"].append(record)  # else it is lost: the other end has failed already
                 case Compute() | StoreRest():
                     process.orders.append(action)
-                case Offer(weights):
+                case OfferWeights(weights):
                     process.offer(weights)
                 case Exit():
                     self.restart(process)

@@ -22,7 +22,7 @@ from doll.consumers.protocol.worker_core import (
     ComputedBatch,
     Exit,
     GradientDone,
-    Offer,
+    OfferWeights,
     Send,
     StoreRest,
     WorkerCore,
@@ -585,7 +585,7 @@ class World:
                     process.computing.append(action)
                 case StoreRest():
                     process.to_store.append(action)
-                case Offer(weights):
+                case OfferWeights(weights):
                     process.offered = max(process.offered, (weights.term, weights.version))
                 case Acknowledge(until):
                     lo = self.origins[process.worker] + until * self.settings.records_per_batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,15 @@ from doll.consumers.compute.compressor import SparseCompressor
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.step_model import StepModel
-from doll.consumers.intake.dead_letters import UsableSamples
+from doll.consumers.intake.dead_letters import DeadLetters, UsableSamples
 from doll.consumers.intake.decoding import Decoded
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
 from doll.consumers.pipeline.stage_processes import start_stages
-from doll.consumers.pipeline.task_log import TaskLog
 from doll.consumers.protocol.worker_core import Batch, GradientDone
 from doll.model.flat_model import build
 from doll.pipeline.planner.cut import check_with_samples, cut
+from doll.pipeline.planner.measured import TaskLog
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.storage.contributions import decode_contribution
@@ -48,13 +48,13 @@ def job(stages: int, in_flight: int, *overrides: str) -> Any:
     )
 
 
-class Refusals:
+class Refusals(DeadLetters):
     """`DeadLetters.refuse_samples`."""
 
     def __init__(self) -> None:
-        self.bad: dict[int, dict[int, str]] = {}
+        self.bad: dict[int, Mapping[int, str]] = {}
 
-    def refuse_samples(self, batch: Batch, bad: dict[int, str]) -> UsableSamples:
+    def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> UsableSamples:
         self.bad[batch.number] = bad
         return UsableSamples(batch.num_samples - len(bad), tuple(bad), 0)
 

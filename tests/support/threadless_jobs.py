@@ -11,13 +11,13 @@ import numpy.typing as npt
 from doll.config import parse
 from doll.consumers.compute.compressor import DenseCompressor, SparseCompressor
 from doll.consumers.compute.gradient import GradientComputer
-from doll.consumers.compute.grant_handler import GrantHandler
+from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import Records
-from doll.consumers.protocol.worker_core import Batch, Compute, Offer, Send, WorkerCore
+from doll.consumers.protocol.worker_core import Batch, Compute, OfferWeights, Send, WorkerCore
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import BlobError
@@ -199,7 +199,7 @@ class Job:
                     self.feed(record)
                 case Compute():
                     worker.orders.append(action)
-                case Offer(weights):
+                case OfferWeights(weights):
                     worker.local.offer(weights)
                     if worker.rows is not None:
                         worker.rows.offer(weights)

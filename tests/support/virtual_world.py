@@ -13,9 +13,9 @@ from doll.pipeline.runtime.virtual_worker import (
     Action,
     Done,
     Missing,
-    Pull,
+    PullWeights,
     SendDown,
-    Start,
+    StartBatch,
     Submitted,
     VirtualWorkerCore,
     Void,
@@ -268,9 +268,9 @@ class World:
     def do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Pull(weights):
+                case PullWeights(weights):
                     self.pull(weights)
-                case Start(message, submitted):
+                case StartBatch(message, submitted):
                     self.start(message, submitted.token)
                 case SendDown(message, wave):
                     if message.store is not None or message.show:

@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from doll.consumers.channels.kafka_channel import WorkerChannel
 from doll.consumers.compute.gradient_engine import GoesOn
+from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.protocol.worker_core import Batch, GradientDone
 from doll.records.control import AnyRecord, DeadLetter, Grant, NewVersion, Welcome, encode
@@ -32,7 +34,7 @@ def grant(first: int, *numbers: int, **changes: Any) -> Grant:
 
 
 @dataclass
-class FakeChannel:
+class FakeChannel(WorkerChannel):
     """What was sent; the log's bounds and values as the test sets them."""
 
     sent: list[AnyRecord] = field(default_factory=list)
@@ -121,7 +123,7 @@ class FakeStream:
 
 
 @dataclass
-class FakeDecoder:
+class FakeDecoder(Decoder):
     """Decodes at once."""
 
     decode_records: Callable[[Records], Decoded]

@@ -16,7 +16,7 @@ from doll.config import dump, parse
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
 from doll.kafka.clients import kafka_settings
-from doll.process.loopback import require_loopback
+from doll.process.health import require_loopback
 from doll.records import packing
 from doll.records.control import decode
 from doll.services import Services, redis_address, resolve

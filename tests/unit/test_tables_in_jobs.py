@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from doll.consumers.tables.op_log import OpLog
-from doll.consumers.tables.row_cache import RowCache
+from doll.consumers.tables.row_cache import OpLog, RowCache
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError
 from doll.ps.model.local_host import LocalModelHost

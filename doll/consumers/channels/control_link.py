@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from doll.control.link_state import TO_WORKER, LinkError, LinkState
 from doll.control.local_socket import SocketLink, connect
@@ -28,23 +28,9 @@ _RETRY_S: Final = 0.25
 _MAX_RETRY_S: Final = 8.0
 _STEADY_S: Final = 10.0  # a link that held for this long starts again with the shortest pause
 _FASTER_EVERY_S: Final = 5.0  # how often a faster link is tried beside one that works
+Link: TypeAlias = SocketLink | StreamLink  # a worker's end of an open connection
+
 _ACCEPTED: Final = {"auto": ("local", "redis"), "local": ("local",), "redis": ("redis",), "kafka": ()}
-
-
-class Link(Protocol):
-    """A worker's end of an open connection, see `SocketLink` and `StreamLink`."""
-
-    kind: str
-
-    def filenos(self) -> tuple[int, ...]: ...
-
-    def send(self, record: AnyRecord, now: float) -> None: ...
-
-    def receive(self, now: float) -> list[AnyRecord]: ...
-
-    def check(self, now: float) -> None: ...
-
-    def close(self, reason: str = "", now: float = 0.0) -> None: ...
 
 
 class ControlLink:

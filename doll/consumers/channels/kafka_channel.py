@@ -10,21 +10,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Final
+from typing import Final, TypeAlias
 
 from doll.config import JobConfig
 from doll.errors import FencedError, ServiceUnavailableError
 from doll.kafka.clients import make_consumer
-from doll.kafka.offsets import partition_bounds
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.reader import Partition, Reader, RecordDecoder
+from doll.kafka.reader import Partition, Reader, RecordDecoder, partition_bounds
 from doll.process.metric_names import CONTROL_REFUSED_TOTAL, LOST_FROM, LOST_UNTIL, worker_source
 from doll.records.control import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome
 from doll.services import Services
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
+
+Commands: TypeAlias = list[tuple[int, bytes | None]]  # (offset, value), in order
 
 _LOOKUP_S: Final = 5.0
 _JOIN_RETRY_S: Final = 2.0
@@ -191,7 +192,7 @@ class WorkerChannel:
                         raise JobEndedError(record.reason)
         return None
 
-    def read_commands(self, deliver: Callable[[list[tuple[int, bytes | None]]], object]) -> None:
+    def read_commands(self, deliver: Callable[[Commands], object]) -> None:
         """Pass what comes after the Welcome to `deliver` from now on, as (offset, value), in order, from a thread.
 
         Call it once, after `join`.
@@ -202,7 +203,7 @@ class WorkerChannel:
         )
         self._thread.start()
 
-    def _read_commands(self, reader: Reader, deliver: Callable[[list[tuple[int, bytes | None]]], object]) -> None:
+    def _read_commands(self, reader: Reader, deliver: Callable[[Commands], object]) -> None:
         while not self._closed.is_set():
             if messages := reader.poll(_POLL_S):
                 deliver([(message.offset, message.value) for message in messages])

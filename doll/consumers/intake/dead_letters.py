@@ -1,12 +1,14 @@
-"""Records that cannot be learned from: a worker stores them on the `dead` topic before an update can count them."""
+"""Decoding a worker's batches: what cannot be learned is stored on the `dead` topic before an update can count it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, NamedTuple
 
 from doll.config import JobConfig
+from doll.consumers.channels.kafka_channel import WorkerChannel
 from doll.consumers.intake.decoding import Decoded, Records, Refused, decode_records, refuse
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch
 from doll.kafka.unread import UnreadValue
@@ -19,17 +21,6 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _MAX_PAYLOAD_BYTES: Final = 65_536  # a dead letter keeps this much of the record; the rest is still at its offset
-
-
-class DeadLetterChannel(Protocol):
-    """The part of a worker's channel that dead letters need. Both calls may come from any thread."""
-
-    def send_dead_letters(self, letters: list[DeadLetter]) -> None:
-        """Store `letters`; returns when Kafka has them."""
-
-    def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
-        """What the log holds at these offsets."""
-        ...
 
 
 class UsableSamples(NamedTuple):
@@ -67,7 +58,7 @@ class DeadLetters:
     """
 
     def __init__(
-        self, config: JobConfig, task: Task, channel: DeadLetterChannel, worker: int, term: Callable[[], int]
+        self, config: JobConfig, task: Task, channel: WorkerChannel, worker: int, term: Callable[[], int]
     ) -> None:
         """
         Args:
@@ -125,3 +116,31 @@ class DeadLetters:
         first = refused[0]
         log.warning("dead_lettered", records=len(letters), first_offset=first.offset, first_reason=first.reason)
         self._channel.send_dead_letters(letters)
+
+
+class Decoder:
+    """Decodes in one thread of its own, in the order of the calls: a batch that is being decoded delays no gradient.
+
+    Called from one thread; the futures are set by another.
+
+    Attributes:
+        depth: how many batches the caller may have under way at once.
+    """
+
+    depth = 8  # those that follow wake neither thread
+
+    def __init__(self, decode: Callable[[Records], Decoded]) -> None:
+        self._decode = decode
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="decode")
+
+    def decode(self, records: Records) -> Future[Decoded]:
+        """The usable samples of one batch, as `Batch.data` takes them. What is refused is dead-lettered by then.
+
+        Futures are done in the order of the calls. Fails with ServiceUnavailableError where Kafka does not take a dead
+        letter.
+        """
+        return self._executor.submit(self._decode, records)
+
+    def close(self) -> None:
+        """Wait for what is under way, and drop the rest."""
+        self._executor.shutdown(wait=True, cancel_futures=True)

@@ -5,35 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from doll.config import JobConfig
+from doll.consumers.channels.kafka_channel import WorkerChannel
 from doll.consumers.intake.batching import Batcher
-from doll.consumers.lifecycle.exits import ProcessExit
+from doll.consumers.lifecycle.departure import ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
 from doll.kafka.samples_topic import TRUNCATED_ADVICE, lost_records, short_log_message, truncated_message
-from doll.records.control import AnyRecord
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
 _NEWER_START_TIMEOUT_S: Final = 10.0  # for the server to confirm that deleted records are in the durable model
 _RECHECK_S: Final = 0.1
-
-
-class LogChannel(Protocol):
-    """The part of a worker's channel that is needed here."""
-
-    def send(self, record: AnyRecord) -> None:
-        """Queue a record for the parameter server."""
-
-    def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
-        """(low, high) of a partition; blocks."""
-        ...
-
-    def report_lost(self, lo: int, hi: int) -> None:
-        """Report on `metrics` that offsets [lo, hi) are lost."""
 
 
 class DeletedRecords:
@@ -44,7 +30,7 @@ class DeletedRecords:
         config: JobConfig,
         core: WorkerCore,
         batcher: Batcher[Any],
-        channel: LogChannel,
+        channel: WorkerChannel,
         process_exit: ProcessExit,
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,

@@ -2,7 +2,7 @@
 
 Whoever learns of one calls `leave_by` or `leave_within`, from any thread. The worker then announces nothing more,
 finishes the gradient that it owes or returns its batch, sends Leave and exits. Whatever it is doing, the process ends
-before its time is over: the machine will not wait either.
+before its time is over: the machine will not wait either. `ProcessExit` ends it on its own account.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
+
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
 
 # Taken off the time that is left: the process must end before its machine does.
 MARGIN_S = 0.25
@@ -66,3 +70,46 @@ class Departure:
     def __call__(self) -> bool:
         """Whether it must leave."""
         return self.by_s is not None
+
+
+class ProcessExit:
+    """The end of this process on its own account: in order if Faust allows it, within `worker.drain_s` in any case.
+
+    The first request to end decides. One event loop owns it.
+
+    Attributes:
+        code: exit code of the process; 0: the job is over, or another process has its place; 1: start it again.
+        is_requested: the process is about to end.
+    """
+
+    def __init__(
+        self,
+        within_s: float,
+        *,
+        flush: Callable[[], None],
+        stop: Callable[[], None],
+        end_within: Callable[[float, int], None] = end_within,
+    ) -> None:
+        """
+        Args:
+            within_s: until the process is ended, whatever it is doing.
+            flush: delivers what was sent.
+            stop: asks for the end in order.
+        """
+        self.code = 0
+        self.is_requested = False
+        self._within_s = within_s
+        self._flush = flush
+        self._stop = stop
+        self._end_within = end_within
+
+    def request(self, code: int, reason: str) -> None:
+        """End this process soon, with `code`."""
+        if self.is_requested:
+            return
+        self.is_requested = True
+        self.code = code
+        (log.error if code else log.info)("exiting", code=code, reason=reason)
+        self._flush()
+        self._end_within(self._within_s, code)
+        self._stop()

@@ -15,8 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 
 from doll.config import JobConfig
@@ -24,15 +26,14 @@ from doll.consumers.compute.compressor import Compressor
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.consumers.compute.gradient_engine import GoesOn
 from doll.consumers.compute.guard import Guard, Samples
-from doll.consumers.intake.dead_letters import UsableSamples, usable_samples, without_samples
+from doll.consumers.intake.dead_letters import DeadLetters, usable_samples, without_samples
 from doll.consumers.lifecycle.departure import Departure
-from doll.consumers.pipeline.flight import NO_VALUES, Flight, for_link, gradient_of, names_of
 from doll.consumers.pipeline.stage_processes import StageLostError, StageProcesses, failure
-from doll.consumers.pipeline.task_log import TaskLog
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import BlobError, TaskError
-from doll.pipeline.links.frames import LinkFrameError
+from doll.pipeline.links.frames import DTYPES, LinkFrameError
 from doll.pipeline.links.link import LinkClosedError
+from doll.pipeline.planner.measured import TaskLog
 from doll.pipeline.runtime.messages import (
     Adopted,
     AnyMessage,
@@ -40,20 +41,20 @@ from doll.pipeline.runtime.messages import (
     Failed,
     Forward,
     Leaving,
+    Pull,
     Pulled,
     Settle,
     Stored,
     decode,
     encode,
 )
-from doll.pipeline.runtime.messages import Pull as PullMessage
 from doll.pipeline.runtime.virtual_worker import (
     Action,
     Done,
     Missing,
-    Pull,
+    PullWeights,
     SendDown,
-    Start,
+    StartBatch,
     Submitted,
     VirtualWorkerCore,
     Void,
@@ -67,22 +68,45 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
+NO_VALUES: Final = np.zeros(0, np.float32)
 TICK_S: Final = 0.5
 # A thread that did not run for so long has not heard of the stages for another reason than theirs.
 _PAUSED_S: Final = 2.0
 _CLOSED: Final = "the engine is closed"
 
 
-class SampleRefusal(Protocol):
-    """The part of `DeadLetters` that is needed here."""
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One batch from its submission to its answer."""
 
-    def refuse_samples(self, batch: Batch, bad: dict[int, str]) -> UsableSamples: ...
+    grant: Grant
+    batch: Batch
+    goes_on: GoesOn
+    future: Future[GradientDone | None]
+    samples: Samples
+    computed: ComputedBatch | None = None
+    bad: dict[int, str] | None = None  # None: not inspected
+    started_s: float = 0.0
 
 
-class Check(Protocol):
-    """`doll.pipeline.planner.cut.check_with_samples`, of a task, its model and the stages' layers."""
+def gradient_of(message: Backward) -> Gradient:
+    """What is known of the gradient that is at the stages."""
+    return Gradient(
+        NO_VALUES, message.loss_sum, dict(message.metric_sums), math.sqrt(message.squares),
+        math.sqrt(message.buffer_squares),
+    )  # fmt: skip
 
-    def __call__(self, x: npt.NDArray[Any], *, batch: int) -> None: ...
+
+def for_link(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`array`, of a type that links carry, which an undivided worker would take too where that is possible."""
+    if (native := array.dtype.newbyteorder("=")) in DTYPES:
+        return array.astype(native, copy=False)
+    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
+
+
+def names_of(members: Sequence[Submitted]) -> tuple[tuple[int, int], ...]:
+    """(batch, grant id) of each, whose token is its flight."""
+    return tuple((item.batch, item.token.grant.grant_ids[0]) for item in members)
 
 
 class PipelineGradientEngine:
@@ -90,14 +114,14 @@ class PipelineGradientEngine:
 
     def __init__(
         self, config: JobConfig, stages: StageProcesses, *, guard: Guard, computer: GradientComputer,
-        compressor: Compressor, blobs: Blobs, dead_letters: SampleRefusal, departure: Departure, task_log: TaskLog,
-        check: Check, clock: Callable[[], float] = time.monotonic, scope: str = "",
+        compressor: Compressor, blobs: Blobs, dead_letters: DeadLetters, departure: Departure, task_log: TaskLog,
+        check: Callable[..., None], clock: Callable[[], float] = time.monotonic, scope: str = "",
     ) -> None:  # fmt: skip
         """
         Args:
             guard: of `computer`, which has the undivided model: a batch that is not as usual is inspected with it.
             departure: is told when a stage's machine goes away.
-            check: compares the stages' layers with `computer`'s model, before anything is learned.
+            check: `check_with_samples` of the task, its model and the stages' layers, before anything is learned.
             scope: as in `GrantHandler`.
         """
         pipeline, self._wave = config.worker.pipeline, config.training.policy.batches_per_push
@@ -118,7 +142,7 @@ class PipelineGradientEngine:
         self._dead_letters = dead_letters
         self._departure = departure
         self._task_log = task_log
-        self._check: Check | None = check  # until it has been done
+        self._check: Callable[..., None] | None = check  # until it has been done
         self._clock = clock
         self._core = VirtualWorkerCore(self._wave, self._wave)
         self._flights: dict[int, deque[Flight]] = {}  # by batch; more than one where it is computed again
@@ -312,9 +336,9 @@ class PipelineGradientEngine:
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Pull(weights):
+                case PullWeights(weights):
                     self._pull(weights)
-                case Start(message, submitted):
+                case StartBatch(message, submitted):
                     flight = submitted.token
                     flight.started_s = self._clock()
                     self._send(message, flight)
@@ -356,7 +380,7 @@ class PipelineGradientEngine:
         self._pulling = weights
         for number, link in enumerate(self._stages.controls):
             try:
-                link.send(encode(PullMessage(version=weights.version)))
+                link.send(encode(Pull(version=weights.version)))
             except LinkClosedError as exc:
                 raise self._stages.why_closed(number) from exc
 

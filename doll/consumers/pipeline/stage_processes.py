@@ -30,7 +30,7 @@ from doll.errors import ConfigError, DollError, TaskError
 from doll.local.processes import die_with_parent
 from doll.model.flat_model import FlatModel, fingerprint
 from doll.pipeline.links.device import open_device
-from doll.pipeline.links.link import Link, LinkClosedError, shared_pair, socket_pair
+from doll.pipeline.links.link import LinkClosedError, StageLink, shared_pair, socket_pair
 from doll.pipeline.profiling.layers import Layer
 from doll.pipeline.runtime.messages import Failed, Ready, Stop, decode, encode
 from doll.pipeline.runtime.stage import Stage
@@ -67,8 +67,8 @@ class StageProcesses:
     """
 
     pids: tuple[int, ...]
-    controls: tuple[Link, ...]
-    chain: Link
+    controls: tuple[StageLink, ...]
+    chain: StageLink
     shared: SharedMemory
 
     def wait_until_ready(self, expected: str, within_s: float = _READY_S) -> None:
@@ -234,7 +234,7 @@ def _maker(
 
 
 def _become_stage(
-    parent: int, make: Callable[[], Stage], links: Links, ends: Sequence[Link], shared: SharedMemory, number: int,
+    parent: int, make: Callable[[], Stage], links: Links, ends: Sequence[StageLink], shared: SharedMemory, number: int,
     expected: str, pipeline: PipelineConfig, worker: int, config: JobConfig,
 ) -> NoReturn:  # fmt: skip
     code = 1

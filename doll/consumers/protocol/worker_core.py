@@ -85,7 +85,8 @@ class GradientDone:
 
     Attributes:
         holds: (batch, grant id) of all batches that are in what is stored, in their order, as the object that made the
-            sum knows them (`doll.consumers.compute.batch_sets`): the push names these. Empty: it is those of `batches`.
+            sum knows them (`doll.consumers.compute.gradient_engine.SetContribution`): the push names these. Empty: it
+            is those of `batches`.
     """
 
     key: str
@@ -117,7 +118,7 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferWeights:
     """There are newer weights than a grant may ask for: compute on nothing older from now on."""
 
     weights: NewVersion
@@ -146,7 +147,7 @@ class Exit:
     reason: str
 
 
-WorkerAction = Send | Compute | Offer | StoreRest | Acknowledge | Exit
+WorkerAction = Send | Compute | OfferWeights | StoreRest | Acknowledge | Exit
 
 
 class WorkerCore:
@@ -263,7 +264,7 @@ class WorkerCore:
             case Grant() if record.term == self.term and record.session == self.session and record.grant_ids:
                 return self._on_grant(record)
             case NewVersion() if record.term == self.term:
-                return [Offer(record)]
+                return [OfferWeights(record)]
             case Settle() if record.term == self.term and record.session == self.session:
                 return self._on_settle(record)
             case Durable() if record.term == self.term:

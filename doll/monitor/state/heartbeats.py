@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from doll.process.heartbeats import LEFT
-from doll.process.metric_names import EVALUATOR, PRODUCER, PROVISIONER, TERM, worker_source
-from doll.records.control import AnyRecord, Metric, ServerStatus, TermStarted
+from doll.ledger.lineage import Change, Lineage
+from doll.process.metric_names import EVALUATOR, LEFT, PRODUCER, PROVISIONER, TERM, worker_source
+from doll.records.control import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
 
 HEARTBEAT_TIMEOUTS_S: Final[Mapping[str, float]] = {
     "ps": 30.0,
@@ -29,20 +29,21 @@ class RoleHeartbeats:
 
     def __init__(self) -> None:
         self._last_seen_s: dict[str, float] = {}
-        self._generation = 0
+        self._lineage = Lineage()
 
     def feed(self, record: AnyRecord) -> None:
         """Process a record; other types than metrics, the server's status and starts of terms are ignored."""
         match record:
-            case TermStarted() if record.generation > self._generation:
-                self._generation, self._last_seen_s = record.generation, {}
-            case ServerStatus() if record.term >= self._generation:
+            case TermStarted() | Update() | Finished():
+                if self._lineage.feed(record) is Change.GENERATION:
+                    self._last_seen_s = {}
+            case ServerStatus() if self._lineage.is_current(record.term):
                 self._seen("ps", record.time_s)
                 for worker in record.workers:
                     if worker.is_live:
                         self._last_seen_s[worker_source(worker.worker)] = record.time_s - worker.silent_s
             case Metric() if record.source in HEARTBEAT_TIMEOUTS_S:
-                if record.values.get(TERM, self._generation) < self._generation:
+                if record.values.get(TERM, self._lineage.generation) < self._lineage.generation:
                     return  # of an earlier run
                 if record.values.get(LEFT):
                     self._last_seen_s.pop(record.source, None)

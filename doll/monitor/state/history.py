@@ -2,7 +2,7 @@
 
 After a restart the parameter server repeats the versions above its checkpoint. Its `TermStarted` record voids their
 earlier rows: these stay in the tables, marked as void, and no mean, rate or plot counts them. If a `TermStarted` record
-begins a new generation (`doll.ledger.generations`), all earlier rows belong to another run, and are dropped.
+begins a new generation (`doll.ledger.lineage`), all earlier rows belong to another run, and are dropped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from doll.ledger.lineage import Change, Lineage, UpdatesRecord
 from doll.monitor.state.loss_trend import LossTrend
 from doll.monitor.state.prequential import Prequential
 from doll.records.control import AnyRecord, Finished, TermStarted, Update
@@ -110,8 +111,7 @@ class History:
     def __init__(self, window: int = 50, *, after_term: int = 0) -> None:
         self._window = window
         self._after_term = after_term
-        self.generation = 0
-        """The newest one; records of earlier ones are ignored."""
+        self._lineage = Lineage()
         self.updates = Table(UPDATE_COLUMNS)
         self.evaluations = Table(EVALUATION_COLUMNS)
         self.prequential = Prequential(window)
@@ -129,19 +129,22 @@ class History:
 
     def feed(self, record: AnyRecord) -> bool:
         """Process a record; True if earlier rows have changed (were voided, or got a column)."""
-        if isinstance(record, TermStarted | Update | Finished) and not self.is_current(record.term):
+        if not isinstance(record, UpdatesRecord) or not self.is_current(record.term):
             return False
-        match record:
-            case TermStarted():
-                return self._term_started(record)
-            case Update():
-                return self._update(record)
-            case Finished():
-                if record.term >= self.term:
-                    self.finished = record
-                return False
-            case _:
-                return False
+        change = self._lineage.feed(record)
+        if isinstance(record, Update):
+            return self._update(record, void=change is Change.FENCED)
+        if change is Change.FENCED:
+            return False
+        if isinstance(record, TermStarted):
+            return self._term_started(record, is_new_run=change is Change.GENERATION)
+        self.finished = record
+        return False
+
+    @property
+    def generation(self) -> int:
+        """The newest one; records of earlier ones are ignored."""
+        return self._lineage.generation
 
     def evaluated(self, *, time_s: float, term: int, version: int, loss: float, accuracy: float | None) -> None:
         """Add a held-out evaluation. It is void if its version has been rolled back; one of another run is ignored."""
@@ -154,22 +157,20 @@ class History:
 
     def is_current(self, term: int) -> bool:
         """Whether records of this term belong to the current run."""
-        return term > self._after_term and term >= self.generation
+        return term > self._after_term and self._lineage.is_current(term)
 
-    def _begin(self, generation: int) -> bool:
+    def _begin(self) -> bool:
         """Begin a new generation; returns whether rows were dropped."""
-        self.generation, self.loss_trend = generation, LossTrend(self.prequential.window)
-        dropped = [table.drop_below(generation) for table in (self.updates, self.evaluations)]
+        self.loss_trend = LossTrend(self.prequential.window)
+        dropped = [table.drop_below(self.generation) for table in (self.updates, self.evaluations)]
         self.prequential = Prequential(self._window)
         self.term = self.restarts = self.version = self.samples_total = 0
         self.finished = None
         self.first_time_s = self.last_time_s = math.nan
         return any(dropped)
 
-    def _term_started(self, record: TermStarted) -> bool:
-        if record.term <= self.term:
-            return False
-        dropped = record.generation > self.generation and self._begin(record.generation)
+    def _term_started(self, record: TermStarted, *, is_new_run: bool) -> bool:
+        dropped = is_new_run and self._begin()
         if self.term:
             self.restarts += 1
         self.term, self.run_id = record.term, record.run_id
@@ -182,8 +183,7 @@ class History:
         self.samples_total = int(last["samples_total"]) if last else 0
         return voided > 0 or dropped
 
-    def _update(self, record: Update) -> bool:
-        void = record.term < self.term
+    def _update(self, record: Update, *, void: bool) -> bool:
         service = [member.compute_s + member.fetch_s + member.store_s for member in record.members]
         row: dict[str, float] = {
             "time_s": record.time_s,

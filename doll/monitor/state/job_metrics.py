@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
+from doll.ledger.lineage import Change, Lineage, UpdatesRecord
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.loss_trend import LossTrend
 from doll.monitor.state.policy_summary import PolicySummary
@@ -120,29 +121,31 @@ class JobMetrics:
         self._finished = False
         self._loss_trend = LossTrend()
         self._full = False
-        self._term = self._generation = 0
+        self._lineage = Lineage()
 
     def feed(self, record: AnyRecord) -> None:
         """Process a record of `metrics` or `updates`; other types are ignored."""
         self._heartbeats.feed(record)
         match record:
-            case ServerStatus() if record.term >= self._generation:
+            case ServerStatus() if self._lineage.is_current(record.term):
                 self._put("ps", (*server_samples(record), _measured_at("ps", record.time_s)))
             case Metric():
                 self._measured(record)
-            case TermStarted() | Update() | Finished() if record.term < self._term:
-                pass  # of a server that was fenced
-            case Update():
-                self._updated(record)
-            case TermStarted():
-                self._finished, self._term = False, record.term
-                if record.generation > self._generation:
-                    self._generation, self._loss_trend = record.generation, LossTrend()
-                    self._by_source = {"job": self._by_source["job"]}
-            case Finished():
-                self._finished = True
+            case TermStarted() | Update() | Finished():
+                self._lineage_changed(record, self._lineage.feed(record))
             case _:
                 pass
+
+    def _lineage_changed(self, record: UpdatesRecord, change: Change) -> None:
+        if change is Change.FENCED:
+            return
+        if change is Change.GENERATION:
+            self._loss_trend = LossTrend()
+            self._by_source = {"job": self._by_source["job"]}
+        if isinstance(record, Update):
+            self._updated(record)
+        else:
+            self._finished = isinstance(record, Finished)
 
     def samples(self) -> dict[tuple[str, Labels], float]:
         """The newest values by name and labels."""
@@ -160,7 +163,7 @@ class JobMetrics:
     def _measured(self, record: Metric) -> None:
         if len(record.source) > _MAX_NAME_CHARS or any(len(name) > _MAX_NAME_CHARS for name in record.values):
             log.warning("metric_refused", source=short(record.source, 60), reason="a name is too long")
-        elif record.values and record.values.get(TERM, self._generation) >= self._generation:
+        elif record.values and record.values.get(TERM, self._lineage.generation) >= self._lineage.generation:
             samples = samples_of(record.source, record.values)
             # A worker reports several groups of numbers, each on its own.
             group = record.source if worker_of(record.source) is None else f"{record.source} {min(record.values)}"

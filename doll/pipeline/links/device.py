@@ -19,7 +19,7 @@ CROSSING_TYPES: Final = (
 """Types of the tensors that a stage may send: those of `frames.DTYPES`."""
 
 
-class Device:
+class StageDevice:
     """The CPU: arrays are used where they are."""
 
     name = "cpu"
@@ -36,7 +36,7 @@ class Device:
         """Wait for what was begun."""
 
 
-class CudaDevice(Device):
+class CudaDevice(StageDevice):
     """A GPU: copies go through pinned memory, in a stream of their own."""
 
     def __init__(self, name: str) -> None:
@@ -172,10 +172,10 @@ def check_device(name: str) -> None:
         raise ConfigError(f"device {name}: expected cpu, or one of the {count} CUDA devices of this machine")
 
 
-def open_device(name: str) -> Device:
+def open_device(name: str) -> StageDevice:
     """
     Raises:
         ConfigError: this machine has no such device.
     """
     check_device(name)
-    return Device() if name == "cpu" else CudaDevice(name)
+    return StageDevice() if name == "cpu" else CudaDevice(name)

@@ -12,14 +12,14 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from doll.errors import DollError
 from doll.pipeline.links import frames
 from doll.pipeline.links.frames import Array, LinkFrameError
-from doll.pipeline.links.segments import MIN_BYTES, Segments, segments_pair
+from doll.pipeline.links.segments import MIN_BYTES, LinkSegments, segments_pair
 
 DEFAULT_MAX_MESSAGE_BYTES: Final = 1 << 30
 # Beyond net.core.wmem_max the kernel takes less.
@@ -30,48 +30,11 @@ class LinkClosedError(DollError):
     """The link has ended: the other end is closed or its process has died, or this end is closed."""
 
 
-class Link(Protocol):
-    """One end of a link between two processes. Messages arrive whole and in order, or the link ends.
+class StageLink:
+    """One end of a link between two processes, over a connected stream socket: a pair of Unix sockets, or TCP.
 
-    One thread at a time sends (others wait for it), and one thread at a time receives.
-    """
-
-    def send(self, header: bytes, arrays: Sequence[Array] = ()) -> None:
-        """Send a message; the arrays may be changed afterwards. Waits while the buffers between the ends are full.
-
-        Args:
-            header: at most `frames.MAX_HEADER_BYTES`.
-            arrays: at most `frames.MAX_ARRAYS`, of any shape and strides, of the types `frames.DTYPES`.
-
-        Raises:
-            LinkClosedError: nobody will receive it.
-            LinkFrameError: it is beyond a limit. Nothing was sent, and the link goes on.
-        """
-
-    def receive(self) -> tuple[bytes, list[Array]]:
-        """The next message: its header and arrays, which are the caller's, to change and to keep. Waits for it.
-
-        Raises:
-            LinkClosedError: there will be none. Messages that came before were returned.
-            LinkFrameError: what came is no message. The link has ended, at both ends.
-        """
-
-    def fileno(self) -> int:
-        """Readable when `receive` would return or raise; -1 after `close`."""
-
-    def close(self) -> None:
-        """End the link at both ends; threads that send or receive get a LinkClosedError. May be repeated."""
-
-    def forget(self) -> None:
-        """Close what this process has of this end, which another process goes on using.
-
-        A process that is forked has copies of all open ends. Each process must forget those that are not its own: as
-        long as one has a copy, the other end does not see that the owner has died.
-        """
-
-
-class SocketLink:
-    """A link over a connected stream socket: a pair of Unix sockets, or TCP.
+    Messages arrive whole and in order, or the link ends. One thread at a time sends (others wait for it), and one
+    thread at a time receives.
 
     Args:
         connection: the link's from now on.
@@ -84,7 +47,7 @@ class SocketLink:
         self,
         connection: socket.socket,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        segments: Segments | None = None,
+        segments: LinkSegments | None = None,
     ) -> None:
         connection.settimeout(None)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -106,6 +69,16 @@ class SocketLink:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
     def send(self, header: bytes, arrays: Sequence[Array] = ()) -> None:
+        """Send a message; the arrays may be changed afterwards. Waits while the buffers between the ends are full.
+
+        Args:
+            header: at most `frames.MAX_HEADER_BYTES`.
+            arrays: at most `frames.MAX_ARRAYS`, of any shape and strides, of the types `frames.DTYPES`.
+
+        Raises:
+            LinkClosedError: nobody will receive it.
+            LinkFrameError: it is beyond a limit. Nothing was sent, and the link goes on.
+        """
         sent = [frames.as_sent(np.asarray(array)) for array in arrays]
         head = frames.encode(header, sent, self._max_message_bytes)
         with self._sending:
@@ -122,6 +95,12 @@ class SocketLink:
                 raise
 
     def receive(self) -> tuple[bytes, list[Array]]:
+        """The next message: its header and arrays, which are the caller's, to change and to keep. Waits for it.
+
+        Raises:
+            LinkClosedError: there will be none. Messages that came before were returned.
+            LinkFrameError: what came is no message. The link has ended, at both ends.
+        """
         with self._receiving:
             if self._is_cut:
                 raise self._closed("a message before was cut or malformed")
@@ -137,9 +116,11 @@ class SocketLink:
                 raise
 
     def fileno(self) -> int:
+        """Readable when `receive` would return or raise; -1 after `close`."""
         return self._socket.fileno()
 
     def close(self) -> None:
+        """End the link at both ends; threads that send or receive get a LinkClosedError. May be repeated."""
         self._is_closed = True
         self._end()
         # They end now. Without waiting for them, a file that is opened next could get the number that they use.
@@ -147,6 +128,11 @@ class SocketLink:
             self._forget()
 
     def forget(self) -> None:
+        """Close what this process has of this end, which another process goes on using.
+
+        A process that is forked has copies of all open ends. Each process must forget those that are not its own: as
+        long as one has a copy, the other end does not see that the owner has died.
+        """
         # Another thread may have held a lock when this process was forked.
         self._is_closed = True
         self._forget()
@@ -207,10 +193,10 @@ class SocketLink:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def socket_pair(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> tuple[SocketLink, SocketLink]:
+def socket_pair(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> tuple[StageLink, StageLink]:
     """Both ends of a link between processes of this machine; create it before the fork (see `Link.forget`)."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return SocketLink(one, max_message_bytes), SocketLink(other, max_message_bytes)
+    return StageLink(one, max_message_bytes), StageLink(other, max_message_bytes)
 
 
 def shared_pair(
@@ -218,7 +204,7 @@ def shared_pair(
     segment_bytes: int,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     min_bytes: int = MIN_BYTES,
-) -> tuple[SocketLink, SocketLink]:
+) -> tuple[StageLink, StageLink]:
     """As `socket_pair`, with large messages in shared memory.
 
     Args:
@@ -231,4 +217,4 @@ def shared_pair(
     """
     shared = segments_pair(segments, segment_bytes, min_bytes)
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return SocketLink(one, max_message_bytes, shared[0]), SocketLink(other, max_message_bytes, shared[1])
+    return StageLink(one, max_message_bytes, shared[0]), StageLink(other, max_message_bytes, shared[1])

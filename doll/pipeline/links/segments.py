@@ -28,7 +28,7 @@ _ALIGNMENT_BYTES: Final = 64  # of each array: a cache line, and the widest vect
 _Bytes = npt.NDArray[np.uint8]
 
 
-class Segments:
+class LinkSegments:
     """One end's access to the segments of both directions. Made by `segments_pair`.
 
     `store` is called by one thread at a time, and so is `load`. Views may end in any thread.
@@ -110,7 +110,7 @@ class Segments:
                 self._free.append(number)
 
 
-def segments_pair(count: int, segment_bytes: int, min_bytes: int = MIN_BYTES) -> tuple[Segments, Segments]:
+def segments_pair(count: int, segment_bytes: int, min_bytes: int = MIN_BYTES) -> tuple[LinkSegments, LinkSegments]:
     """The segments of a link, for its two ends; create them before the fork.
 
     Memory is taken when a segment is first written to, as much as is written, and is kept until the link ends.
@@ -137,8 +137,8 @@ def segments_pair(count: int, segment_bytes: int, min_bytes: int = MIN_BYTES) ->
         ) from exc
     one, other = socket.socketpair()
     return (
-        Segments(one, forward, backward, segment_bytes=segment_bytes, min_bytes=min_bytes),
-        Segments(other, backward, forward, segment_bytes=segment_bytes, min_bytes=min_bytes),
+        LinkSegments(one, forward, backward, segment_bytes=segment_bytes, min_bytes=min_bytes),
+        LinkSegments(other, backward, forward, segment_bytes=segment_bytes, min_bytes=min_bytes),
     )
 
 

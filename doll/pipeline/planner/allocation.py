@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from doll.errors import ConfigError
-from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, Partition, best_partition
+from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, Partitioning, best_partition
 from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.pipeline.profiling.profile import Device, Network, Profile
 
@@ -38,7 +38,7 @@ class VirtualWorker:
         rate: minibatches per second of its pipeline, where it waits for nobody.
     """
 
-    partition: Partition
+    partition: Partitioning
     rate: float
 
     @property
@@ -51,7 +51,7 @@ class VirtualWorker:
         return stage_times(self.partition)
 
 
-def stage_times(partition: Partition) -> tuple[StageTimes, ...]:
+def stage_times(partition: Partitioning) -> tuple[StageTimes, ...]:
     """What the simulator needs of each stage; the time to receive is part of a task."""
     return tuple(
         StageTimes(stage.forward_s + stage.receive_forward_s, stage.backward_s + stage.receive_backward_s)
@@ -151,7 +151,7 @@ class GroupRates:
         network: Network,
         memory: MemoryRule | Callable[[int], MemoryRule],
         *,
-        partition: Callable[..., Partition] = best_partition,
+        partition: Callable[..., Partitioning] = best_partition,
         minibatches: int = 100,
     ) -> None:
         """

@@ -28,7 +28,7 @@ from doll.pipeline.planner.partition_problem import DoesNotFitError, MemoryRule,
 from doll.pipeline.profiling.profile import Device, Network, Profile
 
 __all__ = [
-    "MAX_IN_FLIGHT", "DoesNotFitError", "MemoryRule", "Partition", "StagePlan", "best_partition", "max_in_flight",
+    "MAX_IN_FLIGHT", "DoesNotFitError", "MemoryRule", "Partitioning", "StagePlan", "best_partition", "max_in_flight",
     "partition_in_order",
 ]  # fmt: skip
 
@@ -54,7 +54,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class Partitioning:
     """Stages, first stage first.
 
     Attributes:
@@ -75,7 +75,7 @@ def best_partition(
     in_flight: int,
     memory: MemoryRule,
     stages: int | None = None,
-) -> Partition:
+) -> Partitioning:
     """The partition with the least bottleneck, over all cuts and all different orders of the devices. Of equal ones it
     is one in which a minibatch takes least, from the first stage to the last and back; the same one in each run.
 
@@ -93,7 +93,7 @@ def best_partition(
 
 def partition_in_order(
     profile: Profile, devices: Sequence[Device], network: Network, *, in_flight: int, memory: MemoryRule
-) -> Partition:
+) -> Partitioning:
     """The best partition with the devices in this order, first stage first.
 
     Raises:
@@ -127,7 +127,7 @@ def max_in_flight(
     return low
 
 
-def _solve(problem: Problem, in_flight: int) -> Partition:
+def _solve(problem: Problem, in_flight: int) -> Partitioning:
     costs = problem.costs(in_flight)
     placed = best(costs, problem.sets)
     if placed is None:
@@ -135,7 +135,7 @@ def _solve(problem: Problem, in_flight: int) -> Partition:
     free = [iter(group) for group in problem.groups]
     stages = tuple(_stage(problem, at, next(free[at.kind]), in_flight) for at in placed)
     binding = max(range(len(stages)), key=lambda number: stages[number].total_s)
-    return Partition(stages, stages[binding].total_s, binding)
+    return Partitioning(stages, stages[binding].total_s, binding)
 
 
 def _stage(problem: Problem, at: Placed, device: Device, in_flight: int) -> StagePlan:

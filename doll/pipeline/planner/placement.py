@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from doll.errors import ConfigError
-from doll.pipeline.planner.partition import Partition
+from doll.pipeline.planner.partition import Partitioning
 from doll.pipeline.profiling.profile import Network, Profile
 
 Placement = tuple[str, ...]
@@ -33,7 +33,7 @@ def default_placement(num_layers: int, nodes: Sequence[str]) -> Placement:
     return tuple(nodes[layer % len(nodes)] for layer in range(num_layers))
 
 
-def local_placement(partitions: Sequence[Partition]) -> Placement:
+def local_placement(partitions: Sequence[Partitioning]) -> Placement:
     """The parameters of each layer on the node that computes it.
 
     Raises:
@@ -115,7 +115,7 @@ class Traffic:
         return 2.0 * (network.latency_s + max(between, within))
 
 
-def traffic(profile: Profile, partitions: Sequence[Partition], placement: Placement) -> Traffic:
+def traffic(profile: Profile, partitions: Sequence[Partitioning], placement: Placement) -> Traffic:
     """What the links carry for these virtual workers, with their parameters placed like this."""
     activations = defaultdict[Link, int](int)
     pushes = defaultdict[Link, int](int)
@@ -135,7 +135,7 @@ def traffic(profile: Profile, partitions: Sequence[Partition], placement: Placem
     return Traffic(links, dict(pushes), stage_bytes, len(partitions))
 
 
-def _activations(profile: Profile, partition: Partition) -> Iterator[tuple[Link, int]]:
+def _activations(profile: Profile, partition: Partitioning) -> Iterator[tuple[Link, int]]:
     for before, after in zip(partition.stages, partition.stages[1:], strict=False):
         size = profile.layers[after.first - 1].output_bytes
         yield (before.device.node, after.device.node), size

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from doll.errors import ConfigError
-from doll.pipeline.links.device import Device, as_received, is_differentiable, open_device
+from doll.pipeline.links.device import StageDevice, as_received, is_differentiable, open_device
 from doll.pipeline.profiling.layers import Layer, trial_input
 from doll.pipeline.profiling.profile import LayerProfile, Profile
 from doll.task.base import Task, stack
@@ -21,14 +21,14 @@ from doll.task.base import Task, stack
 _WARM_UP: Final = 2
 
 
-class Batch(NamedTuple):
+class ProfiledBatch(NamedTuple):
     """x of shape (n, ...), y of shape (n, ...)."""
 
     x: npt.NDArray[Any]
     y: npt.NDArray[Any]
 
 
-def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.Generator) -> Batch:
+def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.Generator) -> ProfiledBatch:
     """`size` samples: held-out ones of the task, repeated where there are fewer; else random ones of its shape.
 
     Raises:
@@ -37,7 +37,7 @@ def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.G
     x, y = stack(sample for sample, _ in zip(task.holdout(), range(size), strict=False))
     if len(x):
         at = np.arange(size) % len(x)
-        return Batch(x[at], y[at])
+        return ProfiledBatch(x[at], y[at])
     taken, reason = trial_input(task, model, 2)
     if taken is None:
         raise ConfigError(
@@ -47,12 +47,12 @@ def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.G
     shape = (size, *taken.shape[1:])
     x = rng.normal(size=shape).astype(np.float32) if taken.is_floating_point() else rng.integers(2, size=shape)
     if task.num_classes is not None:
-        return Batch(x, rng.integers(task.num_classes, size=size))
-    return Batch(x, np.zeros(size, np.float32))
+        return ProfiledBatch(x, rng.integers(task.num_classes, size=size))
+    return ProfiledBatch(x, np.zeros(size, np.float32))
 
 
 def profile_layers(
-    task: Task, layers: Sequence[Layer], batch: Batch, *, model: str, device: str = "cpu", repeats: int = 5,
+    task: Task, layers: Sequence[Layer], batch: ProfiledBatch, *, model: str, device: str = "cpu", repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter, progress: Callable[[int], None] = lambda done: None,
 ) -> Profile:  # fmt: skip
     """Measure each layer on this machine, medians of `repeats` runs after two that do not count.
@@ -139,7 +139,7 @@ class _Measured(NamedTuple):
 
 
 def _measure(
-    run: Callable[[torch.Tensor], torch.Tensor], module: torch.nn.Module, received: npt.NDArray[Any], on: Device,
+    run: Callable[[torch.Tensor], torch.Tensor], module: torch.nn.Module, received: npt.NDArray[Any], on: StageDevice,
     is_first: bool, repeats: int, clock: Callable[[], float],
 ) -> _Measured:  # fmt: skip
     forward_s, backward_s = [], []

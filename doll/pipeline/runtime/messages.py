@@ -70,7 +70,7 @@ class Settle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     included: int = 0
 
 
-class Task(msgspec.Struct, frozen=True, array_like=True):
+class StageTask(msgspec.Struct, frozen=True, array_like=True):
     """What one stage did when, in seconds of the machine's monotonic clock. `kind`: F, B, or FB."""
 
     stage: int
@@ -101,7 +101,7 @@ class Backward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     squares: float = 0.0
     buffer_squares: float = 0.0
     problem: str = ""
-    tasks: tuple[Task, ...] = ()
+    tasks: tuple[StageTask, ...] = ()
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,17 +18,71 @@ import numpy.typing as npt
 import torch
 
 from doll.config import TrainingConfig
-from doll.errors import TaskError
+from doll.errors import ConfigError, TaskError
 from doll.model.flat_model import FlatModel
 from doll.optim.length import square_length
 from doll.optim.optimizer import Optimizer
-from doll.pipeline.links.device import Device, Sent, as_received, crossing_problem, is_differentiable
+from doll.pipeline.links.device import Sent, StageDevice, as_received, crossing_problem, is_differentiable
 from doll.pipeline.profiling.layers import only_calls
 from doll.pipeline.runtime.messages import Commit
-from doll.pipeline.runtime.ranges import Range, homes_of, ranges_of
 from doll.task.base import Task
 
 Array = npt.NDArray[Any]
+
+
+class VectorRange(NamedTuple):
+    """`length` numbers at `here` of a stage's vector and at `there` of the model's."""
+
+    here: int
+    there: int
+    length: int
+
+
+def ranges_of(stage: FlatModel, whole: FlatModel, homes: dict[str, int]) -> tuple[VectorRange, ...]:
+    """The parts of `stage.flat` that are runs of `whole.flat`, in order.
+
+    Args:
+        homes: `home` of each tensor of the stage's module, by its name there.
+
+    Raises:
+        ConfigError: a tensor of the stage is not in the model's vector.
+    """
+    ranges: list[VectorRange] = []
+    for name, tensor in _tensors(stage.module):
+        if name not in homes:
+            raise ConfigError(f"{name!r} of a stage is not in the model's vector: it is shared, or made in forward()")
+        here = home(tensor, stage.flat)
+        length = -(-tensor.numel() * tensor.element_size() // 4)
+        last = ranges[-1] if ranges else None
+        if last is not None and (last.here + last.length, last.there + last.length) == (here, homes[name]):
+            ranges[-1] = last._replace(length=last.length + length)
+        else:
+            ranges.append(VectorRange(here, homes[name], length))
+    return tuple(ranges)
+
+
+def homes_of(module: torch.nn.Module, whole: FlatModel) -> dict[str, int]:
+    """Index in `whole.flat` of each trainable parameter and buffer of `module`, a part of its module, by its name."""
+    return {name: home(tensor, whole.flat) for name, tensor in _tensors(module)}
+
+
+def home(tensor: torch.Tensor, flat: torch.Tensor) -> int:
+    """Index in `flat`, float32, of the first number of `tensor`, which is a view of it.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    at, odd = divmod(tensor.data_ptr() - flat.data_ptr(), 4)
+    if odd or not 0 <= at <= len(flat):
+        raise ConfigError("a parameter of the model is not in its vector: it is shared between layers, or replaced")
+    return at
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `FlatModel` lays them out; without those that have no numbers."""
+    parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    buffers = sorted(module.named_buffers(), key=lambda item: not item[1].is_floating_point())
+    return ((name, tensor) for name, tensor in (*parameters, *buffers) if tensor.numel())
 
 
 class Loss(NamedTuple):
@@ -38,7 +92,7 @@ class Loss(NamedTuple):
     metric_sums: Mapping[str, float]
 
 
-class Gradient(NamedTuple):
+class StageGradient(NamedTuple):
     """What a stage knows of a minibatch's gradient.
 
     Attributes:
@@ -73,7 +127,7 @@ class Stage:
 
     def __init__(
         self, task: Task, whole: FlatModel, layers: Sequence[torch.nn.Module], *, training: TrainingConfig, slots: int,
-        is_first: bool, is_last: bool, device: Device,
+        is_first: bool, is_last: bool, device: StageDevice,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -91,7 +145,7 @@ class Stage:
         _leave(module)
         module = module.to(device.name)
         self._local = FlatModel(module, device=device.name, may_be_empty=True)
-        self.ranges: tuple[Range, ...] = ranges_of(self._local, whole, homes)
+        self.ranges: tuple[VectorRange, ...] = ranges_of(self._local, whole, homes)
         self._optimizer = Optimizer(self._local, training.optimizer)
         # One backward pass at a time: they share the gradient.
         self._replicas = [
@@ -107,7 +161,7 @@ class Stage:
         _warm_up()
 
     @property
-    def device(self) -> Device:
+    def device(self) -> StageDevice:
         return self._device
 
     @property
@@ -243,7 +297,7 @@ class Stage:
         item.output = loss * n  # the task's loss is a mean; the sum costs no pass over the gradient
         return Loss(float(loss.detach()) * n, {name: float(value) * n for name, value in metrics.items()})
 
-    def backward(self, slot: int, gradient: Array | None) -> Gradient:
+    def backward(self, slot: int, gradient: Array | None) -> StageGradient:
         """Backward pass; then the slot holds the gradient instead of the weights.
 
         Args:
@@ -262,7 +316,7 @@ class Stage:
         flat[:n] = gradients[:n]
         flat[n:floats] *= item.num_samples
         squares = square_length(flat[:n]) if n else 0.0
-        return Gradient(None if self._is_first else item.input.grad, squares, self._buffer_squares.pop(slot))
+        return StageGradient(None if self._is_first else item.input.grad, squares, self._buffer_squares.pop(slot))
 
     def drop(self, slot: int) -> None:
         """There will be no backward pass."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from doll.errors import ConfigError, TaskError
 from doll.pipeline.links.frames import LinkFrameError
-from doll.pipeline.links.link import Link, LinkClosedError
+from doll.pipeline.links.link import LinkClosedError, StageLink
 from doll.pipeline.runtime.messages import (
     Adopted,
     Alive,
@@ -32,9 +32,9 @@ from doll.pipeline.runtime.messages import (
     Pulled,
     Ready,
     Settle,
+    StageTask,
     Stop,
     Stored,
-    Task,
     decode,
     encode,
 )
@@ -52,9 +52,9 @@ _MAX_REASON_CHARS: Final = 300
 class Links:
     """A stage's links. `following`: None at the last stage."""
 
-    control: Link
-    before: Link
-    following: Link | None
+    control: StageLink
+    before: StageLink
+    following: StageLink | None
 
     def close(self) -> None:
         for link in (self.control, self.before, self.following):
@@ -94,7 +94,7 @@ class StageProcess:
         self._sleep = sleep
         self._inbox: queue.SimpleQueue[tuple[AnyMessage, list[Array]] | None] = queue.SimpleQueue()
         self._version = -1
-        self._tasks: dict[int, list[Task]] = {}  # of this stage, of the minibatches in flight
+        self._tasks: dict[int, list[StageTask]] = {}  # of this stage, of the minibatches in flight
         self._leaving: Leaving | None = None
         self._stage: Stage
 
@@ -262,7 +262,7 @@ class StageProcess:
             buffer_squares=message.buffer_squares + gradient.buffer_squares, tasks=tasks,
         )), sent)  # fmt: skip
 
-    def _report(self, message: Forward | Backward, tasks: list[Task], problem: str) -> None:
+    def _report(self, message: Forward | Backward, tasks: list[StageTask], problem: str) -> None:
         """There is no gradient."""
         self._links.before.send(encode(Backward(
             batch=message.batch, slot=message.slot, num_samples=message.num_samples, problem=problem,
@@ -287,12 +287,12 @@ class StageProcess:
         if self._links.following is not None:
             self._links.following.send(encode(message))
 
-    def _task(self, kind: str, batch: int, start_s: float) -> Task:
+    def _task(self, kind: str, batch: int, start_s: float) -> StageTask:
         """What has been computed since `start_s`; a slow device takes longer."""
         self._stage.device.finish()
         if self._slowdown > 1:
             self._sleep((self._slowdown - 1) * (self._clock() - start_s))
-        return Task(self._number, kind, batch, start_s, self._clock())
+        return StageTask(self._number, kind, batch, start_s, self._clock())
 
 
 def _problem(exc: Exception) -> str:

@@ -52,14 +52,14 @@ class WaveSplitError(DollError):
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class PullWeights:
     """Bring these weights to all stages; report `pulled`."""
 
     weights: Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartBatch:
     """Send this down the chain, with the samples of `submitted` behind it."""
 
     message: Forward
@@ -113,7 +113,7 @@ class Missing:
     submitted: Submitted
 
 
-Action = Pull | Start | SendDown | Done | Void | Missing
+Action = PullWeights | StartBatch | SendDown | Done | Void | Missing
 
 
 @dataclass(slots=True)
@@ -396,7 +396,7 @@ class VirtualWorkerCore:
         if self._may_pull:
             self._pulling, self._spare = self._known, None
             assert self._pulling is not None
-            actions.append(Pull(self._pulling))
+            actions.append(PullWeights(self._pulling))
         return actions
 
     def _commit(self) -> None:
@@ -478,7 +478,7 @@ class VirtualWorkerCore:
             batch=submitted.batch, slot=slot, num_samples=submitted.num_samples, version=base.version,
             included=base.included, commits=self._take_commits(),
         )  # fmt: skip
-        return (Start(message, submitted),)
+        return (StartBatch(message, submitted),)
 
     def _take_commits(self) -> tuple[Commit, ...]:
         commits, self._commits = tuple(self._commits), []

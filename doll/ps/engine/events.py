@@ -273,7 +273,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     policy_state: dict[str, Any] | None  # see `doll.ps.policies.base.Policy.state`
     incarnations: tuple[int, ...]  # of each worker's machine, the highest seen
     restarts: tuple[int, ...]  # of each worker's process
-    generation: int = 0  # see `doll.ledger.generations`
+    generation: int = 0  # see `doll.ledger.lineage`
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
     run_id: str = ""  # see `doll.records.control.TermStarted`; "": of an earlier release
     empty_updates: int = 0  # of `version`, those that learned no sample

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from doll.config import JobConfig
-from doll.consumers.pipeline.task_log import read_tasks
 from doll.pipeline.planner import gantt
-from doll.pipeline.planner.live_memory import live_rule
-from doll.pipeline.planner.measured import timeline_of
-from doll.pipeline.planner.profiled import partition_by_profile
+from doll.pipeline.planner.measured import read_tasks, timeline_of
+from doll.pipeline.planner.profiled import live_rule, partition_by_profile
 from doll.pipeline.planner.schedule import simulate_as_measured
 from doll.pipeline.planner.timeline import Steps, Timeline
 

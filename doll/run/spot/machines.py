@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from doll.config import JobConfig
-from doll.kafka.job_records import JobRecords
 from doll.kafka.publisher import Publisher
+from doll.kafka.tail import JobRecords
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
 from doll.monitor.state.spot_history import MarketTimeline

@@ -17,8 +17,7 @@ from doll.config import parse
 from doll.consumers.faust_app import FaustStream
 from doll.consumers.intake import deleted_records
 from doll.consumers.intake.decoding import Decoded, Records
-from doll.consumers.lifecycle import exits
-from doll.consumers.lifecycle.departure import Departure
+from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.consumers.runtime import WorkerRuntime
 from doll.errors import ConfigError, ServiceUnavailableError
@@ -105,7 +104,7 @@ def decode(records: Records) -> Decoded:
 
 @pytest.fixture(autouse=True)
 def _no_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exits.ProcessExit.__init__, "__kwdefaults__", {"end_within": lambda seconds, code: None})
+    monkeypatch.setattr(ProcessExit.__init__, "__kwdefaults__", {"end_within": lambda seconds, code: None})
 
 
 def run(

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from doll.config import parse
 from doll.consumers import runtime
-from doll.consumers.intake.decoder import Decoder
+from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records, Refused
-from doll.consumers.lifecycle import exits
-from doll.consumers.lifecycle.departure import Departure
+from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.protocol.worker_core import ComputedBatch, GradientDone, Send, WorkerCore
 from doll.consumers.runtime import WorkerRuntime
 from doll.errors import DollError, ServiceUnavailableError, TaskError
@@ -38,7 +37,7 @@ def decode_records(records: Records) -> Decoded:
 
 
 @dataclass
-class SlowDecoder:
+class SlowDecoder(Decoder):
     """Decodes when the test says so."""
 
     depth: int = 2
@@ -98,7 +97,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "TICK_S", 0.0)
     monkeypatch.setattr(runtime, "WATCH_EVERY_S", 0.0)
     monkeypatch.setattr(runtime, "ASK_KAFKA_EVERY_S", 0.0)
-    monkeypatch.setattr(exits.ProcessExit.__init__, "__kwdefaults__", {"end_within": lambda seconds, code: None})
+    monkeypatch.setattr(ProcessExit.__init__, "__kwdefaults__", {"end_within": lambda seconds, code: None})
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from doll.errors import ConfigError
 from doll.model.flat_model import FlatModel
 from doll.pipeline.profiling.layers import chain, check_cut, layers_of
-from doll.pipeline.runtime.ranges import homes_of
+from doll.pipeline.runtime.stage import homes_of
 from doll.task.base import Task
 from torch import nn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from doll.process.heartbeats import HEARTBEAT_EVERY_S, LEFT
+from doll.process.metric_names import HEARTBEAT_EVERY_S, LEFT
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision

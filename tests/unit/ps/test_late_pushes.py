@@ -134,7 +134,7 @@ class SlowWorkers:
             self.deliver()
 
     def compute(self, worker: int, core: WorkerCore) -> None:
-        """As `doll.consumers.compute.grant_handler`: a set ends when it has taken its time, a wave when it is whole."""
+        """As `GrantHandler`: a set ends when it has taken its time, a wave when it is whole."""
         queue = self.computing[worker]
         while queue and not core.is_current(queue[0].order.grant):
             queue.popleft()

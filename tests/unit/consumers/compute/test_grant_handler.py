@@ -10,7 +10,7 @@ import torch
 from doll.config import parse
 from doll.consumers.compute.compressor import DenseCompressor
 from doll.consumers.compute.gradient import GradientComputer
-from doll.consumers.compute.grant_handler import GrantHandler
+from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.intake.dead_letters import DeadLetters

@@ -8,7 +8,7 @@ import pytest
 from doll.config import parse
 from doll.consumers.intake.batching import Batcher
 from doll.consumers.intake.deleted_records import DeletedRecords
-from doll.consumers.lifecycle.exits import ProcessExit
+from doll.consumers.lifecycle.departure import ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
 from doll.records.control import Durable, Join

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from doll.consumers.lifecycle.exits import ProcessExit
+from doll.consumers.lifecycle.departure import ProcessExit
 
 
 def test_the_first_request_decides() -> None:

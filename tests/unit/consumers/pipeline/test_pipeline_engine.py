@@ -15,10 +15,10 @@ import psutil
 import pytest
 import torch
 from doll.consumers.pipeline.stage_processes import StageLostError, StageProcesses
-from doll.consumers.pipeline.task_log import read_tasks
 from doll.consumers.protocol.worker_core import GradientDone
 from doll.errors import ConfigError, ServiceUnavailableError, TaskError
 from doll.pipeline.links.link import socket_pair
+from doll.pipeline.planner.measured import read_tasks
 from doll.pipeline.runtime.messages import Ready, encode
 from doll.records.control import Grant, NewVersion
 from pipeline_rig import BATCH, Rig, answer

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doll.consumers.tables.op_log import OpLog
-from doll.consumers.tables.row_cache import FetchedRows, RowCache
+from doll.consumers.tables.row_cache import FetchedRows, OpLog, RowCache
 from doll.errors import BlobError, IllegalEventError
 from doll.storage.sections import RowRequest
 from doll.tables.rows import Floats, Rows, TableShape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from doll.monitor.state.heartbeats import RoleHeartbeats
-from doll.process.heartbeats import LEFT
+from doll.process.metric_names import LEFT
 from doll.records.control import Metric, TermStarted
 from statuses import gone_worker, live_worker, server_status
 

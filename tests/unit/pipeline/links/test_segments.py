@@ -12,11 +12,11 @@ import pytest
 from doll.errors import DollError
 from doll.pipeline.links import frames
 from doll.pipeline.links.frames import Array, ArraySpec, LinkFrameError
-from doll.pipeline.links.link import SocketLink, shared_pair
-from doll.pipeline.links.segments import Segments, segments_pair
+from doll.pipeline.links.link import StageLink, shared_pair
+from doll.pipeline.links.segments import LinkSegments, segments_pair
 
 PAGE = 4096
-Pair = tuple[Segments, Segments]
+Pair = tuple[LinkSegments, LinkSegments]
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_places_that_cannot_be_are_refused(pair: Pair) -> None:
 def test_returns_that_cannot_be_are_refused(returned: bytes) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        sender = Segments(ours, mmap(-1, 2 * PAGE), mmap(-1, 2 * PAGE), segment_bytes=PAGE, min_bytes=8)
+        sender = LinkSegments(ours, mmap(-1, 2 * PAGE), mmap(-1, 2 * PAGE), segment_bytes=PAGE, min_bytes=8)
         while place := sender.store([numbers(1)]):
             last = place - 1
         assert last == 1
@@ -185,7 +185,7 @@ def test_a_receiver_that_keeps_everything_gets_what_does_not_fit_through_the_soc
 
 
 def test_a_link_without_segments_refuses_them() -> None:
-    ends = [SocketLink(end) for end in socket.socketpair()]
+    ends = [StageLink(end) for end in socket.socketpair()]
     one, other = shared_pair(1, PAGE, min_bytes=8)
     one.send(b"", [numbers(1)])
     data = os.read(other.fileno(), 1000)

@@ -15,8 +15,8 @@ from doll.pipeline.planner import fleet_report
 from doll.pipeline.planner.allocation import RULES
 from doll.pipeline.planner.fleet import load_fleet, parse_csv, parse_yaml
 from doll.pipeline.planner.fleet_plan import plan_fleet
-from doll.pipeline.planner.live_memory import live_rule
 from doll.pipeline.planner.partition import MemoryRule
+from doll.pipeline.planner.profiled import live_rule
 from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
 from doll.process.files import json_safe
 from paths import ROOT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
-from doll.pipeline.planner.live_memory import live_rule
+from doll.pipeline.planner.profiled import live_rule
 from doll.pipeline.profiling.profile import StageSize
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from doll.pipeline.planner.measured import timeline_of
 from doll.pipeline.planner.schedule import StageTimes, simulate, simulate_as_measured
-from doll.pipeline.runtime.messages import Task
+from doll.pipeline.runtime.messages import StageTask
 
 
-def tasks(minibatches: int, first: int = 8) -> list[Task]:
+def tasks(minibatches: int, first: int = 8) -> list[StageTask]:
     timeline = simulate([StageTimes(1.0, 2.0)] * 3, 4, minibatches)
     return [
-        Task(span.stage, span.kind, span.minibatch - 1 + first, 100 + span.start_s, 100 + span.end_s)
+        StageTask(span.stage, span.kind, span.minibatch - 1 + first, 100 + span.start_s, 100 + span.end_s)
         for span in timeline.spans
     ]
 

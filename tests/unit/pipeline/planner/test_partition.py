@@ -25,7 +25,7 @@ from doll.pipeline.planner import device_orders
 from doll.pipeline.planner.partition import (
     DoesNotFitError,
     MemoryRule,
-    Partition,
+    Partitioning,
     best_partition,
     max_in_flight,
     partition_in_order,
@@ -51,7 +51,7 @@ def devices_of(*speeds: float, memory_bytes: float = math.inf, nodes: str = "") 
     return [Device(f"device{n}", speed, memory_bytes, node=nodes[n] if nodes else "") for n, speed in enumerate(speeds)]
 
 
-def solve(instance: Instance, *, raises: bool = False) -> Partition | None:
+def solve(instance: Instance, *, raises: bool = False) -> Partitioning | None:
     try:
         return best_partition(
             instance.profile, instance.devices, instance.network, in_flight=instance.in_flight, memory=instance.memory
@@ -62,11 +62,11 @@ def solve(instance: Instance, *, raises: bool = False) -> Partition | None:
         return None
 
 
-def cuts_of(partition: Partition) -> tuple[int, ...]:
+def cuts_of(partition: Partitioning) -> tuple[int, ...]:
     return (0, *(stage.stop for stage in partition.stages))
 
 
-def problems(instance: Instance, partition: Partition) -> list[str]:
+def problems(instance: Instance, partition: Partitioning) -> list[str]:
     """What is wrong with a partition, by formulas of its own."""
     wrong = []
     stages = partition.stages

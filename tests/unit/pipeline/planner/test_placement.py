@@ -7,7 +7,7 @@ import pytest
 from benchmarks.paper.hetpipe_models import resnet152, vgg19
 from benchmarks.paper.virtual_workers import VirtualWorkers
 from doll.errors import ConfigError
-from doll.pipeline.planner.partition import Partition, StagePlan
+from doll.pipeline.planner.partition import Partitioning, StagePlan
 from doll.pipeline.planner.placement import LinkTraffic, default_placement, local_placement, ring_bytes, traffic
 from doll.pipeline.planner.prediction import throughput_in_waves
 from doll.pipeline.planner.schedule import StageTimes, simulate
@@ -20,14 +20,14 @@ PROFILE = Profile("m", 2, "d", LAYERS)
 A, B = Device("a", node="A"), Device("b", node="B")
 
 
-def cut(*stages: tuple[Device, int]) -> Partition:
+def cut(*stages: tuple[Device, int]) -> Partitioning:
     """Stages by device and number of layers."""
     plans, first = [], 0
     for device, count in stages:
         plans.append(StagePlan(first, first + count, device, 1.0 * count, 1.0 * count, 0.0, 0.0, 0.0))
         first += count
     times = [plan.total_s for plan in plans]
-    return Partition(tuple(plans), max(times), times.index(max(times)))
+    return Partitioning(tuple(plans), max(times), times.index(max(times)))
 
 
 def test_by_default_layers_are_dealt_to_the_nodes() -> None:

@@ -17,7 +17,7 @@ from doll.consumers.compute.step_model import StepModel
 from doll.errors import ConfigError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError
-from doll.pipeline.links.device import Device
+from doll.pipeline.links.device import StageDevice
 from doll.pipeline.runtime.messages import Commit
 from doll.pipeline.runtime.stage import Stage
 from doll.records.control import Grant, NewVersion
@@ -54,7 +54,7 @@ class Chain:
         self.stages = [
             Stage(
                 task, whole, layers[start:stop], training=self.training, slots=slots, is_first=start == 0,
-                is_last=stop == len(layers), device=Device(),
+                is_last=stop == len(layers), device=StageDevice(),
             )
             for start, stop in zip(starts, stops, strict=True)
         ]  # fmt: skip

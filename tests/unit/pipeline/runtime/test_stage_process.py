@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doll.pipeline.links.link import SocketLink, socket_pair
+from doll.pipeline.links.link import StageLink, socket_pair
 from doll.pipeline.runtime import stage_process
 from doll.pipeline.runtime.messages import Ready, Stop, decode, encode
 from doll.pipeline.runtime.stage_process import Links, SharedMemory, StageProcess
@@ -17,7 +17,7 @@ from waiting import WAIT_TIMEOUT_S, until
 pytestmark = pytest.mark.slow  # loads torch
 
 
-def has_room(link: SocketLink) -> bool:
+def has_room(link: StageLink) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(link, selectors.EVENT_WRITE)
         return bool(selector.select(0))

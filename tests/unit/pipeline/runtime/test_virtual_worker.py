@@ -14,9 +14,9 @@ from doll.pipeline.runtime.virtual_worker import (
     Action,
     Done,
     Missing,
-    Pull,
+    PullWeights,
     SendDown,
-    Start,
+    StartBatch,
     Submitted,
     VirtualWorkerCore,
     Void,
@@ -67,7 +67,11 @@ class PullsBeforeAdoption(VirtualWorkerCore):
 class ForgetsWhatIsIncluded(VirtualWorkerCore):
     def _start(self, submitted: Submitted) -> Sequence[Action]:
         started = super()._start(submitted)
-        return [Start(structs.replace(item.message, included=0), submitted) for item in started if type(item) is Start]
+        return [
+            StartBatch(structs.replace(item.message, included=0), submitted)
+            for item in started
+            if type(item) is StartBatch
+        ]
 
 
 class EndsWavesEarly(VirtualWorkerCore):
@@ -157,7 +161,7 @@ def batch(number: int, *, term: int = 1, min_version: int = 0, num_samples: int 
 
 
 def started(actions: Sequence[Action]) -> list[int]:
-    return [item.message.batch for item in actions if isinstance(item, Start)]
+    return [item.message.batch for item in actions if isinstance(item, StartBatch)]
 
 
 def running(in_flight: int, batches: int, first: int = 0) -> VirtualWorkerCore:
@@ -235,11 +239,11 @@ def test_an_empty_batch_at_the_end_of_a_wave_has_a_version_that_its_grant_allows
 
 def test_batches_behind_a_missing_one_are_missing_too() -> None:
     core = VirtualWorkerCore(2, 2)
-    assert core.submit(batch(0), weights(0)) == [Pull(weights(0))]
+    assert core.submit(batch(0), weights(0)) == [PullWeights(weights(0))]
     core.submit(batch(1), weights(0))
     assert core.pulled(weights(0), is_there=False) == [Missing(batch(0)), Missing(batch(1))]
     assert core.submit(batch(2), weights(0)) == [Missing(batch(2))]
-    assert core.submit(batch(0), weights(0)) == [Pull(weights(0))]
+    assert core.submit(batch(0), weights(0)) == [PullWeights(weights(0))]
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])
@@ -252,9 +256,9 @@ def test_weights_too_old_to_go_on_with_are_missing_when_newer_ones_are_gone(in_f
             if isinstance(item, SendDown) and item.wave is not None:
                 core.pushed(item.wave.until)
     newer = weights(9, last)
-    assert core.submit(batch(last), newer) == [Pull(newer)]
+    assert core.submit(batch(last), newer) == [PullWeights(newer)]
     assert core.pulled(newer, is_there=False) == [Missing(batch(last))]
-    assert core.submit(batch(last), newer) == [Pull(newer)]
+    assert core.submit(batch(last), newer) == [PullWeights(newer)]
     assert started(core.pulled(newer, is_there=True)) == [last]
 
 

@@ -6,7 +6,7 @@ import pytest
 from doll.config import parse
 from doll.errors import ConfigError
 from doll.ledger.admission import ANY_TERM, fold_lineage, refuse_earlier_run, refuse_later_run
-from doll.ledger.generations import GenerationFilter, Lineage, newest
+from doll.ledger.lineage import Change, GenerationFilter, Lineage
 from doll.records.control import DeadLetter, Finished, TermStarted, Update, decode, encode
 from doll.services import Services
 from record_builders import finished, term_started, update
@@ -29,8 +29,6 @@ def test_each_generation_has_its_own_records() -> None:
     assert first.next_generation == 3
     assert list(second.records(LOG)) == [LOG[5], *LOG[7:]]
     assert second.next_generation is None
-    assert newest(LOG) == 3
-    assert newest(LOG[:5]) == 0
     assert list(GenerationFilter(0).records(LOG[:5])) == LOG[:5]
 
 
@@ -51,9 +49,11 @@ def test_the_lineage_is_that_of_the_newest_server() -> None:
     for record in LOG[:5]:
         lineage.feed(record)
     assert lineage == Lineage(2, 0, (0,), 2, "updates: 2 reached")
-    for record in LOG[5:]:
-        lineage.feed(record)
+    assert [lineage.feed(record) for record in LOG[5:]] == [
+        Change.GENERATION, Change.FENCED, Change.NONE, Change.TERM, Change.NONE,
+    ]  # fmt: skip
     assert lineage == Lineage(5, 3, (8,), 2, "")
+    assert [lineage.is_current(term) for term in (2, 3, 5)] == [False, True, True]
 
 
 def test_a_term_started_record_without_a_generation_is_of_the_first_one() -> None:

@@ -1,20 +1,33 @@
-"""Generations: which records of a job's topics are of the current run, and which are of an earlier one.
+"""The lineage of a job's model: which records of its topics are of the current run, and which of an earlier one.
 
 The topics of a job on a given Kafka outlive its runs. A *generation* is one model with its checkpoints, from its first
 version to its last, over any number of parameter servers. Its number is the `term` of its first server, 0 for the
 first one on the topics: terms are claimed above all that `updates` holds, so a later generation has the higher number,
 and what servers of earlier ones may still write carries lower terms. Each TermStarted record names its generation.
+
+Whoever follows `updates` folds it with `Lineage`: admission, audit, views, drills and the provisioner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from enum import Enum
+from typing import TypeAlias, TypeVar
 
 from doll.records.control import DeadLetter, Finished, TermStarted, Update
 
-T = TypeVar("T", bound=TermStarted | Update | Finished)
+UpdatesRecord: TypeAlias = TermStarted | Update | Finished
+T = TypeVar("T", bound=UpdatesRecord)
+
+
+class Change(Enum):
+    """What a record of `updates` changes."""
+
+    FENCED = "nothing: its server had been replaced"
+    NONE = "no server or run begins with it"
+    TERM = "a server has begun, and resumes the run"
+    GENERATION = "a server has begun, and another run with it"
 
 
 @dataclass(slots=True)
@@ -37,20 +50,28 @@ class Lineage:
     finished: str = ""
     error: str = ""
 
-    def feed(self, record: TermStarted | Update | Finished) -> None:
+    def is_current(self, term: int) -> bool:
+        """Whether records of this term belong to the newest generation."""
+        return term >= self.generation
+
+    def feed(self, record: UpdatesRecord) -> Change:
         """Add the next record."""
         if record.term < self.newest_term:
-            return  # of a server that was fenced
+            return Change.FENCED
         self.newest_term = record.term
         match record:
             case TermStarted():
-                self.generation = max(self.generation, record.generation)
                 self.origins, self.version, self.finished = record.origins, record.resumed_version, ""
                 self.error = ""
+                if record.generation <= self.generation:
+                    return Change.TERM
+                self.generation = record.generation
+                return Change.GENERATION
             case Update():
                 self.version = record.version
             case Finished():
                 self.finished, self.error = record.reason, record.error
+        return Change.NONE
 
     def __str__(self) -> str:
         ended = f"finished: {self.finished}" if self.finished else "not finished"
@@ -70,14 +91,13 @@ class GenerationFilter:
 
     def records(self, records: Iterable[T]) -> Iterator[T]:
         """The records of `updates` that are of this generation, in log order; ends where the next one begins."""
-        current = 0
+        lineage = Lineage()
         for record in records:
-            if isinstance(record, TermStarted):
-                current = max(current, record.generation)
-            if current > self.generation:
-                self.next_generation = current
+            lineage.feed(record)
+            if lineage.generation > self.generation:
+                self.next_generation = lineage.generation
                 return
-            if current == self.generation and record.term >= self.generation:
+            if lineage.generation == self.generation and lineage.is_current(record.term):
                 yield record
 
     def letters(self, letters: Iterable[DeadLetter]) -> Iterator[DeadLetter]:
@@ -85,8 +105,3 @@ class GenerationFilter:
         for letter in letters:
             if letter.term >= self.generation and (self.next_generation is None or letter.term < self.next_generation):
                 yield letter
-
-
-def newest(records: Iterable[TermStarted | Update | Finished]) -> int:
-    """The newest generation among records of `updates`. Pure."""
-    return max((record.generation for record in records if isinstance(record, TermStarted)), default=0)
