@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from doll.config import JobConfig
-from doll.pipeline.planner import gantt
+from doll.pipeline.planner import plots
 from doll.pipeline.planner.cut import cut
 from doll.pipeline.planner.measured import timeline_of
 from doll.pipeline.planner.profiled import live_rule
@@ -94,7 +94,7 @@ def order(picture: Path | None) -> dict[str, Any]:
         measured = run_sleeping(times, in_flight, count)
         simulated = simulate([StageTimes(*each) for each in times], in_flight, count)
         if picture is not None and number == 1:
-            gantt.save(picture, {"simulated": simulated, "measured": measured}, end_s=2.0)
+            plots.save_timelines(picture, {"simulated": simulated, "measured": measured}, end_s=2.0)
         for stage in range(len(times)):
             result[f"pipeline {number}, stage {stage + 1}"] = {
                 "is_same": measured.order(stage) == simulated.order(stage),

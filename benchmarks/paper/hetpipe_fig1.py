@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from doll.pipeline.planner.gantt import draw
+from doll.pipeline.planner.plots import draw_timelines
 from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.pipeline.planner.timeline import Steps, Timeline
 
@@ -96,7 +96,7 @@ def _draw(figure: Figure, forward_first: Timeline, backward_first: Timeline) -> 
     figure.set_size_inches(12.0, 4.6)
     timelines = {"as printed": forward_first, "backward first": backward_first}
     memory = {title: _memory(timeline) for title, timeline in timelines.items()}
-    draw(figure, timelines, end_s=26.0, memory=memory)
+    draw_timelines(figure, timelines, end_s=26.0, memory=memory)
 
 
 if __name__ == "__main__":

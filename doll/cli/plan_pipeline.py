@@ -66,9 +66,9 @@ def plan_pipeline(
     plan = plan_fleet(profile, fleet, network, memory, k=k, clock_distance=distance, in_flight=in_flight)
     notes = _notes(plan.best.in_flight if plan.best else None, getattr(policy, "wave_batches", None), network)
     if plot is not None and plan.best is not None:
-        from doll.pipeline.planner.fleet_plot import draw
+        from doll.pipeline.planner.plots import save_allocation
 
-        draw(plan.best, plan.profile.model, plot)
+        save_allocation(plan.best, plan.profile.model, plot)
         notes.append(f"plot: {plot}")
     emit(as_json, {**to_dict(plan), "notes": notes}, report_text(plan, notes))
     if plan.best is None:

@@ -39,8 +39,8 @@ def profile(
     import torch
 
     from doll.model.flat_model import build
+    from doll.pipeline.planner.plots import save_profile
     from doll.pipeline.profiling.layers import check_cut, layers_of
-    from doll.pipeline.profiling.profile_plot import save
     from doll.pipeline.profiling.profiler import profile_layers, sample_batch
     from doll.task.base import load_task
 
@@ -62,7 +62,7 @@ def profile(
             write_atomically(out, measured.to_json())
         notes.append(f"profile: {out}")
     if plot is not None:
-        save(measured, plot)
+        save_profile(measured, plot)
         notes.append(f"plot: {plot}")
     emit(as_json, _content(measured, notes), "\n".join([_table(measured), *notes]))
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from doll.consumers.protocol.grants import grant_id_of
+from doll.consumers.protocol.worker_core import grant_id_of
 from doll.errors import IllegalEventError
 from doll.model.flat_model import FlatModel
 from doll.optim.length import length

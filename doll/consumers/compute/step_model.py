@@ -15,7 +15,7 @@ from doll.config import TrainingConfig
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.compute.significance_filter import Residual
-from doll.consumers.protocol.grants import grant_id_of
+from doll.consumers.protocol.worker_core import grant_id_of
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import IllegalEventError
 from doll.model.flat_model import FlatModel

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from doll.config import JobConfig
-from doll.pipeline.planner import gantt
+from doll.pipeline.planner import plots
 from doll.pipeline.planner.measured import read_tasks, timeline_of
 from doll.pipeline.planner.profiled import live_rule, partition_by_profile
 from doll.pipeline.planner.schedule import simulate_as_measured
@@ -49,7 +49,7 @@ def draw_pipelines(config: JobConfig, run: Path) -> list[Path]:
         if pipeline.profile is not None:
             sizes = _sizes(config, worker)
             memory = {title: _memory(timeline, sizes, config) for title, timeline in timelines.items()}
-        gantt.save(path, timelines, end_s=end_s, memory=memory)
+        plots.save_timelines(path, timelines, end_s=end_s, memory=memory)
         pictures.append(path)
     return pictures
 

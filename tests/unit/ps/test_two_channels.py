@@ -21,8 +21,7 @@ from distributions import install_wheel
 from doll.config.policy import POLICIES as REGISTERED
 from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.compute.step_model import StepModel
-from doll.consumers.protocol.grants import Grants, Taken
-from doll.consumers.protocol.worker_core import StoreRest, WorkerAction, WorkerCore
+from doll.consumers.protocol.worker_core import Grants, StoreRest, Taken, WorkerAction, WorkerCore
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import EngineAction
 from doll.ps.engine.settling import Settling

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doll.pipeline.planner.gantt import draw, save
+from doll.pipeline.planner.plots import draw_timelines, save_timelines
 from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.pipeline.planner.timeline import Steps, Timeline
 from matplotlib.figure import Figure
@@ -37,7 +37,7 @@ def steps_of(timeline: Timeline, size: float) -> list[Steps]:
 def test_each_task_is_a_bar_and_both_charts_have_one_scale() -> None:
     fast, slow = simulate(UNIT, 2, 6), simulate([StageTimes(2.0, 2.0)] * 3, 2, 6)
     figure = Figure()
-    draw(figure, {"simulated": fast, "measured": slow})
+    draw_timelines(figure, {"simulated": fast, "measured": slow})
     first, second, kept, _ = figure.axes
     for axes, timeline in ((first, fast), (second, slow)):
         assert bars(axes) == [[(span.start_s, span.end_s) for span in timeline.of_stage(q)] for q in range(3)]
@@ -52,7 +52,7 @@ def test_each_task_is_a_bar_and_both_charts_have_one_scale() -> None:
 def test_only_a_part_of_a_run_can_be_shown() -> None:
     timeline = simulate(UNIT, 2, 200)
     figure = Figure()
-    draw(figure, {"": timeline}, begin_s=100.0, end_s=110.0)
+    draw_timelines(figure, {"": timeline}, begin_s=100.0, end_s=110.0)
     shown = bars(figure.axes[0])[0]
     assert 5 <= len(shown) <= 12
     assert all(end > 100.0 and begin < 110.0 for begin, end in shown)
@@ -62,17 +62,17 @@ def test_only_a_part_of_a_run_can_be_shown() -> None:
 def test_memory_has_a_fitting_unit(size: float, unit: str, most: float) -> None:
     timeline = simulate(UNIT, 2, 6)
     figure = Figure()
-    draw(figure, {"": timeline}, memory={"": steps_of(timeline, size)})
+    draw_timelines(figure, {"": timeline}, memory={"": steps_of(timeline, size)})
     axes = figure.axes[1]
     assert axes.get_ylabel() == unit
     assert max(heights(axes.lines[0])) == most
 
 
 def test_it_is_written_as_a_png(tmp_path: Path) -> None:
-    save(tmp_path / "x.png", {"simulated": simulate(UNIT, 2, 6)})
+    save_timelines(tmp_path / "x.png", {"simulated": simulate(UNIT, 2, 6)})
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_draw_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a timeline at least"):
-        draw(Figure(), {})
+        draw_timelines(Figure(), {})

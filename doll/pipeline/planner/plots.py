@@ -1,4 +1,4 @@
-"""Pictures of virtual workers: what each stage does when (a Gantt chart), and what it keeps in memory meanwhile."""
+"""Pictures of virtual workers: of a profile, of an allocation, and of what each stage does when (a Gantt chart)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from doll.pipeline.planner.prediction import Prediction
 from doll.pipeline.planner.timeline import Span, Steps, Timeline
+from doll.pipeline.profiling.profile import Profile
+from doll.process.files import refuse_unwritable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,11 +18,13 @@ if TYPE_CHECKING:
 _COLORS = {"F": ("#f5d76e", "#e3a72f"), "B": ("#a8d5a2", "#59a14f"), "FB": ("#c9d787", "#9aa83e")}
 _NAMES = {"F": "forward", "B": "backward", "FB": "both"}
 _STAGES = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d755d", "#72b7b2", "#333333")
+_FORWARD, _BACKWARD, _RECEIVE, _PACE = "#e3a72f", "#59a14f", "#9d755d", "#333333"
+_PARAMETERS, _ACTIVATIONS = "#4c78a8", "#b0c4de"
 _GIB, _MIB = 2.0**30, 2.0**20
 _MIN_LABEL_WIDTH = 0.011  # of the chart's width, for each character
 
 
-def draw(
+def draw_timelines(
     figure: Figure,
     timelines: Mapping[str, Timeline],
     *,
@@ -60,8 +65,8 @@ def draw(
     _legend(axes[0][-1])
 
 
-def save(path: Path, timelines: Mapping[str, Timeline], **options: Any) -> None:
-    """Write the picture as a PNG; `options` are the options of `draw`.
+def save_timelines(path: Path, timelines: Mapping[str, Timeline], **options: Any) -> None:
+    """Write the picture as a PNG; `options` are the options of `draw_timelines`.
 
     Raises:
         OSError: it cannot be written.
@@ -70,7 +75,7 @@ def save(path: Path, timelines: Mapping[str, Timeline], **options: Any) -> None:
 
     figure = Figure(figsize=(1.0 + 6.5 * len(timelines), 4.6), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
-    draw(figure, timelines, **options)
+    draw_timelines(figure, timelines, **options)
     figure.savefig(path, format="png")
 
 
@@ -129,3 +134,83 @@ def _legend(axes: Any) -> None:
 
     patches = [Patch(color=_COLORS[kind][1], label=name) for kind, name in _NAMES.items()]
     axes.legend(handles=patches, fontsize=7, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 0.98))
+
+
+def save_allocation(prediction: Prediction, model: str, path: Path) -> None:
+    """Write a picture of an allocation as a PNG: the time of each stage of each virtual worker.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    from doll.process.figures import Figure, FigureCanvasAgg
+
+    stages = [stage for worker in prediction.workers for stage in worker.partition.stages]
+    figure = Figure(figsize=(max(6.0, 1.5 + 0.45 * len(stages)), 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    at, labels, places = 0.0, [], []
+    for number, worker in enumerate(prediction.workers, 1):
+        first = at
+        for stage in worker.partition.stages:
+            bottom = 0.0
+            for seconds, color in (
+                (stage.forward_s, _FORWARD), (stage.backward_s, _BACKWARD),
+                (stage.receive_forward_s + stage.receive_backward_s, _RECEIVE),
+            ):  # fmt: skip
+                axes.bar(at, seconds, 0.8, bottom, color=color)
+                bottom += seconds
+            places.append(at)
+            labels.append(stage.device.name)
+            at += 1.0
+        axes.text((first + at - 1.0) / 2, 1.01, f"worker {number}", transform=axes.get_xaxis_transform(), ha="center",
+                  fontsize=8)  # fmt: skip
+        at += 0.6
+    for label, color in (("forward", _FORWARD), ("backward", _BACKWARD), ("receive", _RECEIVE)):
+        axes.bar(0, 0, color=color, label=label)
+    axes.axhline(
+        1.0 / prediction.pace, color=_PACE, linestyle="--", linewidth=1, label="a minibatch, at the common pace"
+    )
+    axes.set_xticks(places, labels, rotation=60, ha="right", fontsize=7)
+    axes.set_ylabel("seconds of a stage for one minibatch")
+    axes.set_title(
+        f"{model}: {prediction.rule}, N_m = {prediction.in_flight}, {prediction.samples_per_s:.4g} samples/s", pad=18
+    )
+    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.1), ncols=4)
+    with refuse_unwritable(path):
+        figure.savefig(path, dpi=110, format="png")
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write a picture of a profile as a PNG: time and memory of each layer.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    from doll.process.figures import Figure, FigureCanvasAgg
+
+    layers = profile.layers
+    at = range(len(layers))
+    figure = Figure(figsize=(10.0, 1.6 + 0.28 * len(layers)), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    times, memory = figure.subplots(1, 2, sharey=True)
+    forward_ms = [1e3 * layer.forward_s for layer in layers]
+    times.barh(at, forward_ms, color=_FORWARD, label="forward")
+    times.barh(at, [1e3 * layer.backward_s for layer in layers], left=forward_ms, color=_BACKWARD, label="backward")
+    times.set_xlabel(f"ms for {profile.batch_size} samples on {profile.device}", fontsize=9)
+    parameters_mb = [layer.parameter_bytes / 1e6 for layer in layers]
+    memory.barh(at, parameters_mb, color=_PARAMETERS, label="parameters")
+    memory.barh(
+        at, [layer.activation_bytes / 1e6 for layer in layers], left=parameters_mb, color=_ACTIVATIONS,
+        label="activations",
+    )  # fmt: skip
+    memory.set_xlabel("MB", fontsize=9)
+    times.set_yticks(at, [layer.name for layer in layers])
+    times.invert_yaxis()
+    for axes in (times, memory):
+        axes.tick_params(labelsize=8)
+        axes.grid(axis="x", alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, frameon=False)
+    figure.suptitle(profile.model, fontsize=10, x=0.01, ha="left")
+    with refuse_unwritable(path):
+        figure.savefig(path, format="png")
