@@ -25,15 +25,12 @@ from doll.ps.engine.events import (
     Event,
     FetchGradient,
     GradientFetched,
-    PublishWeights,
-    SendGrant,
-    SendWelcome,
     StoreCheckpoint,
     Tick,
 )
 from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
-from doll.records.control import Alive, Announce, Join, Push, PushedBatch
+from doll.records.control import Alive, Announce, Grant, Join, NewVersion, Push, PushedBatch, Welcome
 
 from benchmarks.results import DOCS, commit, update_section
 from benchmarks.tables import Table
@@ -68,7 +65,7 @@ class Driver:
         self._now = 0.0
         self._sessions = [0] * num_workers
         self._announced = [0] * num_workers
-        self._grants: deque[SendGrant] = deque()
+        self._grants: deque[Grant] = deque()
         for worker in range(num_workers):
             self.handle(Join(worker=worker, process=f"w{worker}"))
         for worker in range(num_workers):
@@ -80,14 +77,14 @@ class Driver:
         self.num_events += 1
         self._now += 1e-6
         for action in self.engine.handle(event, self._now):
-            if isinstance(action, SendGrant):
+            if isinstance(action, Grant):
                 self.num_messages += 1
                 self._grants.append(action)
-            elif isinstance(action, PublishWeights):
-                self.num_messages += len(action.workers)
+            elif isinstance(action, NewVersion):
+                self.num_messages += 1
             elif isinstance(action, FetchGradient):
                 self.handle(GradientFetched(grant_id=action.grant_id, max_change=_MAX_CHANGE))
-            elif isinstance(action, SendWelcome):
+            elif isinstance(action, Welcome):
                 self.num_messages += 1
                 self._sessions[action.worker] = action.session
             elif isinstance(action, StoreCheckpoint):

@@ -226,8 +226,8 @@ def serve(
     store = FileCheckpointStore(Path(folder) / "checkpoints", config.job)
     start = Start(store.claim_term(), time.monotonic(), (0,) * WORKERS)
     server = ParameterServer(
-        config, engine=make_engine(config, start, host), host=host, store=store, outbox=outbox,
-        fingerprint=fingerprint(config, model),
+        config, engine=make_engine(config, start, host, fingerprint(config, model)), host=host, store=store,
+        outbox=outbox,
     )  # fmt: skip
     report.send_bytes(_json({"numel": numel}))
     server.open()

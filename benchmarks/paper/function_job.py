@@ -25,10 +25,10 @@ from doll.consumers.compute.significance_filter import Residual
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.scale_in import ScaleInTuner
 from doll.ps.engine.engine import Engine
-from doll.ps.engine.events import ApplyUpdate, Event, FetchGradient, GradientFetched, RollBack, SendGrant, SendWelcome
+from doll.ps.engine.events import ApplyUpdate, Event, FetchGradient, GradientFetched, RollBack
 from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
-from doll.records.control import Announce, Join, Leave, Push, PushedBatch
+from doll.records.control import Announce, Grant, Join, Leave, Push, PushedBatch, Welcome
 from doll.storage.contributions import encode_contribution
 
 from benchmarks.paper.factorization import Factorization
@@ -239,7 +239,7 @@ class FunctionJob:
         """
         for number, worker in enumerate(self._workers):
             for action in self._handle(Join(worker=number, process=f"{number}")):
-                if isinstance(action, SendWelcome):
+                if isinstance(action, Welcome):
                     worker.session = action.session
         for number in range(len(self._workers)):
             self._announce(number)
@@ -259,7 +259,7 @@ class FunctionJob:
     def _handle(self, event: Event) -> list[Any]:
         actions: list[Any] = self.engine.handle(event, self.now_s)
         for action in actions:
-            if isinstance(action, SendGrant):
+            if isinstance(action, Grant):
                 self._on_grant(action)
             elif isinstance(action, FetchGradient):
                 self._handle(GradientFetched(grant_id=action.grant_id))
@@ -314,7 +314,7 @@ class FunctionJob:
             Announce(worker=number, session=worker.session, first=worker.next_batch, until=worker.next_batch + 1)
         )
 
-    def _on_grant(self, grant: SendGrant) -> None:
+    def _on_grant(self, grant: Grant) -> None:
         worker = self._workers[grant.worker]
         at_s = self.now_s
         if worker.cached < grant.min_version:  # else it uses what it has, as a real worker does
@@ -331,7 +331,7 @@ class FunctionJob:
         at_s += self._compute_s(grant.worker, grant.first)
         self._after(at_s, lambda: self._on_computed(grant))
 
-    def _on_computed(self, grant: SendGrant) -> None:
+    def _on_computed(self, grant: Grant) -> None:
         worker, number = self._workers[grant.worker], grant.worker
         if worker.snapshot is not None:
             worker.cached, included, weights = worker.snapshot

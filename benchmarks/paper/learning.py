@@ -17,8 +17,9 @@ from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.evaluation.heldout import HeldOut, HeldOutError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
-from doll.ps.engine.events import ApplyUpdate, SendGrant
+from doll.ps.engine.events import ApplyUpdate
 from doll.ps.model.updater import ContributionBuffer
+from doll.records.control import Grant
 from doll.task.base import Task
 
 # (worker, number of the batch) -> samples x of shape (b, ...), targets y of shape (b, ...)
@@ -64,7 +65,7 @@ class Learner:
         """Gradients that no update has taken."""
         return len(self._gradients)
 
-    def grant(self, grant: SendGrant) -> None:
+    def grant(self, grant: Grant) -> None:
         """Compute the gradient of this grant.
 
         Raises:
@@ -76,7 +77,7 @@ class Learner:
             gradient = self._computer.compute(*self._batches(grant.worker, batch))
             self._gradients[number] = gradient._replace(values=gradient.values.copy())
 
-    def drop(self, grant: SendGrant) -> None:
+    def drop(self, grant: Grant) -> None:
         """The worker is gone and its gradients with it."""
         for number in grant.grant_ids:
             del self._gradients[number]

@@ -21,11 +21,11 @@ from typing import Literal, Protocol
 
 import numpy as np
 from doll.config.policy import PolicyConfig
-from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, PublishWeights, SendGrant, StopRequested
+from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, StopRequested
 from doll.ps.policies import Policy, make_policy
 from doll.ps.policies.essp import Essp
 from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp
-from doll.records.control import PushedBatch
+from doll.records.control import Grant, NewVersion, PushedBatch
 from doll.simulation.randomness import Draw, blocks
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import MESSAGE, System
@@ -51,7 +51,7 @@ class Steps(Protocol):
     """What the steps of the batches are. Versions are published in order."""
 
     def publish(self, version: int) -> None:
-        """The weights of now, of this version, are sent to workers."""
+        """The weights of now, of this version, are sent to a worker. Called once for each worker."""
 
     def compute(self, worker: int, batch: int, version: int) -> float:
         """`worker` begins to compute `batch` on these weights and its own steps that they do not hold.
@@ -162,7 +162,7 @@ class NetworkedSystem(System):
 
     # --- the worker ---------------------------------------------------------------------------------------------------
 
-    def _on_grant(self, grant: SendGrant) -> None:
+    def _on_grant(self, grant: Grant) -> None:
         worker = grant.worker
         self._granted[worker].append(grant)
         if self._asked[worker] is _Asked.AT_SERVER:
@@ -224,10 +224,9 @@ class NetworkedSystem(System):
         self._on_their_way[worker].append((session, done))
         self._message(worker, _PUSH, 0)
 
-    def _on_publish(self, weights: PublishWeights) -> None:
-        self._publish(weights.version)
-        for worker in weights.workers:
-            self._message(worker, _WEIGHTS, weights.version)
+    def _on_offer(self, offer: NewVersion) -> None:
+        self._publish(offer.version)
+        self._message(offer.worker, _WEIGHTS, offer.version)
 
     def _answer(self, worker: int, version: int) -> None:
         self._asked[worker] = _Asked.ANSWERED

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from heapq import heappush
 
+import msgspec
 import numpy as np
 from doll.pipeline.planner.schedule import Jitter, Pipeline, StageTimes
 from doll.pipeline.planner.timeline import Timeline
-from doll.ps.engine.events import ApplyUpdate, PublishWeights, SendGrant, StopRequested
+from doll.ps.engine.events import ApplyUpdate, StopRequested
 from doll.ps.policies import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
-from doll.records.control import PushedBatch
+from doll.records.control import Grant, NewVersion, PushedBatch
 from doll.simulation.randomness import blocks
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import MESSAGE, System
@@ -131,11 +131,11 @@ class VirtualWorkers(System):
 
     # --- the virtual worker -------------------------------------------------------------------------------------------
 
-    def _on_grant(self, grant: SendGrant) -> None:
+    def _on_grant(self, grant: Grant) -> None:
         self._granted[grant.worker].append(grant)
         self._dispatch_later(grant.worker)
 
-    def _on_publish(self, weights: PublishWeights) -> None:
+    def _on_offer(self, offer: NewVersion) -> None:
         """Weights are pulled, not sent."""
 
     def _dispatch_later(self, worker: int) -> None:
@@ -187,7 +187,7 @@ class VirtualWorkers(System):
         granted = self._granted[worker]
         grant = granted[0]
         if len(grant.grant_ids) > 1:
-            granted[0] = replace(grant, first=grant.first + 1, grant_ids=grant.grant_ids[1:])
+            granted[0] = msgspec.structs.replace(grant, first=grant.first + 1, grant_ids=grant.grant_ids[1:])
         else:
             granted.popleft()
         self._done[worker].append(

@@ -110,12 +110,12 @@ def _run(
     start = _start(config, services, checkpoint, term, term if lineage.newest_term else 0, fresh=fresh)
     updater, tables = make_parts(config.training, model)
     host = LocalModelHost(config, term, updater, blobs, tables, run_id=start.run_id)
-    engine = make_engine(config, start, host)
+    engine = make_engine(config, start, host, job_fingerprint)
     log_path = run_folder / "events" / f"ps-{term:06d}.log"
     event_log = FileEventLog(log_path, start) if config.checkpoint.event_log else None
     channel = ControlChannel(kafka, open_links(config, services, term, start.run_id))
     server = ParameterServer(
-        config, engine=engine, host=host, store=store, outbox=channel, fingerprint=job_fingerprint, event_log=event_log,
+        config, engine=engine, host=host, store=store, outbox=channel, event_log=event_log,
         channel_report=channel.report,
     )  # fmt: skip
     log.info("started", term=term, version=engine.version, policy=engine.policy.name, parameters=model.num_parameters)

@@ -23,7 +23,7 @@ import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias, TypeVar, assert_never
+from typing import Final, Protocol, TypeAlias, TypeVar, assert_never
 
 import msgspec
 
@@ -67,6 +67,8 @@ A = TypeVar("A")
 R = TypeVar("R")
 ChannelReport: TypeAlias = tuple[Mapping[int, str], Mapping[str, int]]
 
+_FAULT_POINTS: Final[Mapping[type, str]] = {Grant: "ps.after_grant", Durable: "ps.after_durable"}  # behind sending
+
 
 class Outbox(Protocol):
     """Where the parameter server's records go. Order is kept per destination."""
@@ -105,7 +107,6 @@ class ParameterServer:
         host: ModelHost,
         store: CheckpointStore,
         outbox: Outbox,
-        fingerprint: str,
         clock: Callable[[], float] = time.monotonic,
         event_log: EventLog | None = None,
         channel_report: Callable[[], ChannelReport] = lambda: ({}, {}),
@@ -119,7 +120,6 @@ class ParameterServer:
         self._host = host
         self._store = store
         self._outbox = outbox
-        self._fingerprint = fingerprint
         self._clock = clock
         self._event_log = event_log
         self._channel_report = channel_report
@@ -196,7 +196,7 @@ class ParameterServer:
             if self._event_log is not None:
                 self._event_log.write(next_event, now, blob)
             for action in self.engine.handle(next_event, now):
-                if not isinstance(action, ev.SendGrant | ev.PublishWeights):  # workers wait for these
+                if not isinstance(action, Grant | NewVersion | ev.PublishWeights):  # workers wait for these
                     self._report_update()
                 if isinstance(action, ev.FetchGradient):
                     outcome = self._timed(self._host.fetch, action)
@@ -311,41 +311,21 @@ class ParameterServer:
     # --- actions ----------------------------------------------------------------------------------------------------
 
     def _perform(self, action: ev.EngineAction) -> None:
-        term = self.engine.term
         match action:
-            case ev.SendGrant():
-                self._send_grant(action)
+            case Grant() | NewVersion() | Welcome() | Durable() | Settle() | Fence():
+                self._send(action)
+            case ev.PublishWeights():
+                self._timed(self._host.publish, action.version)
+                fault_point("ps.after_weights")
             case ev.ApplyUpdate():
                 self._apply(action)
             case ev.StoreCheckpoint():
                 self.checkpoints.order(
                     self._checkpoint(action.version, action.snapshot), after_records=self._updates_sent
                 )
-            case ev.SendDurable():
-                self._outbox.send_command(action.worker, Durable(term=term, worker=action.worker, until=action.until))
-                fault_point("ps.after_durable", self._flush_for_fault_point)
             case ev.DropGradient():
                 log.info("gradient_dropped", key=action.key, reason=action.reason)
                 self._host.drop(action.key)
-            case ev.PublishWeights():
-                key = self._publish(action.version)
-                self._measures.published(action.version, action.workers)
-                for worker, included in zip(action.workers, action.included, strict=True):
-                    rows = self._host.changed_rows(worker, action.version)
-                    if rows is not None:
-                        self._measures.sent_rows(rows.size)
-                    self._outbox.send_command(
-                        worker,
-                        NewVersion(
-                            term=term, worker=worker, version=action.version, key=key, included=included,
-                            rows_key="" if rows is None else rows.key, rows_since=0 if rows is None else rows.since,
-                        ),
-                    )  # fmt: skip
-            case ev.SendSettle():
-                self._outbox.send_command(
-                    action.worker,
-                    Settle(term=term, worker=action.worker, session=action.session, until=action.until),
-                )
             case ev.RollBack():
                 raise RolledBackError(
                     f"{action.reason}: this server ends, and the next one begins again from version "
@@ -356,14 +336,8 @@ class ParameterServer:
                 self._timed(self._host.republish, action.version)
             case ev.ReleaseWeights():
                 self._host.release(action.version)
-            case ev.SendWelcome():
-                self._send_welcome(action)
-            case ev.SendFence():
-                log.info("worker_fenced", worker=action.worker, worker_process=action.process)
-                fence = Fence(term=term, worker=action.worker, process=action.process)
-                self._outbox.send_command(action.worker, fence)
             case ev.SendHello():
-                self._outbox.send_command(action.worker, Hello(term=term))
+                self._outbox.send_command(action.worker, Hello(term=self.engine.term))
             case ev.Finish():
                 self._finish(action)
             case ev.FetchGradient():
@@ -379,57 +353,36 @@ class ParameterServer:
         finally:
             self._busy_s += self._clock() - started_s
 
-    def _publish(self, version: int) -> str:
-        assert version <= self.engine.version, "an older one where a grant is sent again"
-        return self._timed(self._host.publish, version)
+    def _send(self, record: ev.Command) -> None:
+        match record:
+            case Welcome():
+                self._note_welcome(record)
+            case NewVersion():
+                record = self._with_rows(record)
+            case Fence():
+                log.info("worker_fenced", worker=record.worker, worker_process=record.process)
+        self._outbox.send_command(record.worker, record)
+        if (point := _FAULT_POINTS.get(type(record))) is not None:
+            fault_point(point, self._flush_for_fault_point)
 
-    def _send_grant(self, action: ev.SendGrant) -> None:
-        key = self._publish(action.version)
-        fault_point("ps.after_weights")
-        self._outbox.send_command(
-            action.worker,
-            Grant(
-                term=self.engine.term,
-                worker=action.worker,
-                session=action.session,
-                first=action.first,
-                grant_ids=action.grant_ids,
-                version=action.version,
-                min_version=action.min_version,
-                key=key,
-                included=action.included,
-            ),
-        )
-        fault_point("ps.after_grant", self._flush_for_fault_point)
-
-    def _send_welcome(self, action: ev.SendWelcome) -> None:
-        engine = self.engine
-        if self._welcomed.get(action.worker) != action.session:  # a Join is repeated until it is answered
-            self._welcomed[action.worker] = action.session
-            self._measures.joined(action.worker)
-            self._host.forget_rows(action.worker)
+    def _note_welcome(self, record: Welcome) -> None:
+        if self._welcomed.get(record.worker) != record.session:  # a Join is repeated until it is answered
+            self._welcomed[record.worker] = record.session
+            self._measures.joined(record.worker)
+            self._host.forget_rows(record.worker)
             log.info(
-                "worker_joined", worker=action.worker, worker_process=action.process, session=action.session,
-                next_batch=action.next_batch,
+                "worker_joined", worker=record.worker, worker_process=record.process, session=record.session,
+                next_batch=record.next_batch,
             )  # fmt: skip
-        self._outbox.send_command(
-            action.worker,
-            Welcome(
-                term=engine.term,
-                worker=action.worker,
-                process=action.process,
-                session=action.session,
-                origin=action.origin,
-                next_batch=action.next_batch,
-                fingerprint=self._fingerprint,
-                incarnation=action.incarnation,
-                samples_id=engine.samples_id,
-                generation=engine.generation,
-                run_id=engine.run_id,
-                included=action.included,
-                leader_epoch=action.leader_epoch,
-            ),
-        )
+
+    def _with_rows(self, record: NewVersion) -> NewVersion:
+        """With the rows of tables that its worker has asked for and that have changed."""
+        self._measures.sent_version(record.worker, record.version)
+        rows = self._host.changed_rows(record.worker, record.version)
+        if rows is None:
+            return record
+        self._measures.sent_rows(rows.size)
+        return msgspec.structs.replace(record, rows_key=rows.key, rows_since=rows.since)
 
     def _apply(self, action: ev.ApplyUpdate) -> None:
         num_samples = self._timed(self._host.apply, action)
@@ -458,12 +411,11 @@ class ParameterServer:
 
     def _checkpoint(self, version: int, snapshot: ev.EngineSnapshot) -> Checkpoint:
         return Checkpoint(
-            job=self._config.job, fingerprint=self._fingerprint, term=self.engine.term, version=version,
+            job=self._config.job, fingerprint=self.engine.settings.fingerprint, term=self.engine.term, version=version,
             state=encode_snapshot(snapshot), tensors=self._host.tensors(),
         )  # fmt: skip
 
     def _finish(self, action: ev.Finish) -> None:
-        self._publish(action.version)  # the evaluator's last measurement is of this version
         self._outbox.send_status(self.status())  # with all that was measured
         self._send_update(
             Finished(

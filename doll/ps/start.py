@@ -48,13 +48,16 @@ def new_run_id() -> str:
     return secrets.token_hex(8)
 
 
-def make_engine(config: JobConfig, start: Start, model: HoldsTensors) -> Engine:
+def make_engine(config: JobConfig, start: Start, model: HoldsTensors, fingerprint: str = "") -> Engine:
     """The engine at its start; `model` takes over the checkpoint's tensors.
+
+    Args:
+        fingerprint: of the job file and the model, which workers must have as well.
 
     Raises:
         CheckpointError: the checkpoint is torn, or does not fit the model, the policy or the number of workers.
     """
-    settings, policy = engine_settings(config), make_policy(config.training.policy)
+    settings, policy = engine_settings(config, fingerprint), make_policy(config.training.policy)
     if not start.checkpoint:
         return Engine(
             settings, policy, term=start.term, now=start.now, origins=start.origins,
@@ -72,7 +75,7 @@ def make_engine(config: JobConfig, start: Start, model: HoldsTensors) -> Engine:
         raise CheckpointError(f"version {checkpoint.version} of job {checkpoint.job!r}: {exc}") from exc
 
 
-def engine_settings(config: JobConfig) -> EngineSettings:
+def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
     """The engine's part of the job file."""
     return EngineSettings(
         num_workers=config.data.workers,
@@ -87,4 +90,6 @@ def engine_settings(config: JobConfig) -> EngineSettings:
         sum_reduction=config.training.reduction == "sum" or config.training.policy.sends_steps,
         stop=config.stop,
         on_bad_records=config.data.on_bad_records,
+        job=config.job,
+        fingerprint=fingerprint,
     )

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from doll.config import StopConfig
@@ -27,15 +27,12 @@ from doll.ps.engine.events import (
     Event,
     FetchGradient,
     Finish,
-    PublishWeights,
-    SendGrant,
-    SendWelcome,
     StoreCheckpoint,
 )
 from doll.ps.engine.measures import PolicyMeasures
 from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import Policy, make_policy
-from doll.records.control import Announce, Join, Leave, Push, PushedBatch
+from doll.records.control import Announce, Grant, Join, Leave, NewVersion, Push, PushedBatch, Welcome
 from doll.simulation.randomness import Draw, compute_time, samples_time
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.trajectory import Trajectory
@@ -61,11 +58,11 @@ class Provisioner(Protocol):
 class Gradients(Protocol):
     """Real gradients for the grants of the engine, in place of none."""
 
-    def grant(self, grant: SendGrant) -> None:
+    def grant(self, grant: Grant) -> None:
         """A worker is to compute this batch at the weights of this version, which are the current ones."""
         ...
 
-    def drop(self, grant: SendGrant) -> None:
+    def drop(self, grant: Grant) -> None:
         """The worker was lost: no gradient of this grant follows."""
         ...
 
@@ -137,7 +134,7 @@ class System:
         self._remaining_s = [0.0] * n
         self._batch_event = [0] * n  # number of the current one: earlier ones are void
         # What each worker computes: grants in order; of the first, the batches that are done and not pushed yet.
-        self._granted: list[deque[SendGrant]] = [deque() for _ in range(n)]
+        self._granted: list[deque[Grant]] = [deque() for _ in range(n)]
         self._done: list[list[PushedBatch]] = [[] for _ in range(n)]
         self._set_begun_s = [0.0] * n
         self._batch_begun_s = [0.0] * n
@@ -266,12 +263,12 @@ class System:
         actions = self.engine.handle(event, self.now)
         for action in actions:
             kind = type(action)
-            if kind is SendGrant:
+            if kind is Grant:
                 self._on_grant(action)  # type: ignore[arg-type]
             elif kind is ApplyUpdate:
                 self._on_update(action)  # type: ignore[arg-type]
-            elif kind is PublishWeights:
-                self._on_publish(action)  # type: ignore[arg-type]
+            elif kind is NewVersion:
+                self._on_offer(action)  # type: ignore[arg-type]
             elif kind is FetchGradient:
                 self._on_fetch(action)  # type: ignore[arg-type]
             elif kind is StoreCheckpoint:
@@ -298,7 +295,7 @@ class System:
             self._announced[worker] = until
             self._handle(Announce(worker=worker, session=self._session[worker], first=first, until=until))
 
-    def _on_grant(self, grant: SendGrant) -> None:
+    def _on_grant(self, grant: Grant) -> None:
         worker = grant.worker
         if self._learner is not None:
             self._learner.grant(grant)
@@ -307,9 +304,8 @@ class System:
         if len(granted) == 1 and self.up[worker]:
             self._begin(worker)
 
-    def _on_publish(self, weights: PublishWeights) -> None:
-        for worker in weights.workers:
-            self._offered[worker] = weights.version
+    def _on_offer(self, offer: NewVersion) -> None:
+        self._offered[offer.worker] = offer.version
 
     def _on_fetch(self, fetch: FetchGradient) -> None:
         raise AssertionError("pushes of this class name no blob: there is nothing to fetch")
@@ -343,7 +339,7 @@ class System:
         )  # fmt: skip
         done.append(batch)
         if len(grant.grant_ids) > 1:
-            granted[0] = replace(grant, first=grant.first + 1, grant_ids=grant.grant_ids[1:])
+            granted[0] = msgspec.structs.replace(grant, first=grant.first + 1, grant_ids=grant.grant_ids[1:])
         else:
             granted.popleft()
         size = self.settings.policy.batches_per_push
@@ -453,7 +449,7 @@ class System:
         elif done := self._done[worker]:
             left = self._granted[worker][0]
             ids = tuple(batch.grant_id for batch in done) + left.grant_ids
-            self._granted[worker][0] = replace(left, first=done[0].batch, grant_ids=ids)
+            self._granted[worker][0] = msgspec.structs.replace(left, first=done[0].batch, grant_ids=ids)
             self._done[worker] = []
         if self.settings.arrivals_pause:
             self._batch_event[worker] += 1
@@ -484,7 +480,7 @@ class System:
         """A new machine runs this worker: it announces again what is not durable."""
         self._num_processes[worker] += 1
         for action in self._handle(Join(worker=worker, process=f"{worker}.{self._num_processes[worker]}")):
-            if type(action) is SendWelcome:
+            if type(action) is Welcome:
                 self._session[worker] = action.session
                 if self.measures is not None:
                     self.measures.joined(worker)

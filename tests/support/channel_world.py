@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from doll.config import JobConfig, parse
@@ -423,32 +424,23 @@ class World:
     def _perform(self, action: ev.EngineAction) -> ev.Event | None:
         term, host = self.term, self.host
         match action:
-            case ev.SendWelcome(worker, process, session, origin, next_batch):
-                welcome = Welcome(
-                    term=term, worker=worker, process=process, session=session, origin=origin, next_batch=next_batch,
-                    fingerprint="",
-                )  # fmt: skip
+            case Welcome(worker=worker, session=session):
                 if self.welcomed.get(worker) != session:
                     host.forget_rows(worker)
                     for item in self.processes:  # a link of another session is closed
                         if item.number == worker:
                             item.is_linked_at_server = False
                 self.welcomed[worker] = session
-                self.send(worker, welcome)
-            case ev.SendGrant(worker, session, first, ids, version, min_version, included):
-                grant = Grant(
-                    term=term, worker=worker, session=session, first=first, grant_ids=ids, version=version,
-                    min_version=min_version, key=host.publish(version), included=included,
-                )  # fmt: skip
-                self.send(worker, grant)
-            case ev.PublishWeights(version, workers, included):
-                for worker, count in zip(workers, included, strict=True):
-                    rows = host.changed_rows(worker, version)
-                    offer = NewVersion(
-                        term=term, worker=worker, version=version, key=host.publish(version), included=count,
-                        rows_key="" if rows is None else rows.key, rows_since=0 if rows is None else rows.since,
-                    )  # fmt: skip
-                    self.send(worker, offer)
+                self.send(worker, action)
+            case NewVersion(worker=worker):
+                if (rows := host.changed_rows(worker, action.version)) is not None:
+                    action = msgspec.structs.replace(action, rows_key=rows.key, rows_since=rows.since)
+                self.send(worker, action)
+            case Grant() | Fence() | Durable() | Settle():
+                self.counts["settles"] += isinstance(action, Settle)
+                self.send(action.worker, action)
+            case ev.PublishWeights(version):
+                host.publish(version)
             case ev.FetchGradient():
                 return host.fetch(action).event
             case ev.ApplyUpdate():
@@ -461,8 +453,6 @@ class World:
                 host.drop(key)
             case ev.SendHello(worker):
                 self.send(worker, Hello(term=term))
-            case ev.SendFence(worker, process):
-                self.send(worker, Fence(term=term, worker=worker, process=process))
             case ev.RepublishWeights(version):
                 host.republish(version)
             case ev.StoreCheckpoint(version, snapshot):
@@ -474,11 +464,6 @@ class World:
                 )  # fmt: skip
                 self.counts["checkpoints"] += 1
                 return ev.CheckpointStored(version=version)
-            case ev.SendDurable(worker, until):
-                self.send(worker, Durable(term=term, worker=worker, until=until))
-            case ev.SendSettle(worker, session, until):
-                self.counts["settles"] += 1
-                self.send(worker, Settle(term=term, worker=worker, session=session, until=until))
         return None
 
     def send(self, worker: int, record: AnyRecord) -> None:

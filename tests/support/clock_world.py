@@ -9,6 +9,7 @@ from doll.config.policy import PolicyConfig
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import Policy
+from doll.records.control import Grant
 from engine_world import World
 
 
@@ -58,7 +59,7 @@ class ClockWorld(World):
         self.grants = self.waited = 0
         super().__init__(policy, max_pending=max_pending)
 
-    def check(self, engine: Engine, grant: ev.SendGrant, seen: list[int] | None) -> None:
+    def check(self, engine: Engine, grant: Grant, seen: list[int] | None) -> None:
         """Assert what must hold for a grant; `seen`: batches of each worker in the oldest version that it allows."""
         raise NotImplementedError
 
@@ -92,7 +93,7 @@ class ClockWorld(World):
         self._held_by.setdefault((self.term, engine.version), [worker.applied for worker in engine.workers()])
         if isinstance(action, ev.StoreCheckpoint):
             self._of_orders[action.version] = (self.minimum, dict(self.offsets))
-        elif isinstance(action, ev.SendGrant):
+        elif isinstance(action, Grant):
             self.grants += 1
             self.check(engine, action, self._held_by.get((self.term, action.min_version)))
         return super()._perform(engine, action)

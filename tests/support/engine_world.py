@@ -52,6 +52,7 @@ from doll.records.control import (
     Stop,
     Welcome,
 )
+from doll.storage.blobs import weights_key
 from msgspec import structs
 
 # Every policy that is registered where the tests run, with its defaults.
@@ -218,18 +219,14 @@ class World:
             queue.extend(self._perform(engine, action))
         self._tidy(engine)
 
-    def _publish(self, version: int) -> str:
-        key = f"w:{self.term}:{version}"
-        if not self.published or version > self.published[-1]:
-            self.published.append(version)
-            self.blobs.add(key)
-        return key
+    def _key(self, version: int) -> str:
+        return weights_key("", self.term, version)
 
     def _tidy(self, engine: Engine) -> None:
         """Keep the newest weights, and older ones while the engine says that a grant names them."""
         unused = [version for version in self.published[:-1] if version not in engine.named_versions]
         self.published = [version for version in self.published if version not in unused]
-        self.blobs.difference_update(f"w:{self.term}:{version}" for version in unused)
+        self.blobs.difference_update(map(self._key, unused))
 
     def lose_blobs(self) -> None:
         self.lost |= self.blobs
@@ -237,52 +234,21 @@ class World:
 
     def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
         match action:
-            case ev.SendWelcome(worker, name, session, origin, next_batch, incarnation):
-                (process,) = [p for p in self.processes if p.name == name]
-                assert process.incarnation in (0, self.highest_incarnations[worker]), (
-                    "an older machine gets its slot back"
-                )
-                self.commands[worker].append(
-                    Welcome(
-                        term=self.term,
-                        worker=worker,
-                        process=name,
-                        session=session,
-                        origin=origin,
-                        next_batch=next_batch,
-                        fingerprint="",
-                        incarnation=incarnation,
+            case Welcome() | Fence() | Grant() | NewVersion() | Settle() | Durable():
+                if isinstance(action, Welcome):
+                    (process,) = [p for p in self.processes if p.name == action.process]
+                    assert process.incarnation in (0, self.highest_incarnations[action.worker]), (
+                        "an older machine gets its slot back"
                     )
-                )
-            case ev.SendFence(worker, name):
-                self.commands[worker].append(Fence(term=self.term, worker=worker, process=name))
+                self.commands[action.worker].append(action)
             case ev.SendHello(worker):
                 self.commands[worker].append(Hello(term=self.term))
-            case ev.SendGrant(worker, session, first, grant_ids, version, min_version, included):
-                key = self._publish(version)
-                self.commands[worker].append(
-                    Grant(
-                        term=self.term,
-                        worker=worker,
-                        session=session,
-                        first=first,
-                        grant_ids=grant_ids,
-                        version=version,
-                        min_version=min_version,
-                        key=key,
-                        included=included,
-                    )
-                )
-            case ev.PublishWeights(version, workers, included):
-                key = self._publish(version)
-                for worker, batches in zip(workers, included, strict=True):
-                    offer = NewVersion(term=self.term, worker=worker, version=version, key=key, included=batches)
-                    self.commands[worker].append(offer)
-            case ev.SendSettle(worker, session, until):
-                self.commands[worker].append(Settle(term=self.term, worker=worker, session=session, until=until))
+            case ev.PublishWeights(version):
+                self.published.append(version)
+                self.blobs.add(self._key(version))
             case ev.RepublishWeights(version):
-                self.blobs.add(f"w:{self.term}:{version}")
-                self.lost.discard(f"w:{self.term}:{version}")
+                self.blobs.add(self._key(version))
+                self.lost.discard(self._key(version))
             case ev.FetchGradient(grant_id, key, _, in_order):
                 there = key in self.blobs
                 if there and key.startswith("rest"):
@@ -314,8 +280,6 @@ class World:
                     )
                 self.whole_at[action.version] = [set(batches) for batches in self.whole]
                 self.saving.append(action)
-            case ev.SendDurable(worker, until):
-                self.commands[worker].append(Durable(term=self.term, worker=worker, until=until))
             case ev.Finish():
                 pass
         return []
@@ -508,7 +472,7 @@ class World:
         if is_allowed and offered <= version:
             return True
         for source in (offered, grant.version) if offered > grant.version else (grant.version,):
-            if f"w:{grant.term}:{source}" in self.blobs and not (is_allowed and source <= version):
+            if weights_key("", grant.term, source) in self.blobs and not (is_allowed and source <= version):
                 process.cached = (grant.term, source)
                 return True
         is_granted = self.engine is not None and grant.term == self.term and grant.grant_ids[0] in self.engine._grants

@@ -71,8 +71,8 @@ class LoggedRun:
         self.log = FileEventLog(self.path, start)
         host = LocalModelHost(self.config, term, self.optimizer, self.blobs)
         self.server = ParameterServer(
-            self.config, engine=make_engine(self.config, start, host), host=host, store=store, outbox=self.outbox,
-            fingerprint=mark, clock=self.clock, event_log=self.log,
+            self.config, engine=make_engine(self.config, start, host, mark), host=host, store=store, outbox=self.outbox,
+            clock=self.clock, event_log=self.log,
         )  # fmt: skip
         self.server.open()
         self.weights = {self.server.engine.version: self.optimizer.weights.tobytes()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from doll.ps.engine.events import AppliedBatch, AppliedSet, SendGrant
+from doll.ps.engine.events import AppliedBatch, AppliedSet
 from doll.records.control import Grant, Push, PushedBatch
 
 
@@ -17,7 +17,7 @@ def push_of(
     return Push(worker=worker, session=session, term=term, version=version, key=key, batches=(pushed,))
 
 
-def answer(grant: Grant | SendGrant, term: int, key: str, **more: Any) -> Push:
+def answer(grant: Grant, term: int, key: str, **more: Any) -> Push:
     """The push of all batches of `grant`; `more` are further fields of each `PushedBatch`."""
     values = {"n_samples": 0, "loss_sum": 0.0} | more
     batches = tuple(

@@ -80,8 +80,8 @@ class Rig:
         start = Start(self.term, 0.0, (100, 200)) if checkpoint is None else Start.resume(self.term, 0.0, checkpoint)
         host = LocalModelHost(self.config, self.term, self.optimizer, self.blobs)
         self.server = ParameterServer(
-            self.config, engine=make_engine(self.config, start, host), host=host, store=self.store, outbox=self.outbox,
-            fingerprint=self.mark, clock=lambda: self.now,
+            self.config, engine=make_engine(self.config, start, host, self.mark), host=host, store=self.store,
+            outbox=self.outbox, clock=lambda: self.now,
         )  # fmt: skip
         self.server.open()
         self.store.saved.clear()  # of version 0

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from doll.config import parse
@@ -112,7 +113,7 @@ class Job:
         model = build(self.config, load_task(self.config))
         parts = make_parts(self.config.training, model)
         self.host = LocalModelHost(self.config, 1, parts.updater, self.blobs, parts.tables, run_id=run_id)
-        self.engine = make_engine(self.config, Start(1, 0.0, (0,) * workers), self.host)
+        self.engine = make_engine(self.config, Start(1, 0.0, (0,) * workers, run_id=run_id), self.host)
         self.workers = [Worker(self, number) for number in range(workers)]
         for worker in self.workers:
             self.feed(Join(worker=worker.number, process=f"p{worker.number}"))
@@ -140,29 +141,16 @@ class Job:
         while events:
             for action in self.engine.handle(events.popleft(), 0.0):
                 match action:
-                    case ev.SendWelcome(worker, process, session, origin, next_batch):
-                        welcome = Welcome(
-                            term=1, worker=worker, process=process, session=session, origin=origin,
-                            next_batch=next_batch, fingerprint="",
-                        )  # fmt: skip
-                        self.workers[worker].core = WorkerCore(welcome, max_pending=64, now=0.0)
-                    case ev.SendGrant(worker, session, first, grant_ids, version, min_version, included):
-                        grant = Grant(
-                            term=1, worker=worker, session=session, first=first, grant_ids=grant_ids, version=version,
-                            min_version=min_version, key=self.host.publish(version), included=included,
-                        )  # fmt: skip
-                        self.receive(worker, grant)
-                    case ev.PublishWeights(version, workers, included):
-                        for worker, count in zip(workers, included, strict=True):
-                            rows = self.host.changed_rows(worker, version)
-                            self.receive(
-                                worker,
-                                NewVersion(
-                                    term=1, worker=worker, version=version, key=self.host.publish(version),
-                                    included=count, rows_key="" if rows is None else rows.key,
-                                    rows_since=0 if rows is None else rows.since,
-                                ),
-                            )  # fmt: skip
+                    case Welcome():
+                        self.workers[action.worker].core = WorkerCore(action, max_pending=64, now=0.0)
+                    case Grant():
+                        self.receive(action.worker, action)
+                    case NewVersion():
+                        if (rows := self.host.changed_rows(action.worker, action.version)) is not None:
+                            action = msgspec.structs.replace(action, rows_key=rows.key, rows_since=rows.since)
+                        self.receive(action.worker, action)
+                    case ev.PublishWeights(version):
+                        self.host.publish(version)
                     case ev.FetchGradient():
                         events.append(self.host.fetch(action).event)
                     case ev.ReleaseWeights(version):

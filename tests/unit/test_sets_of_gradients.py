@@ -64,10 +64,10 @@ class Job:
         self.num_parameters, self.num_floats = model.num_parameters, model.num_floats
         self.updater = make_parts(self.config.training, model).updater
         host = LocalModelHost(self.config, self.store.claim_term(), self.updater, self.blobs)
-        engine = make_engine(self.config, Start(1, 0.0, (0,) * WORKERS), host)
+        engine = make_engine(self.config, Start(1, 0.0, (0,) * WORKERS), host, fingerprint(self.config, model))
         self.server = ParameterServer(
             self.config, engine=engine, host=host, store=self.store, outbox=self,
-            fingerprint=fingerprint(self.config, model), clock=lambda: 0.0,
+            clock=lambda: 0.0,
         )  # fmt: skip
         self.server.open()
         self.workers = [self.worker(number, task) for number in range(WORKERS)]

@@ -32,8 +32,6 @@ from doll.ps.engine.events import (
     GradientFetched,
     GradientLost,
     GrantsLost,
-    PublishWeights,
-    SendDurable,
     StopRequested,
     StoreCheckpoint,
     Tick,
@@ -42,7 +40,19 @@ from doll.ps.engine.message_handling import MessageHandling
 from doll.ps.engine.partition_state import ActiveGrant, Partition, PushedSet
 from doll.ps.engine.stop_rule import progress_reached, target_reached, time_reached
 from doll.ps.policies.base import BatchId
-from doll.records.control import Alive, Announce, Evaluated, Join, Leave, Nack, Push, PushedBatch, Skip
+from doll.records.control import (
+    Alive,
+    Announce,
+    Durable,
+    Evaluated,
+    Join,
+    Leave,
+    Nack,
+    NewVersion,
+    Push,
+    PushedBatch,
+    Skip,
+)
 
 # Longer than `doll.ps.engine.stuck.STALL_REPORT_S`: workers that wait for a stream without records are reported first.
 DRY_ROUND_S: Final = 15.0
@@ -116,9 +126,7 @@ class Engine(MessageHandling):
                 continue
             if self._offered_version != self.version:
                 self._offered_version = self.version
-                if recipients := tuple(self.policy.recipients(self)):
-                    included = tuple(self._workers[number].applied for number in recipients)
-                    actions.append(PublishWeights(self.version, recipients, included))
+                self._offer(actions)
             if group := self.policy.collect(self) or self._end_of_dry_round(now):
                 self._send_all_grants(granted, now, actions)
                 self._apply(group, now, actions)
@@ -136,6 +144,13 @@ class Engine(MessageHandling):
         if self._settling.is_under_way and self._settling.is_settled:
             self._settling.end()
             self._advance(now, actions)  # the checkpoint is ordered: the next round can start
+
+    def _offer(self, actions: list[EngineAction]) -> None:
+        """Send the current version to the workers that the policy names, before a grant asks for it."""
+        for number in self.policy.recipients(self):
+            key = self._publish(self.version, actions)
+            included = self._workers[number].applied
+            actions.append(NewVersion(term=self.term, worker=number, version=self.version, key=key, included=included))
 
     def _end_of_dry_round(self, now: float) -> Sequence[BatchId]:
         """A round that a checkpoint waits for ends with those that came, where the others have had nothing for a while.
@@ -313,9 +328,13 @@ class Engine(MessageHandling):
         partitions = self._durability.stored(event.version)
         if partitions is None:
             raise self._illegal(f"checkpoint of version {event.version} was not ordered")
-        actions.extend(SendDurable(self._owner(partition).number, partition.durable) for partition in partitions)
+        actions.extend(
+            Durable(term=self.term, worker=self._owner(partition).number, until=partition.durable)
+            for partition in partitions
+        )
         if self.stopping is not None and event.version == self.version:
             self.finished = self.stopping
+            self._publish(self.version, actions)  # the evaluator's last measurement is of this version
             actions.append(Finish(self.finished, event.version, self.error))
 
     def _on_tick(self, now: float, actions: list[EngineAction]) -> None:

@@ -1,18 +1,37 @@
 """The engine's input and output: events and actions.
 
-Events are the records that workers and the evaluator send (`doll.records.control`) and those below, which the parameter
-server makes. All of them can be encoded, so an event log can be kept and replayed. Actions are what the parameter
-server does next; the outcome of FetchGradient and StoreCheckpoint comes back as an event.
+Events are the records that workers and the evaluator send (`doll.records.control`) and the ones below, which the
+parameter server makes. All of them can be encoded, so an event log can be kept and replayed.
+
+Actions are what the parameter server does next, in this order: it sends a command, which is a control record for the
+worker that the record names, or it does what is said below. The outcome of FetchGradient and StoreCheckpoint comes back
+as an event.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from doll.records.control import Alive, Announce, Evaluated, Join, Leave, Nack, Push, PushedBatch, Record, Skip
+from doll.records.control import (
+    Alive,
+    Announce,
+    Durable,
+    Evaluated,
+    Fence,
+    Grant,
+    Join,
+    Leave,
+    Nack,
+    NewVersion,
+    Push,
+    PushedBatch,
+    Record,
+    Settle,
+    Skip,
+    Welcome,
+)
 from doll.records.refusals import RefusalState
 
 # --- events ---------------------------------------------------------------------------------------------------------
@@ -61,102 +80,39 @@ Event = (
 
 # --- actions --------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class SendWelcome:
-    """Answer a Join: this process is worker `worker`, with this session, and reads from batch `next_batch` of the
-    stream that begins at offset `origin`. `included` and `leader_epoch` are as in a Welcome."""
-
-    worker: int
-    process: str
-    session: int
-    origin: int
-    next_batch: int
-    incarnation: int
-    included: int = 0
-    leader_epoch: int = -1
+# Records on `commands`: each names the worker that it is for.
+Command = Welcome | Grant | NewVersion | Settle | Durable | Fence
 
 
-@dataclass(frozen=True, slots=True)
-class SendFence:
-    """Tell a process that has been replaced to exit."""
-
-    worker: int
-    process: str
+class Action(msgspec.Struct, frozen=True):
+    """Base of what the parameter server does beside sending commands."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendHello:
-    """Ask this worker to join again: its messages do not fit the state that the engine has of it."""
+class SendHello(Action, frozen=True):
+    """Ask this worker to join again, by a Hello: its messages do not fit the state that the engine has of it."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendGrant:
-    """Publish the current weights if they are not, then let the worker compute consecutive batches.
-
-    Attributes:
-        first: number of the first batch; batch `first + i` is granted by `grant_ids[i]`.
-        version: of the current weights.
-        min_version: the oldest weights that the worker may compute on.
-        included: batches of this worker's partition in `version`.
-    """
-
-    worker: int
-    session: int
-    first: int
-    grant_ids: tuple[int, ...]
-    version: int
-    min_version: int
-    included: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PublishWeights:
-    """Publish the weights of the current version and tell these workers, before a grant needs them.
-
-    Attributes:
-        included: of each of `workers`, as in SendGrant.
-    """
+class PublishWeights(Action, frozen=True):
+    """Put the weights of the current version into the blob store: the commands that follow name them."""
 
     version: int
-    workers: tuple[int, ...]
-    included: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SendSettle:
-    """Have this worker push what it holds back of the steps of its batches below `until`."""
-
-    worker: int
-    session: int
-    until: int
-
-
-@dataclass(frozen=True, slots=True)
-class RollBack:
-    """Begin again from the newest checkpoint: a part of a step is lost that no other process has."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RepublishWeights:
+class RepublishWeights(Action, frozen=True):
     """The weights of the current version are missing in the blob store: publish them again."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseWeights:
+class ReleaseWeights(Action, frozen=True):
     """No unanswered grant names the weights of this version any more, and it is not the newest."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class FetchGradient:
+class FetchGradient(Action, frozen=True):
     """Get the gradient of a set; report GradientFetched or GradientLost.
 
     Attributes:
@@ -170,16 +126,14 @@ class FetchGradient:
     in_order: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DropGradient:
+class DropGradient(Action, frozen=True):
     """A gradient that will not be applied: delete its blob."""
 
     key: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class AppliedBatch:
+class AppliedBatch(msgspec.Struct, frozen=True):
     """One batch of an update, with what its worker reported; or `count` of them, which hold no record."""
 
     lo: int
@@ -189,8 +143,7 @@ class AppliedBatch:
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class AppliedSet:
+class AppliedSet(msgspec.Struct, frozen=True):
     """Batches of one worker whose gradients came as one sum."""
 
     push: Push
@@ -209,8 +162,7 @@ class AppliedSet:
         return sum(item.n_samples for item in self.push.batches)
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyUpdate:
+class ApplyUpdate(Action, frozen=True):
     """Sum these sets' gradients in this order, scale, step: the model becomes `version`, their batches are applied.
 
     Attributes:
@@ -225,24 +177,20 @@ class ApplyUpdate:
     settled: tuple[tuple[int, int], ...] = ()  # as in doll.records.control.Update
 
 
-@dataclass(frozen=True, slots=True)
-class StoreCheckpoint:
+class StoreCheckpoint(Action, frozen=True):
     """Save weights, optimizer and `snapshot` together; report CheckpointStored."""
 
     version: int
     snapshot: EngineSnapshot
 
 
-@dataclass(frozen=True, slots=True)
-class SendDurable:
-    """Batches of this worker below `until` are in a checkpoint."""
+class RollBack(Action, frozen=True):
+    """Begin again from the newest checkpoint: a part of a step is lost that no other process has."""
 
-    worker: int
-    until: int
+    reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Action, frozen=True):
     """The job has ended and its last version is durable: tell all processes, and exit."""
 
     reason: str
@@ -251,8 +199,8 @@ class Finish:
 
 
 EngineAction = (
-    SendWelcome | SendFence | SendHello | SendGrant | PublishWeights | SendSettle | RollBack | RepublishWeights
-    | ReleaseWeights | FetchGradient | DropGradient | ApplyUpdate | StoreCheckpoint | SendDurable | Finish
+    Command | SendHello | PublishWeights | RepublishWeights | ReleaseWeights | FetchGradient | DropGradient
+    | ApplyUpdate | StoreCheckpoint | RollBack | Finish
 )  # fmt: skip
 
 

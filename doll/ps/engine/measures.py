@@ -6,7 +6,6 @@ few microseconds, one of exact versions about one, whatever the number of worker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from doll.ps.engine.events import AppliedSet, ApplyUpdate
@@ -73,11 +72,10 @@ class PolicyMeasures:
         self._row_bytes += size.coded_bytes
         self._plain_row_bytes += size.plain_bytes
 
-    def published(self, version: int, workers: Sequence[int]) -> None:
-        """These workers are sent a version before a grant asks for it."""
-        self._versions_read += len(workers)
-        for worker in workers:
-            self._read[worker] = version
+    def sent_version(self, worker: int, version: int) -> None:
+        """A worker is sent a version before a grant asks for it."""
+        self._versions_read += 1
+        self._read[worker] = version
 
     def applied(self, update: ApplyUpdate) -> None:
         """An update was applied. Call it once for each, in order."""

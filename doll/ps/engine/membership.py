@@ -10,9 +10,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import Final
 
-from doll.ps.engine.events import EngineAction, SendFence, SendHello
+from doll.ps.engine.events import EngineAction, SendHello
 from doll.ps.engine.partition_state import Partition
-from doll.records.control import Join
+from doll.records.control import Fence, Join
 
 # Sessions handed out by one parameter server lie in [term << 20, (term + 1) << 20): a later server's are always
 # higher, so it need not remember what its predecessor handed out after the last checkpoint.
@@ -131,14 +131,14 @@ class Membership:
         )
         if event.process in worker.fenced or replaced:
             self._counters["refused_fenced"] += 1
-            actions.append(SendFence(event.worker, event.process))
+            actions.append(Fence(term=self._term, worker=event.worker, process=event.process))
             return None
         worker.incarnation = max(worker.incarnation, event.incarnation)
         if event.process != worker.process:
             if worker.process:
                 worker.fenced.append(worker.process)
                 worker.restarts += 1
-                actions.append(SendFence(event.worker, worker.process))
+                actions.append(Fence(term=self._term, worker=event.worker, process=worker.process))
             worker.process = event.process
             worker.live_since_s = now
             worker.batch_s = 0.0

@@ -18,18 +18,18 @@ from doll.ps.engine.events import (
     GradientFetched,
     GradientLost,
     GrantsLost,
+    PublishWeights,
     ReleaseWeights,
     RepublishWeights,
     RollBack,
-    SendGrant,
     SendHello,
-    SendWelcome,
 )
 from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import ActiveGrant, LatePush, PushedSet
 from doll.ps.engine.state import EngineState
 from doll.ps.policies.base import BatchId
-from doll.records.control import Announce, Join, Nack, Push, Skip
+from doll.records.control import Announce, Grant, Join, Nack, Push, Skip, Welcome
+from doll.storage.blobs import weights_key
 
 
 class MessageHandling(EngineState):
@@ -51,17 +51,13 @@ class MessageHandling(EngineState):
         partition.forget_waiting()
         self._note_change(worker)
         actions.append(
-            SendWelcome(
-                worker.number,
-                worker.process,
-                worker.session,
-                partition.origin,
-                partition.durable,
-                event.incarnation,
-                partition.applied,
-                partition.leader_epoch,
+            Welcome(
+                term=self.term, worker=worker.number, process=worker.process, session=worker.session,
+                origin=partition.origin, next_batch=partition.durable, fingerprint=self.settings.fingerprint,
+                incarnation=event.incarnation, samples_id=self.samples_id, generation=self.generation,
+                run_id=self.run_id, included=partition.applied, leader_epoch=partition.leader_epoch,
             )
-        )
+        )  # fmt: skip
 
     def _accept(self, number: int, session: int, now: float, actions: list[EngineAction]) -> Worker | None:
         """The sender of a message, if it is of the worker's current session."""
@@ -393,6 +389,7 @@ class MessageHandling(EngineState):
             return
         self._requeue_from(worker, event.batch, f"nack_{event.reason}", actions)
         if event.reason == "weights":
+            self._published_version = self.version
             actions.append(RepublishWeights(self.version))
         else:
             # The worker does not hold a batch that it announced: it is out of step. Nothing is granted until it has
@@ -408,9 +405,17 @@ class MessageHandling(EngineState):
     def _send_grants(self, worker: Worker, grants: Sequence[ActiveGrant], actions: list[EngineAction]) -> None:
         """Consecutive batches of one worker. A grant that is sent again is the same message: its weights still live."""
         first = grants[0]
-        numbers = tuple(grant.number for grant in grants)
         actions.append(
-            SendGrant(
-                worker.number, worker.session, first.batch, numbers, first.version, first.min_version, first.included
+            Grant(
+                term=self.term, worker=worker.number, session=worker.session, first=first.batch,
+                grant_ids=tuple(grant.number for grant in grants), version=first.version,
+                min_version=first.min_version, key=self._publish(first.version, actions), included=first.included,
             )
-        )
+        )  # fmt: skip
+
+    def _publish(self, version: int, actions: list[EngineAction]) -> str:
+        """The key of the weights of `version`, which are published once; an older one is already, or was."""
+        if version > self._published_version:
+            self._published_version = version
+            actions.append(PublishWeights(version))
+        return weights_key(self._scope, self.term, version)

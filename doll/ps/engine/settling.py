@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from doll.ps.engine.events import AppliedSet, SendSettle
+from doll.ps.engine.events import AppliedSet
 from doll.ps.engine.membership import Worker
-from doll.records.control import Push
+from doll.records.control import Push, Settle
 
 _ASK_AGAIN_S: Final = 3.0  # where no answer has come: the message may be lost
 
@@ -38,8 +38,9 @@ class Settling:
         is_under_way: a checkpoint waits for rests: no batch is started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, term: int) -> None:
         self.is_under_way = False
+        self._term = term
         self._is_last = False  # what is not applied yet never will be
         self._unsettled: dict[int, Worker] = {}  # a part of a step is nowhere but with their processes
         self._incomplete: dict[int, Worker] = {}  # of an applied batch a part of the step is not in the model
@@ -125,13 +126,13 @@ class Settling:
             for rest in rests.values()
         ]
 
-    def ask(self, now: float) -> list[SendSettle]:
+    def ask(self, now: float) -> list[Settle]:
         """Ask for what is held back; again where no answer has come for a while."""
         if self._asked_at_s is not None and now - self._asked_at_s < _ASK_AGAIN_S:
             return []
         self._asked_at_s = now
         return [
-            SendSettle(worker.number, worker.session, worker.applied)
+            Settle(term=self._term, worker=worker.number, session=worker.session, until=worker.applied)
             for _, worker in sorted(self._unsettled.items())
             if worker.is_live
         ]

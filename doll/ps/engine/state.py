@@ -20,6 +20,7 @@ from doll.ps.engine.settling import Settling
 from doll.ps.policies.base import BatchId, Policy
 from doll.records.control import Skip
 from doll.records.refusals import Refusals
+from doll.storage.blobs import scope_of
 
 _RECENT_EVENTS = 30
 
@@ -39,6 +40,8 @@ class EngineSettings:
     sum_reduction: bool = False  # apply the sum of the sample gradients, not their mean (the paper's literal rule)
     stop: StopConfig = field(default_factory=StopConfig)
     on_bad_records: BadRecordsConfig = field(default_factory=BadRecordsConfig)
+    job: str = ""  # its name, for the keys of weights
+    fingerprint: str = ""  # see `doll.config.fingerprint`: what a Welcome says
 
 
 class EngineState:
@@ -126,10 +129,12 @@ class EngineState:
         self._grant_numbers = count(1)
         self._queue_positions = count()
         self._num_waiting = 0
-        self._settling = Settling()
+        self._settling = Settling(term)
         self._skips: dict[int, Skip] = {}  # by worker, until they can be applied
         self._last_held_at_s = now  # when the newest gradient came that was held
         self._changed: dict[int, None] = dict.fromkeys(range(n))  # workers whose counters the policy does not know yet
+        self._scope = scope_of(settings.job, self.run_id)
+        self._published_version = -1  # the newest that is in the blob store, by this server
         self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
         self._elapsed_before_s = snapshot.elapsed_s
         self._first_update_at_s: float | None = None if snapshot.samples_total == 0 else now

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 from clock_world import ClockWorld, drive
-from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import PolicyView
 from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
@@ -33,7 +32,7 @@ class Counted(ClockWorld):
         self.reached = 0
         super().__init__(policy, None if make is None else partial(make, policy.staleness))
 
-    def check(self, engine: Engine, grant: ev.SendGrant, seen: list[int] | None) -> None:
+    def check(self, engine: Engine, grant: Grant, seen: list[int] | None) -> None:
         clock = grant.first + self.offset(grant.worker)
         needed = clock - self._staleness
         assert self.minimum >= needed, "too far ahead of the slowest"

@@ -76,22 +76,10 @@ class SlowWorkers:
             self.engine.check_invariants()
             for action in actions:
                 match action:
-                    case ev.SendWelcome(worker, process, session, origin, next_batch):
-                        welcome = Welcome(
-                            term=1, worker=worker, process=process, session=session, origin=origin,
-                            next_batch=next_batch, fingerprint="",
-                        )  # fmt: skip
-                        self.inbox.append((worker, welcome))
-                    case ev.SendGrant(worker, session, first, grant_ids, version, min_version, included):
-                        grant = Grant(
-                            term=1, worker=worker, session=session, first=first, grant_ids=grant_ids, version=version,
-                            min_version=min_version, key=f"w{version}", included=included,
-                        )  # fmt: skip
-                        self.inbox.append((worker, grant))
+                    case Welcome() | Grant() | Durable():
+                        self.inbox.append((action.worker, action))
                     case ev.SendHello(worker):
                         self.inbox.append((worker, Hello(term=1)))
-                    case ev.SendDurable(worker, until):
-                        self.inbox.append((worker, Durable(term=1, worker=worker, until=until)))
                     case ev.FetchGradient(grant_id):
                         events.append(ev.GradientFetched(grant_id=grant_id))
                     case ev.ApplyUpdate():
@@ -234,7 +222,7 @@ class Bench:
         self.sessions = {}
         for worker in range(workers):
             actions = self.handle(Join(worker=worker, process=f"p{worker}"))
-            (welcome,) = [action for action in actions if isinstance(action, ev.SendWelcome)]
+            (welcome,) = [action for action in actions if isinstance(action, Welcome)]
             self.sessions[worker] = welcome.session
 
     def handle(self, event: ev.Event) -> list[ev.EngineAction]:
@@ -246,7 +234,7 @@ class Bench:
                 actions += self.handle(ev.GradientFetched(grant_id=action.grant_id))
         return actions
 
-    def announce(self, worker: int, until: int) -> ev.SendGrant:
+    def announce(self, worker: int, until: int) -> Grant:
         event = Announce(worker=worker, session=self.sessions[worker], first=0, until=until)
         return grants_of(self.handle(event))[0]
 
@@ -260,7 +248,7 @@ class Bench:
             actions += self.handle(ev.Tick())
         return actions
 
-    def push(self, grant: ev.SendGrant, **changes: object) -> Push:
+    def push(self, grant: Grant, **changes: object) -> Push:
         return push_of(
             **{
                 "worker": grant.worker, "session": grant.session, "batch": grant.first, "term": 1,
@@ -270,8 +258,8 @@ class Bench:
         )  # fmt: skip
 
 
-def grants_of(actions: list[ev.EngineAction]) -> list[ev.SendGrant]:
-    return [action for action in actions if isinstance(action, ev.SendGrant)]
+def grants_of(actions: list[ev.EngineAction]) -> list[Grant]:
+    return [action for action in actions if isinstance(action, Grant)]
 
 
 def updates_of(actions: list[ev.EngineAction]) -> list[ev.ApplyUpdate]:

@@ -13,7 +13,7 @@ from doll.ps.engine.state import EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.doll import Doll
-from doll.records.control import Alive, Announce, Join, Leave, Nack, Push
+from doll.records.control import Alive, Announce, Grant, Join, Leave, Nack, Push, Welcome
 from msgspec.structs import replace
 from pushes import answer
 
@@ -40,12 +40,12 @@ class Bench:
         return actions
 
     def join(self, worker: int, process: str = "a") -> int:
-        (welcome,) = only(self.handle(Join(worker=worker, process=f"{process}{worker}")), ev.SendWelcome)
+        (welcome,) = only(self.handle(Join(worker=worker, process=f"{process}{worker}")), Welcome)
         return welcome.session
 
-    def announce(self, worker: int, until: int) -> list[ev.SendGrant]:
+    def announce(self, worker: int, until: int) -> list[Grant]:
         announced = Announce(worker=worker, session=self.sessions[worker], first=0, until=until)
-        return only(self.handle(announced), ev.SendGrant)
+        return only(self.handle(announced), Grant)
 
     def push(self, push: Push) -> list[ev.EngineAction]:
         """The push, and its gradient where it is fetched."""
@@ -59,11 +59,11 @@ def only(actions: Sequence[ev.EngineAction], kind: type[T]) -> list[T]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def whole(grant: ev.SendGrant) -> Push:
+def whole(grant: Grant) -> Push:
     return answer(grant, 1, f"g{grant.grant_ids[0]}", n_samples=4, loss_sum=1.0)
 
 
-def part(grant: ev.SendGrant, first: int, until: int) -> Push:
+def part(grant: Grant, first: int, until: int) -> Push:
     """The push of batches [first, until) of this grant, counted from its first."""
     push = whole(grant)
     return replace(push, key=f"g{grant.grant_ids[first]}", batches=push.batches[first:until])
@@ -74,7 +74,7 @@ def members(update: ev.ApplyUpdate) -> list[list[tuple[int, int]]]:
     return [[(item.push.worker, batch.pushed.batch) for batch in item.batches] for item in update.sets]
 
 
-def four() -> tuple[Bench, ev.SendGrant, ev.SendGrant]:
+def four() -> tuple[Bench, Grant, Grant]:
     """A group of four, two batches of each of two workers."""
     bench = Bench(Doll(4))
     bench.announce(0, 2)
@@ -122,7 +122,7 @@ def test_a_set_whose_gradient_is_lost_goes_back_whole_and_what_follows_it_too() 
     bench = Bench(Doll(3), workers=1)
     (grant,) = bench.announce(0, 3)
     bench.handle(part(grant, 0, 2))
-    (again,) = only(bench.handle(ev.GradientLost(grant_id=1, reason="torn")), ev.SendGrant)
+    (again,) = only(bench.handle(ev.GradientLost(grant_id=1, reason="torn")), Grant)
     assert (again.first, len(again.grant_ids)) == (0, 3)
     assert bench.engine.counters["requeued_blob_lost"] == 3
     late = bench.push(part(grant, 2, 3))
@@ -137,7 +137,7 @@ def test_a_worker_that_dies_in_mid_set_is_replaced_and_gets_a_second_set_in_the_
     assert (zero.grant_ids, one.grant_ids) == ((1, 3), (2, 4))
     bench.push(whole(one))
     actions = bench.handle(Leave(worker=0, session=bench.sessions[0], cause="spot"))
-    (replacement,) = only(actions, ev.SendGrant)
+    (replacement,) = only(actions, Grant)
     assert (replacement.worker, replacement.first, replacement.grant_ids) == (1, 2, (5,)), (
         "what it has, at this version"
     )
@@ -157,14 +157,14 @@ def test_a_push_of_which_a_part_is_void_is_refused_and_the_rest_goes_back_at_onc
     # Batch 0 is answered already: a sum that holds it again must not count.
     actions = bench.push(part(grant, 0, 2))
     assert only(actions, ev.FetchGradient) == []
-    (again,) = only(actions, ev.SendGrant)
+    (again,) = only(actions, Grant)
     assert (again.first, again.grant_ids) == (1, (4, 5))
     assert (bench.engine.counters["refused_partly"], bench.engine.counters["requeued_partly_void"]) == (1, 2)
     assert only(actions, ev.DropGradient) == [], "the blob of that key is the one that was taken"
     stranger = replace(whole(again), key="other", batches=(*whole(again).batches, *part(grant, 2, 3).batches))
     actions = bench.push(stranger)
     assert [drop.key for drop in only(actions, ev.DropGradient)] == ["other"]
-    (third,) = only(actions, ev.SendGrant)
+    (third,) = only(actions, Grant)
     (update,) = only(bench.push(whole(third)), ev.ApplyUpdate)
     assert members(update) == [[(0, 0)], [(0, 1), (0, 2)]]
 
@@ -174,7 +174,7 @@ def test_a_push_that_comes_before_an_earlier_one_is_refused_and_its_batches_go_b
     (grant,) = bench.announce(0, 3)
     actions = bench.push(part(grant, 1, 3))
     assert [drop.key for drop in only(actions, ev.DropGradient)] == ["g2"]
-    (again,) = only(actions, ev.SendGrant)
+    (again,) = only(actions, Grant)
     assert (again.first, again.grant_ids) == (1, (4, 5))
     bench.push(part(grant, 0, 1))
     assert only(bench.push(whole(again)), ev.ApplyUpdate)
@@ -188,7 +188,7 @@ def test_a_push_with_its_batches_in_another_order_is_refused() -> None:
     for at in ((1, 0), (0, 0)):
         actions = bench.push(replace(push, batches=tuple(push.batches[index] for index in at)))
         assert only(actions, ev.FetchGradient) == []
-        (grant,) = only(actions, ev.SendGrant)
+        (grant,) = only(actions, Grant)
         push = whole(grant)
     assert only(bench.push(push), ev.ApplyUpdate)
 
@@ -216,13 +216,13 @@ def test_grants_of_two_versions_are_never_in_one_grant_and_a_push_that_joins_the
     (grant,) = bench.announce(0, 4)
     actions = bench.push(whole(grant))
     assert only(actions, ev.ApplyUpdate)
-    (later,) = only(actions, ev.SendGrant)
+    (later,) = only(actions, Grant)
     assert (later.first, later.grant_ids, later.version) == (2, (3, 4), 1)
     straddling = replace(whole(later), batches=whole(grant).batches[1:] + whole(later).batches)
     for push in (straddling, replace(straddling, version=0)):
         actions = bench.push(push)
         assert only(actions, ev.FetchGradient) == []
-    (again,) = only(actions, ev.SendGrant) or [later]
+    (again,) = only(actions, Grant) or [later]
     assert bench.engine.version == 1
     assert bench.engine.num_computing == 2
     assert again.version == 1
@@ -287,7 +287,7 @@ def test_a_gradient_that_is_lost_holds_nothing_up() -> None:
     assert in_order(bench.handle(whole(zero)))
     assert not in_order(bench.handle(whole(one))), "the outcome for set 1 is not known"
     bench.handle(ev.GradientLost(grant_id=2, reason="torn"))
-    (again,) = only(bench.handle(ev.GradientLost(grant_id=1, reason="torn")), ev.SendGrant)
+    (again,) = only(bench.handle(ev.GradientLost(grant_id=1, reason="torn")), Grant)
     assert again.worker == 0
 
 
@@ -344,7 +344,7 @@ def test_how_long_a_batch_takes_is_measured_by_the_batch() -> None:
         for order in only(actions, ev.StoreCheckpoint):
             bench.handle(ev.CheckpointStored(version=order.version))
         bench.handle(Announce(worker=0, session=bench.sessions[0], first=applied, until=applied + 8))
-        grant = (only(actions, ev.SendGrant) or [grant])[0]
+        grant = (only(actions, Grant) or [grant])[0]
     begun_s = bench.now
     alive_at(bench, begun_s + 95.0)
     assert bench.engine.counters["requeued_timeout"] == 0
@@ -361,7 +361,7 @@ def test_what_is_not_answered_is_granted_again_under_the_same_numbers() -> None:
     assert bench.handle(ev.GrantsLost(worker=0)) == [grant]
     bench.handle(part(grant, 0, 1))  # its gradient is on its way
     (again,) = bench.handle(ev.GrantsLost(worker=0))
-    assert isinstance(again, ev.SendGrant)
+    assert isinstance(again, Grant)
     assert (again.first, again.grant_ids, again.version) == (1, (2, 3), 0)
     bench.handle(ev.GradientFetched(grant_id=1))
     assert only(bench.push(whole(again)), ev.ApplyUpdate)
@@ -383,7 +383,7 @@ def test_a_grant_of_an_older_version_is_sent_again_as_it_was() -> None:
     bench.push(whole(other))
     assert bench.engine.version == 1
     (again,) = bench.handle(ev.GrantsLost(worker=0))
-    assert isinstance(again, ev.SendGrant)
+    assert isinstance(again, Grant)
     assert again == old
     assert only(bench.push(whole(again)), ev.ApplyUpdate)
 
@@ -406,5 +406,5 @@ def test_a_refusal_of_weights_returns_what_is_left_of_the_set() -> None:
     nack = Nack(worker=0, session=bench.sessions[0], batch=1, term=1, grant_id=2, reason="weights")
     actions = bench.handle(nack)
     assert only(actions, ev.RepublishWeights)
-    (again,) = only(actions, ev.SendGrant)
+    (again,) = only(actions, Grant)
     assert (again.first, again.grant_ids) == (1, (4, 5))

@@ -14,7 +14,7 @@ from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.ssp import Ssp
-from doll.records.control import Announce, Join, Push, Skip
+from doll.records.control import Announce, Durable, Grant, Join, Push, Skip, Welcome
 from engine_runs import play, random_steps
 from engine_world import POLICIES, Applied, Process, World
 
@@ -138,7 +138,7 @@ class Bench:
         self.sessions = {}
         for worker in range(workers):
             for action in self.handle(Join(worker=worker, process=f"w{worker}")):
-                if isinstance(action, ev.SendWelcome):
+                if isinstance(action, Welcome):
                     self.sessions[worker] = action.session
 
     def handle(self, event: ev.Event) -> list[ev.EngineAction]:
@@ -163,9 +163,10 @@ def test_a_hole_of_millions_of_batches_is_one_event_one_version_and_one_checkpoi
     assert (batch.lo, batch.hi, batch.count, update.batches_total) == (0, 600_000, 300_000, 300_000)
     (order,) = (action for action in actions if isinstance(action, ev.StoreCheckpoint))
     (durable, *_) = bench.handle(ev.CheckpointStored(version=order.version))
-    assert durable == ev.SendDurable(0, 300_000)
-    (grant,) = bench.handle(Announce(worker=0, session=bench.sessions[0], first=300_000, until=300_001))
-    assert isinstance(grant, ev.SendGrant)
+    assert durable == Durable(term=1, worker=0, until=300_000)
+    published, grant = bench.handle(Announce(worker=0, session=bench.sessions[0], first=300_000, until=300_001))
+    assert published == ev.PublishWeights(1)
+    assert isinstance(grant, Grant)
     assert grant.first == 300_000
 
 
@@ -206,7 +207,7 @@ def test_nobody_waits_for_the_batches_that_another_stream_has_skipped() -> None:
         for action in bench.handle(
             Announce(worker=worker, session=bench.sessions[worker], first=first, until=first + 1)
         )
-        if isinstance(action, ev.SendGrant)
+        if isinstance(action, Grant)
     ]
     assert granted == [0, 1]
 

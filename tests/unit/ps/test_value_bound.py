@@ -15,6 +15,7 @@ from doll.ps.engine.engine import Engine
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy, PolicyView
 from doll.ps.policies.vap import Vap, VapPolicyConfig
+from doll.records.control import Grant, NewVersion, Welcome
 from engine_runs import play, random_steps
 from engine_world import World
 from hypothesis import example, given, settings
@@ -55,7 +56,7 @@ class Vectors(World):
             for item in action.sets:
                 if item.push.key:
                     self.steps.append((self.term, action.version, item.push.worker, self._vector(item.push.key)))
-        elif isinstance(action, ev.SendGrant) and (self.term, action.grant_ids[0]) not in self.granted:
+        elif isinstance(action, Grant) and (self.term, action.grant_ids[0]) not in self.granted:
             self.granted.add((self.term, action.grant_ids[0]))  # one that is sent again is as it was
             missed = np.zeros(4)
             for term, version, worker, step in self.steps:
@@ -125,7 +126,8 @@ def test_without_a_bound_it_is_asp_that_publishes() -> None:
         for world in worlds:
             play(world, random_steps(seed, 1500))
         ours, theirs = (
-            [action for action in world.actions if not isinstance(action, ev.PublishWeights)] for world in worlds
+            [action for action in world.actions if not isinstance(action, NewVersion | ev.PublishWeights)]
+            for world in worlds
         )
         assert ours == theirs
         (seen, _), (expected, _) = map(views, worlds)
@@ -165,7 +167,7 @@ class Recorded(Vectors):
         if not isinstance(action, ev.StoreCheckpoint):
             self.actions.append(action)
             self.term_of.append(self.term)
-        return [] if isinstance(action, ev.PublishWeights) else super()._perform(engine, action)
+        return [] if isinstance(action, NewVersion) else super()._perform(engine, action)
 
 
 def views(world: Recorded) -> tuple[list[tuple[int, int]], int]:
@@ -182,14 +184,13 @@ def views(world: Recorded) -> tuple[list[tuple[int, int]], int]:
     for of_term, action in zip(world.term_of, world.actions, strict=True):
         if of_term != term:  # another server
             term, cached, offered, seen = of_term, [-1] * 3, [-1] * 3, set()
-        if isinstance(action, ev.SendWelcome) and action.process != processes[action.worker]:
+        if isinstance(action, Welcome) and action.process != processes[action.worker]:
             worker = action.worker
             processes[worker], cached[worker], offered[worker] = action.process, -1, -1
-        elif isinstance(action, ev.PublishWeights):
-            offers += len(action.workers)
-            for worker in action.workers:
-                offered[worker] = action.version
-        elif isinstance(action, ev.SendGrant) and action.grant_ids[0] not in seen:
+        elif isinstance(action, NewVersion):
+            offers += 1
+            offered[action.worker] = action.version
+        elif isinstance(action, Grant) and action.grant_ids[0] not in seen:
             seen.add(action.grant_ids[0])
             worker = action.worker
             if cached[worker] < max(action.min_version, offered[worker]):

@@ -13,6 +13,7 @@ from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import PolicyView
 from doll.ps.policies.ssp import SspPolicyConfig
 from doll.ps.policies.wsp import Wsp, WspPolicyConfig
+from doll.records.control import Grant
 from engine_runs import play, random_steps
 from engine_world import World
 from hypothesis import example, given, settings
@@ -34,7 +35,7 @@ class Waves(ClockWorld):
         make_policy = None if make is None else partial(make, self._n, self._d)
         super().__init__(policy, make_policy, unit=self._n, max_pending=12)
 
-    def check(self, engine: Engine, grant: ev.SendGrant, seen: list[int] | None) -> None:
+    def check(self, engine: Engine, grant: Grant, seen: list[int] | None) -> None:
         place = grant.first + 1 + self.offset(grant.worker) * self._n  # p = 1, 2, ...
         wave = place // self._n - 2
         needed = wave - self._d + 1 if wave >= self._d else 0

@@ -18,7 +18,20 @@ from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll
-from doll.records.control import Alive, Announce, Evaluated, Join, Leave, Nack
+from doll.records.control import (
+    Alive,
+    Announce,
+    Durable,
+    Evaluated,
+    Fence,
+    Grant,
+    Join,
+    Leave,
+    Nack,
+    NewVersion,
+    Welcome,
+)
+from doll.storage.blobs import weights_key
 from doll.storage.checkpoints import Checkpoint
 from pushes import push_of
 
@@ -36,7 +49,7 @@ def settings(workers: int = 3, **changes: object) -> EngineSettings:
 
 
 class Granted(NamedTuple):
-    """One batch of a SendGrant."""
+    """One batch of a Grant."""
 
     grant_id: int
     version: int
@@ -58,14 +71,14 @@ class Bench:
         actions = self.engine.handle(event, self.now)
         self.engine.check_invariants()
         for action in actions:
-            if isinstance(action, ev.SendGrant):
+            if isinstance(action, Grant):
                 for batch, number in enumerate(action.grant_ids, action.first):
                     self.grants[action.worker, batch] = Granted(number, action.version, action.min_version)
         return actions
 
     def join(self, *workers: int) -> None:
         for worker in workers:
-            (welcome,) = only(self.handle(Join(worker=worker, process=f"w{worker}")), ev.SendWelcome)
+            (welcome,) = only(self.handle(Join(worker=worker, process=f"w{worker}")), Welcome)
             self.sessions[worker] = welcome.session
 
     def announce(self, worker: int, first: int, until: int) -> list[ev.EngineAction]:
@@ -91,7 +104,7 @@ def granted(actions: Sequence[ev.EngineAction]) -> list[tuple[int, int]]:
     """(worker, batch) in the order in which they were granted."""
     grants = [
         (number, action.worker, batch)
-        for action in only(actions, ev.SendGrant)
+        for action in only(actions, Grant)
         for batch, number in enumerate(action.grant_ids, action.first)
     ]
     return [(worker, batch) for _, worker, batch in sorted(grants)]
@@ -213,30 +226,30 @@ def test_a_newer_incarnation_fences_the_older_and_reads_on_from_the_durable_batc
     bench.push(0, 0)
     old = bench.sessions[0]
     actions = bench.handle(Join(worker=0, process="second"))
-    assert [fence.process for fence in only(actions, ev.SendFence)] == ["w0"]
-    (welcome,) = only(actions, ev.SendWelcome)
+    assert [fence.process for fence in only(actions, Fence)] == ["w0"]
+    (welcome,) = only(actions, Welcome)
     assert welcome.session > old
     assert welcome.next_batch == 0, "batch 0 is applied, but no checkpoint has it yet"
-    assert only(bench.handle(Join(worker=0, process="w0", session=old)), ev.SendFence)
+    assert only(bench.handle(Join(worker=0, process="w0", session=old)), Fence)
     assert bench.handle(Announce(worker=0, session=old, first=0, until=2)) == []
     assert granted(bench.handle(Announce(worker=0, session=welcome.session, first=0, until=2))) == [(0, 1)]
 
 
 def test_an_older_machine_that_starts_again_does_not_get_its_slot_back() -> None:
     bench = Bench(Doll(1), workers=1)
-    only(bench.handle(Join(worker=0, process="i-1:a", incarnation=1)), ev.SendWelcome)
-    (welcome,) = only(bench.handle(Join(worker=0, process="i-2:b", incarnation=2)), ev.SendWelcome)
+    only(bench.handle(Join(worker=0, process="i-1:a", incarnation=1)), Welcome)
+    (welcome,) = only(bench.handle(Join(worker=0, process="i-2:b", incarnation=2)), Welcome)
     for _ in range(2):
         actions = bench.handle(Join(worker=0, process="i-1:c", incarnation=1))
-        assert [fence.process for fence in only(actions, ev.SendFence)] == ["i-1:c"]
-        assert not only(actions, ev.SendWelcome)
+        assert [fence.process for fence in only(actions, Fence)] == ["i-1:c"]
+        assert not only(actions, Welcome)
     assert bench.engine.counters["refused_fenced"] == 2
     bench.handle(Announce(worker=0, session=welcome.session, first=0, until=1))
     assert bench.engine.num_computing == 1, "the newer machine goes on undisturbed"
     # Its own process may start again, and a process that nobody has numbered may take over, as ever.
-    assert only(bench.handle(Join(worker=0, process="i-2:d", incarnation=2)), ev.SendWelcome)
-    assert only(bench.handle(Join(worker=0, process="by hand")), ev.SendWelcome)
-    assert only(bench.handle(Join(worker=0, process="i-1:e", incarnation=1)), ev.SendFence)
+    assert only(bench.handle(Join(worker=0, process="i-2:d", incarnation=2)), Welcome)
+    assert only(bench.handle(Join(worker=0, process="by hand")), Welcome)
+    assert only(bench.handle(Join(worker=0, process="i-1:e", incarnation=1)), Fence)
 
 
 def test_incarnations_survive_a_restart_of_the_server() -> None:
@@ -244,8 +257,8 @@ def test_incarnations_survive_a_restart_of_the_server() -> None:
     bench.handle(Join(worker=1, process="i-7:a", incarnation=7))
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(bench.engine.snapshot(0.0)), type=ev.EngineSnapshot)
     again = Engine(settings(2), Doll(1), term=2, now=0.0, snapshot=state)
-    assert only(again.handle(Join(worker=1, process="i-6:b", incarnation=6), 0.0), ev.SendFence)
-    assert only(again.handle(Join(worker=0, process="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
+    assert only(again.handle(Join(worker=1, process="i-6:b", incarnation=6), 0.0), Fence)
+    assert only(again.handle(Join(worker=0, process="i-1:c", incarnation=1), 0.0), Welcome)
 
 
 def test_restarts_and_since_when_a_worker_is_live() -> None:
@@ -268,13 +281,13 @@ def test_a_later_machine_that_a_restarted_server_has_forgotten_wins_over_an_olde
     bench = Bench(Doll(1), workers=1)
     bench.handle(Join(worker=0, process="i-1:a", incarnation=1))
     snapshot = bench.engine.snapshot(0.0)
-    (held,) = only(bench.handle(Join(worker=0, process="i-2:b", incarnation=2)), ev.SendWelcome)
+    (held,) = only(bench.handle(Join(worker=0, process="i-2:b", incarnation=2)), Welcome)
     again = Engine(settings(1), Doll(1), term=2, now=0.0, snapshot=snapshot)
-    (older,) = only(again.handle(Join(worker=0, process="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
+    (older,) = only(again.handle(Join(worker=0, process="i-1:c", incarnation=1), 0.0), Welcome)
     assert older.session > held.session
     actions = again.handle(Join(worker=0, process="i-2:b", session=held.session, incarnation=2), 0.0)
-    assert [fence.process for fence in only(actions, ev.SendFence)] == ["i-1:c"]
-    (welcome,) = only(actions, ev.SendWelcome)
+    assert [fence.process for fence in only(actions, Fence)] == ["i-1:c"]
+    (welcome,) = only(actions, Welcome)
     assert welcome.session > older.session
 
 
@@ -282,10 +295,10 @@ def test_a_process_that_two_servers_have_welcomed_is_not_fenced_as_its_own_prede
     """Both heard its Join; it takes the earlier server's session first, and answers the later one's Hello with that."""
     earlier, later = (Engine(settings(1), Doll(1), term=number, now=0.0, origins=[0]) for number in (1, 2))
     join = Join(worker=0, process="a")
-    (first,) = only(earlier.handle(join, 0.0), ev.SendWelcome)
-    (second,) = only(later.handle(join, 0.0), ev.SendWelcome)
+    (first,) = only(earlier.handle(join, 0.0), Welcome)
+    (second,) = only(later.handle(join, 0.0), Welcome)
     assert first.session < second.session
-    (again,) = only(later.handle(Join(worker=0, process="a", session=first.session), 0.0), ev.SendWelcome)
+    (again,) = only(later.handle(Join(worker=0, process="a", session=first.session), 0.0), Welcome)
     assert again.session == second.session
 
 
@@ -294,7 +307,7 @@ def test_sessions_of_a_later_server_are_higher_whatever_the_earlier_one_handed_o
     first.join(0)
     first.handle(Join(worker=0, process="b"))
     second = Engine(settings(1), Doll(1), term=2, now=0.0, origins=[0])
-    (welcome,) = only(second.handle(Join(worker=0, process="c"), 0.0), ev.SendWelcome)
+    (welcome,) = only(second.handle(Join(worker=0, process="c"), 0.0), Welcome)
     assert welcome.session > 1 << 20
     assert welcome.session >> 20 == 2
 
@@ -308,9 +321,9 @@ def test_durable_is_said_only_after_the_checkpoint() -> None:
     (save,) = only(actions, ev.StoreCheckpoint)
     assert (save.version, save.snapshot.applied) == (2, (2,))
     bench.push(0, 2)
-    assert [
-        (item.worker, item.until) for item in only(bench.handle(ev.CheckpointStored(version=2)), ev.SendDurable)
-    ] == [(0, 2)]
+    assert [(item.worker, item.until) for item in only(bench.handle(ev.CheckpointStored(version=2)), Durable)] == [
+        (0, 2)
+    ]
 
 
 def test_a_full_worker_makes_a_checkpoint_due() -> None:
@@ -335,7 +348,7 @@ def test_missing_weights_are_published_again_and_the_batch_is_granted_again() ->
     bench.announce(0, 0, 1)
     grant = bench.grants[0, 0].grant_id
     actions = bench.handle(Nack(worker=0, session=bench.sessions[0], batch=0, term=1, grant_id=grant, reason="weights"))
-    assert [type(action) for action in actions] == [ev.RepublishWeights, ev.SendGrant]
+    assert [type(action) for action in actions] == [ev.RepublishWeights, Grant]
 
 
 def test_bsp_waits_for_every_live_worker_and_keeps_the_push_of_one_that_left() -> None:
@@ -386,7 +399,7 @@ def test_stop_rules_end_the_job_after_a_last_checkpoint(stop: StopConfig, reason
     actions = bench.handle(ev.CheckpointStored(version=save.version))
     (finish,) = only(actions, ev.Finish)
     assert finish.reason.startswith(reason)
-    assert only(actions, ev.SendDurable)
+    assert only(actions, Durable)
     assert bench.handle(ev.Tick()) == [], "nothing comes after the end"
 
 
@@ -430,21 +443,21 @@ def test_messages_before_a_restarted_server_knows_the_worker_ask_it_to_join() ->
     again = Engine(settings(1), Doll(1), term=2, now=0.0, snapshot=snapshot)
     assert only(again.handle(Alive(worker=0, session=bench.sessions[0]), 0.0), ev.SendHello)
     assert (
-        only(again.handle(Join(worker=0, process="w0", session=bench.sessions[0]), 0.0), ev.SendWelcome)[0].session
+        only(again.handle(Join(worker=0, process="w0", session=bench.sessions[0]), 0.0), Welcome)[0].session
         == bench.sessions[0]
     )
 
 
 def test_a_worker_hears_how_far_the_model_is_and_of_the_leader_epoch_there() -> None:
     bench = Bench(Asp(), workers=2)
-    (welcome,) = only(bench.handle(Join(worker=0, process="w0")), ev.SendWelcome)
+    (welcome,) = only(bench.handle(Join(worker=0, process="w0")), Welcome)
     assert (welcome.included, welcome.leader_epoch) == (0, -1)
     bench.sessions[0] = welcome.session
     bench.announce(0, 0, 3)
     bench.push(0, 0, leader_epoch=4)
     bench.push(0, 1, leader_epoch=6)
     bench.push(0, 2, key="", n_samples=0, leader_epoch=7)
-    (welcome,) = only(bench.handle(Join(worker=0, process="again")), ev.SendWelcome)
+    (welcome,) = only(bench.handle(Join(worker=0, process="again")), Welcome)
     assert (welcome.next_batch, welcome.included, welcome.leader_epoch) == (0, 3, 7)
 
     snapshot = bench.engine.snapshot(0.0)
@@ -456,7 +469,7 @@ def test_a_worker_hears_how_far_the_model_is_and_of_the_leader_epoch_there() -> 
             job="unit", fingerprint="f", term=1, version=3, state=msgspec.msgpack.encode(state), tensors={}
         )
         engine = Engine(settings(2), Asp(), term=2, now=0.0, snapshot=decode_snapshot(checkpoint))
-        (welcome,) = only(engine.handle(Join(worker=0, process="w0"), 0.0), ev.SendWelcome)
+        (welcome,) = only(engine.handle(Join(worker=0, process="w0"), 0.0), Welcome)
         assert (welcome.next_batch, welcome.included, welcome.leader_epoch) == (3, 3, leader_epoch)
 
 
@@ -517,8 +530,8 @@ def test_a_policy_says_who_is_sent_a_version_once_for_each() -> None:
     bench = Bench(policy, workers=2)
     bench.join(0, 1)
     bench.announce(0, 0, 3)
-    sent = [only(bench.push(0, batch), ev.PublishWeights) for batch in range(3)]
-    assert sent == [[], [ev.PublishWeights(version=2, workers=(1,), included=(0,))], []]
+    sent = [only(bench.push(0, batch), NewVersion) for batch in range(3)]
+    assert sent == [[], [NewVersion(term=1, worker=1, version=2, key=weights_key("", 1, 2), included=0)], []]
     assert policy.count == 3
 
 

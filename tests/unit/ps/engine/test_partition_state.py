@@ -11,7 +11,7 @@ from doll.ps.engine.engine import Engine
 from doll.ps.engine.partition_state import Assignment, Partition, PushedSet
 from doll.ps.engine.state import EngineSettings
 from doll.ps.policies.doll import Doll
-from doll.records.control import Announce, Join
+from doll.records.control import Announce, Durable, Grant, Join, Welcome
 from pushes import answer
 
 
@@ -22,7 +22,8 @@ def test_a_batch_moves_along_the_counters_in_order() -> None:
     assert [(grant.batch, grant.queue_position, grant.partition) for grant in grants] == [(5, 10, 3), (6, 11, 3)]
     assert (partition.received, partition.granted, partition.announced) == (5, 7, 8)
     assert partition.apply(5) is None, "its gradient is not there"
-    partition.hold(PushedSet(answer(ev.SendGrant(0, 1, 5, (1,), 7, 7), 1, ""), (grants[0],), 2.0))
+    granted = Grant(term=1, worker=0, session=1, first=5, grant_ids=(1,), version=7, min_version=7, key="")
+    partition.hold(PushedSet(answer(granted, 1, ""), (grants[0],), 2.0))
     assert partition.apply(6) is None
     assert partition.apply(5) is grants[0]
     assert (partition.applied, partition.durable, partition.unsaved) == (6, 5, 1)
@@ -76,10 +77,11 @@ class Exchanged:
 def test_the_assignment_of_a_checkpoint_says_whose_batches_a_worker_has() -> None:
     world = Exchanged.make()
     (welcome,) = world.handle(Join(worker=0, process="a"))
-    assert isinstance(welcome, ev.SendWelcome)
+    assert isinstance(welcome, Welcome)
     assert (welcome.origin, welcome.next_batch) == (2000, 2)
-    (grant,) = world.handle(Announce(worker=0, session=welcome.session, first=2, until=3))
-    assert isinstance(grant, ev.SendGrant)
+    published, grant = world.handle(Announce(worker=0, session=welcome.session, first=2, until=3))
+    assert published == ev.PublishWeights(5)
+    assert isinstance(grant, Grant)
     assert (grant.worker, grant.first, len(grant.grant_ids)) == (0, 2, 1)
     update, order = world.handle(answer(grant, 2, ""))
     assert isinstance(update, ev.ApplyUpdate)
@@ -87,4 +89,4 @@ def test_the_assignment_of_a_checkpoint_says_whose_batches_a_worker_has() -> Non
     assert isinstance(order, ev.StoreCheckpoint)
     assert (order.snapshot.applied, order.snapshot.assignment) == ((3, 3), (1, 0))
     (durable,) = world.handle(ev.CheckpointStored(version=6))
-    assert durable == ev.SendDurable(worker=0, until=3)
+    assert durable == Durable(term=2, worker=0, until=3)

@@ -47,7 +47,7 @@ class Hasty(Engine):
     """Stores what is applied, wherever the rest of the steps is."""
 
     def _save_if_due(self, now: float, actions: list[ev.EngineAction]) -> None:
-        settling, self._settling = self._settling, type(self._settling)()
+        settling, self._settling = self._settling, type(self._settling)(self.term)
         super()._save_if_due(now, actions)
         self._settling = settling
 

@@ -13,7 +13,7 @@ from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import Bsp, BspPolicyConfig
 from doll.ps.policies.doll import Doll, DollPolicyConfig
-from doll.records.control import Alive, Announce, Join, Leave
+from doll.records.control import Alive, Announce, Grant, Join, Leave, Welcome
 from pushes import answer
 
 
@@ -32,14 +32,14 @@ class Bench:
 
     def join(self, worker: int, process: str = "a") -> None:
         for action in self.handle(Join(worker=worker, process=f"{process}{worker}")):
-            if isinstance(action, ev.SendWelcome):
+            if isinstance(action, Welcome):
                 self.sessions[worker] = action.session
 
-    def announce(self, worker: int, until: int) -> list[ev.SendGrant]:
+    def announce(self, worker: int, until: int) -> list[Grant]:
         actions = self.handle(Announce(worker=worker, session=self.sessions[worker], first=0, until=until))
-        return [action for action in actions if isinstance(action, ev.SendGrant)]
+        return [action for action in actions if isinstance(action, Grant)]
 
-    def push(self, grants: Sequence[ev.SendGrant]) -> None:
+    def push(self, grants: Sequence[Grant]) -> None:
         for grant in grants:
             self.handle(answer(grant, 1, ""))
 
