@@ -40,7 +40,7 @@ class Example(NamedTuple):
 
 
 def folder() -> Path | None:
-    """The folder of the examples: in the package, or beside it in a clone; None if there is none."""
+    """The folder of the examples: in the package, or beside it in a clone; None without examples."""
     package = Path(__file__).parents[1]
     candidates = (package / "examples", package.parent / "examples")
     return next((path for path in candidates if (path / "digits" / _JOB).is_file()), None)

@@ -104,7 +104,7 @@ def records(
 
 
 def _text(line: bytes, fields: Sequence[str]) -> str | None:
-    """The text of a line; None where it has none in every field."""
+    """The text of a line; None where a field has no text."""
     try:
         if not fields:
             return line.decode()

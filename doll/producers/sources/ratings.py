@@ -107,7 +107,7 @@ def read_held_out(path: Path, one_in: int, *, header: bool, limit: int) -> list[
     """The first `limit` held-out ratings of a file.
 
     Raises:
-        ConfigError: it cannot be read, or has none.
+        ConfigError: it cannot be read, or has no ratings.
     """
     kept = records(line_files.read_file(path, header=header), one_in, held_out=True)
     ratings = [parse(record) for record in itertools.islice(kept, limit)]

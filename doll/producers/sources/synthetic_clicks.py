@@ -29,7 +29,7 @@ class Truth:
     """From what clicks are drawn; streams that share it learn the same concept.
 
     The logit of a click is the bias, plus the weights of its categories, plus the weight of each count c that is there
-    times `LOG_SCALE` ln(1 + c): a model that the example `clicks` can learn, but for categories that share a
+    times `LOG_SCALE` ln(1 + c): a model that the example `clicks` can learn, except for categories that share a
     column of its table.
 
     Attributes:

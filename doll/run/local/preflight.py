@@ -89,7 +89,7 @@ def check_devices(config: JobConfig) -> None:
 
 
 def count_parameters(config: JobConfig) -> int:
-    """Import the task, build its model, and count the trainable parameters, those of tables included. Imports torch.
+    """Import the task, build its model, and count the trainable parameters, including tables. Imports torch.
 
     Raises:
         ConfigError: the task cannot be loaded, or its model does not fit the policy or the optimizer.
@@ -105,7 +105,7 @@ def count_parameters(config: JobConfig) -> int:
 
 
 def _find(module: str, config: JobConfig) -> Path | None:
-    """The source file of a module; None if it has none (a built-in, a compiled module)."""
+    """The source file of a module; None for a module without one (built-in, compiled)."""
     folder = str(config.base_folder)
     sys.path.append(folder)
     try:
