@@ -31,7 +31,7 @@ def profile(
     """Measure forward and backward time, activations and parameters of each layer of a job's model.
 
     The samples are held-out ones of the task, else random ones; as many as data.batch_size. Stop other programs first:
-    the times are those of this machine as it is.
+    the times are measured on this machine as it is.
 
     Example: doll profile my.yaml --out profile.json --plot profile.png
     """

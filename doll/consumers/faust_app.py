@@ -233,7 +233,7 @@ class DollApp(faust.App):  # type: ignore[misc]
 
 
 class _NoTables(TableManager):  # type: ignore[misc]
-    """Starts at once: Faust waits a second for an app to add its tables, and this one has none."""
+    """Starts at once: Faust waits a second for an app to add its tables, and this app has no tables."""
 
     async def on_start(self) -> None:
         if not self.should_stop:

@@ -281,7 +281,7 @@ def process_name() -> str:
 
 
 def incarnation() -> int:
-    """Number of this machine among those of its slot, from the provisioner; 0: they are not numbered.
+    """Number of this machine among the machines of its slot, from the provisioner; 0: they are not numbered.
 
     Raises:
         ConfigError: not a number of 0 or more.

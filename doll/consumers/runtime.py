@@ -52,7 +52,7 @@ log = get_logger(__name__)
 
 TICK_S: Final = 0.1
 WATCH_EVERY_S: Final = 1.0
-# How often Kafka itself is asked where the logs end; fetches say so as well, but not while there are none.
+# How often Kafka itself is asked where the logs end; fetches say so as well, but only while there are fetches.
 ASK_KAFKA_EVERY_S: Final = 5.0
 _DRAIN_POLL_S: Final = 0.02
 _STREAM_STOP_S: Final = 1.5  # what Faust needs to stop, taken off the time to drain
@@ -71,7 +71,7 @@ class SampleStream(Protocol):
         """The offsets below `until` are durable and may be committed."""
 
     def fetch_progress(self) -> tuple[int, int]:
-        """(delivered, position): the records below `delivered` have been fed, and from there to `position` are none."""
+        """(delivered, position): records below `delivered` have been fed; no record is between there and `position`."""
         ...
 
     def fetched_log_end(self) -> int:
@@ -118,7 +118,7 @@ class WorkerRuntime:
             engine_ended: fails when `engine` cannot go on, also while it has nothing to do; None: it always can.
             link: carries grants, pushes and heartbeats while it is open; None: Kafka does.
             commands_offset: of the first command after the Welcome.
-            row_client: asks for rows of tables; None: the model has none.
+            row_client: asks for rows of tables; None: the model has no tables.
             departure: tells when this process must leave; one that began before counts as well.
         """
         self._config = config
@@ -370,7 +370,7 @@ class WorkerRuntime:
             self._do(self._core.tick(time.monotonic()))
 
     def _skip_recordless_offsets(self) -> None:
-        """Where all delivered records are fed, there is none between them and the next fetch."""
+        """Where all delivered records are fed, there is no record between them and the next fetch."""
         delivered, position = self.stream.fetch_progress()
         if self.buffer.batcher.next_offset == delivered < position:
             self.buffer.skip_to(position)

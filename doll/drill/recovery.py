@@ -67,7 +67,7 @@ class InjectedFault:
         is_done: all that the fault does has been done: the process that was asked to leave has exited, all copies of
             commands were sent, the second run has ended.
         done_s: since when it is, where the fault lasts: the recovery is counted from then.
-        recovery_s: seconds from the fault to the first update after it; None while there is none.
+        recovery_s: seconds from the fault to the first update after it; None before that update.
     """
 
     fault: Fault

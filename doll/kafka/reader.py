@@ -226,7 +226,7 @@ class RecordDecoder:
         self.refused = 0
 
     def decode(self, topic: str, offset: int, value: bytes | None) -> AnyRecord | None:
-        """The record, or None where the value is none."""
+        """The record, or None where the value is no record."""
         try:
             return decode(value)
         except RecordError as exc:

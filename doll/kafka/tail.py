@@ -182,7 +182,7 @@ class JobRecords(RecordReader):
     """All control records of a job. Use as a context manager.
 
     Args:
-        positions: next offset by `topic/partition`; from the earliest that is kept for those that are not in it.
+        positions: next offset by `topic/partition`; from the earliest kept offset for partitions that are not in it.
 
     Raises:
         ServiceUnavailableError: a topic does not exist, or the broker does not answer.

@@ -224,7 +224,7 @@ def exists(config: JobConfig, services: Services, name: str) -> bool:
 def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
     """Kafka's own id of one of the job's topics: another one once the topic was deleted and created again.
 
-    "" where Kafka has none: it is older than 2.8, or is librdkafka's mock.
+    "" where Kafka has no ids: it is older than 2.8, or is librdkafka's mock.
 
     Raises:
         ServiceUnavailableError: the topic does not exist, or Kafka does not answer.
@@ -250,7 +250,7 @@ def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
 
 
 def cluster_id(config: JobConfig, services: Services) -> str:
-    """Kafka's own id of the cluster; "" where it has none, as librdkafka's mock may.
+    """Kafka's own id of the cluster; "" where it has no id, as librdkafka's mock may.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
@@ -260,7 +260,7 @@ def cluster_id(config: JobConfig, services: Services) -> str:
 
 
 def _has_controller(metadata: Any) -> bool:
-    """Without one (librdkafka's mock has none) requests to it are never answered."""
+    """Without a controller (librdkafka's mock has no controller) requests to it are never answered."""
     return metadata.controller_id in metadata.brokers
 
 
@@ -394,7 +394,7 @@ def _await_topics(admin: AdminClient, config: JobConfig, services: Services) -> 
 
 
 def _led(metadata: Any) -> set[str]:
-    """The topics of which each partition has a leader."""
+    """The topics whose partitions all have a leader."""
     return {
         name
         for name, topic in metadata.topics.items()

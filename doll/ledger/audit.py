@@ -80,7 +80,7 @@ def _audit_once(
 
 
 def _other_topic(config: JobConfig, services: Services, expected: str) -> list[str]:
-    """What is wrong if the samples are in another topic of the same name than those that were learned."""
+    """What is wrong if the samples are in another topic of the same name than the learned samples."""
     actual_id = topics.topic_id(config, services, "samples") if expected else ""
     problem = replaced_topic(config.topic("samples"), expected, actual_id)
     return [problem] if problem else []

@@ -117,7 +117,7 @@ class Ledger:
         """What became of an offset in the durable model.
 
         Returns:
-            "pending": nothing yet; "applied"; "partly": applied, in a batch of which samples were refused inside packed
+            "pending": nothing yet; "applied"; "partly": applied, in a batch with refused samples inside packed
             records; "dead": by the update that counts; "absent": the log held no record when the batch was read.
         """
         return self._accounts[partition].offset_state(offset) if 0 <= partition < len(self._accounts) else "pending"

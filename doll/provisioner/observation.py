@@ -153,7 +153,7 @@ class Observed:
     # --- records ----------------------------------------------------------------------------------------------------
 
     def feed(self, record: AnyRecord, at_s: float) -> None:
-        """One record, written at about `at_s`. What it does not know, and slots that are none, it passes over."""
+        """One record, written at about `at_s`. Unknown records, and records of slots that do not exist, are ignored."""
         self.last_seen_s = max(self.last_seen_s, at_s)
         if isinstance(record, Welcome | TermStarted | Update | ServerStatus):
             if at_s - self._ps_last_seen_s > self.heartbeat_timeout_s:

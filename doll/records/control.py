@@ -37,7 +37,7 @@ class Join(Record, frozen=True, omit_defaults=True):
     worker: int
     process: str  # tells two processes apart: [name of the machine, ":",] random id
     session: int = 0
-    incarnation: int = 0  # of the worker's machine, from the provisioner; 0: it has none
+    incarnation: int = 0  # of the worker's machine, from the provisioner; 0: no number
 
 
 class Announce(Record, frozen=True):
@@ -291,7 +291,7 @@ class TermStarted(Record, frozen=True, omit_defaults=True):
     time_s: float
     generation: int = 0  # term of the generation's first server; 0: the first (`doll.ledger.lineage`)
     resumed_batches: int = 0  # batches in the resumed model
-    run_id: str = ""  # random; of all terms of one generation, also of those that resume it
+    run_id: str = ""  # random; of all terms of one generation, also of terms that resume it
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -383,7 +383,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker: int
     is_live: bool  # its lease has not run out and it has not left
     session: int = 0  # 0: no process of this worker has joined yet
-    incarnation: int = 0  # of its machine, from the provisioner; 0: it has none
+    incarnation: int = 0  # of its machine, from the provisioner; 0: no number
     restarts: int = 0  # processes that have taken over from an earlier one of this worker
     live_since_s: float = 0.0  # Unix seconds; 0 while it is not live
     silent_s: float = 0.0  # since its last record; 0 while it is not live

@@ -172,7 +172,7 @@ def topics_of(target: Target, *, create: bool) -> JobTopics:
     """The topics of a job with their partitions and offsets.
 
     Args:
-        create: create those that are missing.
+        create: create missing topics.
 
     Raises:
         ConfigError: a topic has another number of partitions than the job.
@@ -184,7 +184,7 @@ def topics_of(target: Target, *, create: bool) -> JobTopics:
 
 
 def _of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
-    """Records of `updates` and `metrics`; of a run folder, without those of later runs on the same topics."""
+    """Records of `updates` and `metrics`; of a run folder, without records of later runs on the same topics."""
     checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.is_run_folder else None
     if checkpoint is None:
         return records

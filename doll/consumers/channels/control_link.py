@@ -1,6 +1,6 @@
 """A worker's end of the control channel: it keeps the fastest link to the server that works, else there is Kafka.
 
-All of it runs on the worker's event loop, but for opening a connection. Each change of the channel is reported, so that
+All of it runs on the worker's event loop, except opening a connection. Each change of the channel is reported, so that
 what is not confirmed is sent again on the new one, in order (ADR 0026).
 """
 

@@ -112,7 +112,7 @@ class WorkerChannel:
         return partition_bounds(self._metadata_consumer, self._services.kafka, topic, partition, _LOOKUP_S)
 
     def holds_record(self, topic: str, partition: int, lo: int, hi: int) -> bool:
-        """Whether there is a record at all in [lo, hi): the marker of a transaction takes an offset and is none.
+        """Whether there is a record at all in [lo, hi): the marker of a transaction takes an offset and is no record.
 
         Raises:
             ServiceUnavailableError: Kafka does not answer.
@@ -123,7 +123,7 @@ class WorkerChannel:
         return False
 
     def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
-        """What the log holds at these offsets; without those that it does not hold any more.
+        """What the log holds at these offsets, without offsets that it does not hold any more.
 
         Raises:
             ServiceUnavailableError: Kafka does not answer.

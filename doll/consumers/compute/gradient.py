@@ -95,7 +95,7 @@ class GradientComputer:
             model.grad.zero_()
             if model.tables is not None:
                 model.tables.reset()
-            # One sample has no variance, and torch refuses it: a batch of which one usable sample is left would end
+            # One sample has no variance, and torch refuses it: a batch with one usable sample would end
             # the worker. Its normalisation uses the statistics so far and does not change them.
             output, loss, target = self._forward(x, y, use_running_stats=use_running_stats or n == 1)
             torch.autograd.backward(loss * n)  # the task's loss is a mean; the sum costs no pass over the gradient
@@ -186,7 +186,7 @@ class GradientSum:
     """`SetContribution`: the gradients of one set of batches, added in float32 in the order of the batches.
 
     One alone is not copied.
-    Buffers that are not of floats are those of the last. Not thread-safe.
+    Buffers that are not of floats are the last gradient's. Not thread-safe.
     """
 
     def __init__(self, num_parameters: int, num_floats: int) -> None:
@@ -229,7 +229,7 @@ class GradientSum:
         """Take a gradient, whose memory must not change until `keep`; False where float32 may not hold the sum.
 
         Raises:
-            IllegalEventError: a batch must come behind those that were added before.
+            IllegalEventError: a batch must come behind the batches that were added before.
         """
         self._expect_later(batch)
         floats = gradient.values[self._num_parameters : self._num_floats]

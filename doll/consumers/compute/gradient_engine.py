@@ -150,7 +150,7 @@ class SetContribution(Protocol):
             False where the set cannot hold it as well: it is the first of another one.
 
         Raises:
-            IllegalEventError: a batch must come behind those that were added before.
+            IllegalEventError: a batch must come behind the batches that were added before.
         """
         ...
 
@@ -211,7 +211,7 @@ class GrantHandler:
         """
         Args:
             scope: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id.
-            rows: of the model's tables; None: it has none.
+            rows: of the model's tables; None: the model has no tables.
         """
         self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s

@@ -55,7 +55,7 @@ class StepModel:
         Args:
             computer: of `model`.
             takes_steps: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
-            rows: of the model's tables, with their optimizer; None: it has none.
+            rows: of the model's tables, with their optimizer; None: the model has no tables.
         """
         self._weights = CachedVersion(job, blobs, computer)  # below the own steps
         self._model = model

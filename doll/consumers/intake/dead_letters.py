@@ -40,7 +40,7 @@ def usable_samples(batch: Batch) -> UsableSamples:
 
 
 def without_samples(batch: Batch) -> ComputedBatch:
-    """What a batch contributes of which decoding has left nothing."""
+    """What a batch without any usable sample contributes."""
     usable = usable_samples(batch)
     return ComputedBatch(0, dead=usable.dead, dead_samples=usable.dead_samples, dead_reasons=usable.dead_reasons)
 
@@ -127,7 +127,7 @@ class Decoder:
         depth: how many batches the caller may have under way at once.
     """
 
-    depth = 8  # those that follow wake neither thread
+    depth = 8  # batches that follow wake neither thread
 
     def __init__(self, decode: Callable[[Records], Decoded]) -> None:
         self._decode = decode

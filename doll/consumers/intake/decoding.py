@@ -120,7 +120,7 @@ def _overrides(task: Task, name: str) -> bool:
 def _decode_blocks(
     task: Task, samples: SampleBytes, places: npt.NDArray[np.int64], parts: list[Part]
 ) -> npt.NDArray[np.int64]:
-    """Decode the samples of the most frequent width; the places of those that remain."""
+    """Decode the samples of the most frequent width; returns the places of the remaining samples."""
     if not len(samples):
         return places
     if samples.width:
@@ -145,7 +145,7 @@ def _decode_blocks(
 def _decode_many(
     task: Task, samples: SampleBytes, places: npt.NDArray[np.int64], parts: list[Part]
 ) -> npt.NDArray[np.int64]:
-    """Decode the samples at `places`; the places of those that remain."""
+    """Decode the samples at `places`; returns the places of the remaining samples."""
     values = samples.values()
 
     def decode(here: npt.NDArray[np.int64]) -> Pair | None:
@@ -204,7 +204,7 @@ def _halving(
 def _checked_part(task: Task, pair: Pair | None, here: npt.NDArray[np.int64]) -> Part | None:
     """The good samples of those at `here`; None where `pair` has no arrays of the task for all of them.
 
-    The checks are those that a single sample must pass in `_check`.
+    The checks are the checks that a single sample must pass in `_check`.
     """
     if pair is None:
         return None
@@ -339,7 +339,7 @@ def _int64(offsets: Sequence[int]) -> npt.NDArray[np.int64]:
 def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
     """The records of the samples at these places of the batch, which are refused after decoding.
 
-    A record of which nothing is left is refused as a whole, with the samples that decoding had refused already.
+    A record without any usable sample is refused as a whole, with the samples that decoding had refused already.
     """
     reasons: dict[int, list[str]] = {}
     for at, reason in sorted(bad.items()):
@@ -354,7 +354,7 @@ def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
 
 
 def _one_by_one(task: Task, samples: SampleBytes, places: Sequence[int], reasons: dict[int, str]) -> list[_Row]:
-    """The samples at these places that can be used; `reasons` gets those of the others, by place."""
+    """The samples at these places that can be used; `reasons` gets the reasons for the others, by place."""
     rows: list[_Row] = []
     for place in places:
         try:
@@ -370,7 +370,7 @@ def _one_by_one(task: Task, samples: SampleBytes, places: Sequence[int], reasons
 def _combined(
     parts: Sequence[Part], rows: list[_Row], reasons: dict[int, str]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """x, y and places of all usable samples, in order; `reasons` gets those of samples that do not suit the others."""
+    """x, y and places of all usable samples, in order; `reasons` gets why samples do not suit the others."""
     if len(parts) == 1 and not rows:
         return parts[0].x, parts[0].y, parts[0].places
     forms = {(part.x.dtype, part.x.shape[1:], part.y.dtype, part.y.shape[1:]) for part in parts}

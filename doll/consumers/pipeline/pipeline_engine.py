@@ -427,7 +427,7 @@ class PipelineGradientEngine:
 
     def _judge_returned(self) -> None:
         while self._in_stages and self._suspect is None:
-            # In order, but for one that was computed again: it is behind others.
+            # In order, except a batch that was computed again: it is behind others.
             number = self._in_stages[0].batch.number
             at = next((at for at, message in enumerate(self._returned) if message.batch == number), None)
             if at is None:

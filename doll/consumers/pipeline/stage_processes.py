@@ -144,7 +144,7 @@ class StageProcesses:
         return StageLostError(f"stage {at + 1} (pid {self.pids[at]}) {how}: its worker ends with it")
 
     def close(self) -> None:
-        """End the stages; those that do not end by themselves are killed. May be repeated."""
+        """End the stages; stages that do not end by themselves are killed. May be repeated."""
         for link in self.controls:
             with contextlib.suppress(LinkClosedError):
                 link.send(encode(Stop()))

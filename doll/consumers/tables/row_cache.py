@@ -98,7 +98,7 @@ class FetchedRows(NamedTuple):
     """An answer of the server.
 
     Attributes:
-        rows: all that were asked for in full, and those of the known ones that have changed.
+        rows: all rows that were asked for in full, and the known rows that have changed.
         version: that they are of.
         included: how many of the worker's batches `version` contains.
     """
@@ -209,7 +209,7 @@ class RowCache:
         self._drop(self._index.find(self.own.take_back(batch)))
 
     def merge(self, since: int, version: int, included: int, rows: Rows) -> bool:
-        """The server pushes the rows that have changed after `since`, of those that were fetched, as of `version`.
+        """The server pushes fetched rows that have changed after `since`, as of `version`.
 
         Only rows that are here are taken. False: it came late, behind a later one, and is ignored.
         """
@@ -239,7 +239,7 @@ class RowCache:
         return np.where((version >= self._from) & (version < self._to), self._to, version)
 
     def _put(self, ids: Ids, values: Floats, slots: npt.NDArray[np.int64], version: int) -> None:
-        """Keep rows; `slots` is -1 for those that have no place yet."""
+        """Keep rows; `slots` is -1 for rows without a place."""
         is_here = slots >= 0
         self._values[slots[is_here]] = values[is_here]
         self._version[slots[is_here]] = version

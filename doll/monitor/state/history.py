@@ -85,7 +85,7 @@ class Table:
         return {**{name: column[index] for name, column in self._columns.items()}, "void": float(self._void[index])}
 
     def last(self) -> dict[str, float] | None:
-        """The newest row that is not void; None if there is none."""
+        """The newest row that is not void; None without such a row."""
         for index in range(len(self) - 1, -1, -1):
             if not self._void[index]:
                 return self.row(index)

@@ -60,7 +60,7 @@ def samples_of(source: str, values: Mapping[str, float]) -> Iterator[Sample]:
 
 
 def server_samples(status: ServerStatus) -> Iterator[Sample]:
-    """The samples of the parameter server's status: its own as `doll_ps_...`, and those of each worker."""
+    """The samples of the parameter server's status: its own as `doll_ps_...`, and the samples of each worker."""
     counters = {f"{name}_total": float(count) for name, count in status.counters.items()}
     yield from samples_of("ps", {name: float(getattr(status, name)) for name in _SERVER_FIELDS} | counters)
     if status.measures is not None:

@@ -130,7 +130,7 @@ class StageLink:
     def forget(self) -> None:
         """Close what this process has of this end, which another process goes on using.
 
-        A process that is forked has copies of all open ends. Each process must forget those that are not its own: as
+        A process that is forked has copies of all open ends. Each process must forget the ends that are not its own: as
         long as one has a copy, the other end does not see that the owner has died.
         """
         # Another thread may have held a lock when this process was forked.

@@ -47,7 +47,7 @@ def read_tasks(path: Path) -> list[StageTask]:
 
 
 def timeline_of(tasks: Sequence[StageTask], stages: int, in_flight: int) -> Timeline:
-    """The first minibatches of which all tasks are there, in a row; seconds from the first task on.
+    """The first minibatches whose tasks are all there, in a row; seconds from the first task on.
 
     A minibatch that was computed twice, since its samples were inspected, ends the row.
 

@@ -32,7 +32,7 @@ def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.G
     """`size` samples: held-out ones of the task, repeated where there are fewer; else random ones of its shape.
 
     Raises:
-        ConfigError: the task has no held-out samples, and no shape of which its model takes numbers.
+        ConfigError: the task has no held-out samples, and its model takes no numbers of the task's shape.
     """
     x, y = stack(sample for sample, _ in zip(task.holdout(), range(size), strict=False))
     if len(x):

@@ -18,7 +18,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         batch: its number in the worker's stream.
-        slot: where its gradient is; -1: it has none.
+        slot: where its gradient is; -1: no gradient.
         scale: what the gradient is multiplied by, so that it is the mean; 0: it is dropped.
         num_samples: of the minibatch.
         ends_wave: it is the last of its wave.
@@ -83,7 +83,7 @@ class StageTask(msgspec.Struct, frozen=True, array_like=True):
 class Backward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """The gradient of this minibatch is in its slot at the stage that sends this, and at all behind it.
 
-    Arrays: the gradient of the activations that the receiver had sent; none where these have none.
+    Arrays: the gradient of the activations that the receiver had sent; no array where activations have no gradient.
 
     Attributes:
         loss_sum, metric_sums: over the samples.

@@ -79,7 +79,7 @@ def home(tensor: torch.Tensor, flat: torch.Tensor) -> int:
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `FlatModel` lays them out; without those that have no numbers."""
+    """As `FlatModel` lays them out, without empty ones."""
     parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     buffers = sorted(module.named_buffers(), key=lambda item: not item[1].is_floating_point())
     return ((name, tensor) for name, tensor in (*parameters, *buffers) if tensor.numel())
@@ -96,7 +96,7 @@ class StageGradient(NamedTuple):
     """What a stage knows of a minibatch's gradient.
 
     Attributes:
-        of_input: of the activations that it received; None: these have none.
+        of_input: of the activations that it received; None: these have no gradient.
         squares: sum of the squares of its numbers, of this stage.
         buffer_squares: of the change of the float buffers, of this stage.
     """
@@ -123,7 +123,7 @@ class _InFlight:
 
 
 class Stage:
-    """The layers of one stage. Not thread-safe, but for `pull`."""
+    """The layers of one stage. Not thread-safe, except `pull`."""
 
     def __init__(
         self, task: Task, whole: FlatModel, layers: Sequence[torch.nn.Module], *, training: TrainingConfig, slots: int,
@@ -331,7 +331,7 @@ def _warm_up() -> None:
 
 
 def _replica(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy, but for the frozen parameters, which never change."""
+    """A copy, without the frozen parameters, which never change."""
     return copy.deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
 
 

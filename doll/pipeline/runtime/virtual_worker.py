@@ -144,10 +144,10 @@ class VirtualWorkerCore:
         self._commits: list[Commit] = []  # not sent yet
         self._results: deque[Done | Void] = deque()  # in order; `Done` of a wave that is not stored holds the rest up
         self._to_store: deque[Wave] = deque()  # waves that are complete; the first one may be under way
-        self._storing: Wave | None = None  # in the shared memory; it is none of `_to_store` where it is void
+        self._storing: Wave | None = None  # in the shared memory; not in `_to_store` any more where it is void
         self._is_showing = False
         self._has_steps = False  # the wave under way
-        self._members: list[Submitted] = []  # of the wave under way: those that are committed
+        self._members: list[Submitted] = []  # of the wave under way: the committed ones
         self._term = -1
         self._next: int | None = None  # batch that comes next
         self._first = 0  # batch of this term
@@ -361,7 +361,7 @@ class VirtualWorkerCore:
         """Store the steps of the wave under way, whose other minibatches are not computed here.
 
         Returns:
-            Below which batch they are, and what to do; None: there are none.
+            Below which batch they are, and what to do; None: no such steps.
         """
         if not self._has_steps or self._last is None:
             return None, []
@@ -459,7 +459,7 @@ class VirtualWorkerCore:
         return not self._is_too_old(base)
 
     def _is_too_old(self, base: Weights) -> bool:
-        """Stages keep the steps that the weights do not hold: no more than those of some waves."""
+        """Stages keep the steps that the weights do not hold: no more than the steps of some waves."""
         return self._committed_until - base.included > MAX_WAVES_BEHIND * self._wave
 
     def _start(self, submitted: Submitted) -> Sequence[Action]:
