@@ -250,7 +250,7 @@ class System:
             heappush(self._queue, (0.0, _PLAN, 0, 0))
 
     def _first_batch_s(self, b: int) -> float:
-        """Time to the first complete batch, in mean gaps: of b samples less those that are there already."""
+        """Time to the first complete batch, in mean gaps: of b samples less the ones that are there already."""
         if not self.settings.random_phase:
             return self._fill()
         missing = b - int(self._rng.integers(b))

@@ -76,7 +76,7 @@ class S3CheckpointStore(BaseCheckpointStore):
         keep: newest checkpoints that are kept, at least 2, so that a damaged one has a predecessor.
 
     Raises:
-        CheckpointError: the URL is none, or boto3 lacks what it needs to make a client.
+        CheckpointError: the URL is not of this form, or boto3 lacks what it needs to make a client.
     """
 
     def __init__(self, url: str, job: str, *, keep: int = 3) -> None:

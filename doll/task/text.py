@@ -88,7 +88,7 @@ def records(
 
     Args:
         fields: of the JSON object in each line, whose texts are joined; none: a line is plain text in UTF-8.
-        tokens_per_record: a document with more tokens is cut into as few pieces as possible, of equal length but for
+        tokens_per_record: a document with more tokens is cut into as few pieces as possible, of equal length except for
             one token.
     """
     for line in documents:

@@ -95,7 +95,7 @@ class BatchBuffer:
         """The next batch.
 
         Raises:
-            IndexError: there is none.
+            IndexError: the buffer is empty.
         """
         raw, num_bytes = self._raw_batches.popleft()
         self._waiting_bytes -= num_bytes

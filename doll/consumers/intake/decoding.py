@@ -163,7 +163,7 @@ def _halving(
     decode: Callable[[npt.NDArray[np.int64]], Pair | None],
     parts: list[Part],
 ) -> npt.NDArray[np.int64]:
-    """Append what `decode` makes of parts of `places` to `parts`; the places of those that remain, in any order."""
+    """Append what `decode` makes of parts of `places` to `parts`; the remaining places, in any order."""
     left = [places[:0]]
     waiting = [places]
     failures = successes = 0

@@ -71,7 +71,7 @@ class PolicySummary:
         """The summary that `to_dict` wrote, after a way through JSON.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: it is not of this form.
         """
         staleness, size = content["staleness"], content["bytes"]
         mean, p99 = (math.nan if value is None else float(value) for value in (staleness["mean"], staleness["p99"]))

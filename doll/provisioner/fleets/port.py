@@ -148,7 +148,7 @@ class Fleet(Protocol):
         ...
 
     def instances(self) -> Sequence[Instance]:
-        """All instances of the cluster that are alive, and those that ended lately (an hour at least).
+        """All instances of the cluster that are alive, and instances that ended lately (an hour at least).
 
         It includes what `launch` has returned, also where the owner's own listing lags behind. A notice shows as
         `notice_s`, an interruption as `EndReason.INTERRUPTED`; there is no other source of them.

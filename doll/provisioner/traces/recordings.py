@@ -98,7 +98,7 @@ def load(folder: Path) -> list[TraceSet]:
     """The trace sets that `survey` finds, at least one.
 
     Raises:
-        ConfigError: there is none; the message lists what was skipped and why.
+        ConfigError: no recording is usable; the message lists what was skipped and why.
     """
     result = survey(folder)
     if not result.sets:
@@ -113,7 +113,7 @@ def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
         asked_by: the option or key that names it, for the message.
 
     Raises:
-        ConfigError: there is none, or not this one; the message lists what was skipped.
+        ConfigError: no recording is usable, or not this one; the message lists what was skipped.
     """
     result = survey(folder)
     if not result.sets:

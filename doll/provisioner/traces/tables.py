@@ -81,7 +81,7 @@ def number(row: Mapping[str, str], column: str, where: str) -> float:
     """The finite number in `column`.
 
     Raises:
-        ConfigError: it is none, or beyond `MAX_NUMBER`.
+        ConfigError: it is no number, or beyond `MAX_NUMBER`.
     """
     try:
         value = float(row[column])
