@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
-
 import msgspec
 import pytest
-from doll.config import StopConfig
-from doll.config.data import BadRecordsConfig
 from doll.errors import IllegalEventError
 from doll.ps.checkpointing import decode_snapshot, encode_snapshot
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
-from doll.ps.engine.state import EngineSettings
 from doll.ps.policies.asp import Asp
-from doll.ps.policies.base import BatchId, Policy, PolicyView
+from doll.ps.policies.base import BatchId, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll
 from doll.records.control import (
     Alive,
     Announce,
     Durable,
-    Evaluated,
     Fence,
     Grant,
     Join,
@@ -33,86 +26,8 @@ from doll.records.control import (
 )
 from doll.storage.blobs import weights_key
 from doll.storage.checkpoints import Checkpoint
+from engine_bench import LEASE_S, TIMEOUT_S, Bench, applied, granted, only, settings
 from pushes import push_of
-
-T = TypeVar("T")
-LEASE_S = 8.0
-TIMEOUT_S = 30.0
-
-
-def settings(workers: int = 3, **changes: object) -> EngineSettings:
-    values: dict[str, object] = {
-        "num_workers": workers, "records_per_batch": 4, "max_pending_batches": 8, "lease_s": LEASE_S,
-        "grant_timeout_s": TIMEOUT_S, "checkpoint_every_updates": 1000, "checkpoint_every_s": 1000.0,
-    }  # fmt: skip
-    return EngineSettings(**{**values, **changes})  # type: ignore[arg-type]
-
-
-class Granted(NamedTuple):
-    """One batch of a Grant."""
-
-    grant_id: int
-    version: int
-    min_version: int
-
-
-class Bench:
-    """An engine whose workers are moved by hand; gradients arrive unless a test says otherwise."""
-
-    def __init__(self, policy: Policy, workers: int = 3, **changes: object) -> None:
-        self.now = 0.0
-        self.engine = Engine(
-            settings(workers, **changes), policy, term=1, now=0.0, origins=[100 * n for n in range(workers)]
-        )
-        self.sessions: dict[int, int] = {}
-        self.grants: dict[tuple[int, int], Granted] = {}
-
-    def handle(self, event: ev.Event) -> list[ev.EngineAction]:
-        actions = self.engine.handle(event, self.now)
-        self.engine.check_invariants()
-        for action in actions:
-            if isinstance(action, Grant):
-                for batch, number in enumerate(action.grant_ids, action.first):
-                    self.grants[action.worker, batch] = Granted(number, action.version, action.min_version)
-        return actions
-
-    def join(self, *workers: int) -> None:
-        for worker in workers:
-            (welcome,) = only(self.handle(Join(worker=worker, process=f"w{worker}")), Welcome)
-            self.sessions[worker] = welcome.session
-
-    def announce(self, worker: int, first: int, until: int) -> list[ev.EngineAction]:
-        return self.handle(Announce(worker=worker, session=self.sessions[worker], first=first, until=until))
-
-    def push(self, worker: int, batch: int, **changes: object) -> list[ev.EngineAction]:
-        grant = self.grants[worker, batch]
-        values: dict[str, object] = {
-            "worker": worker, "session": self.sessions[worker], "batch": batch, "term": 1, "grant_id": grant.grant_id,
-            "version": grant.version, "key": f"g{grant.grant_id}", "n_samples": 4, "loss_sum": 4.0,
-        }  # fmt: skip
-        actions = self.handle(push_of(**{**values, **changes}))  # type: ignore[arg-type]
-        for fetch in only(actions, ev.FetchGradient):
-            actions = actions + self.handle(ev.GradientFetched(grant_id=fetch.grant_id))
-        return actions
-
-
-def only(actions: Sequence[ev.EngineAction], kind: type[T]) -> list[T]:
-    return [action for action in actions if isinstance(action, kind)]
-
-
-def granted(actions: Sequence[ev.EngineAction]) -> list[tuple[int, int]]:
-    """(worker, batch) in the order in which they were granted."""
-    grants = [
-        (number, action.worker, batch)
-        for action in only(actions, Grant)
-        for batch, number in enumerate(action.grant_ids, action.first)
-    ]
-    return [(worker, batch) for _, worker, batch in sorted(grants)]
-
-
-def applied(update: ev.ApplyUpdate) -> list[tuple[int, int]]:
-    """(worker, batch) in the order of the update's members."""
-    return [(item.push.worker, batch.pushed.batch) for item in update.sets for batch in item.batches]
 
 
 def test_a_group_starts_when_k_batches_are_there_and_prefers_distinct_workers() -> None:
@@ -376,50 +291,6 @@ def test_asp_applies_each_gradient_at_once_on_whatever_version() -> None:
     assert (update.version, update.sets[0].push.version) == (2, 0)
 
 
-@pytest.mark.parametrize(
-    ("stop", "reason"),
-    [
-        (StopConfig(updates=1), "updates"),
-        (StopConfig(samples=4), "samples"),
-        (StopConfig(accuracy=0.9), "accuracy"),
-        (StopConfig(loss=0.5), "loss"),
-        (StopConfig(seconds=5), "seconds"),
-    ],
-)
-def test_stop_rules_end_the_job_after_a_last_checkpoint(stop: StopConfig, reason: str) -> None:
-    bench = Bench(Doll(1), workers=1, stop=stop)
-    bench.join(0)
-    bench.announce(0, 0, 1)
-    actions = bench.push(0, 0)
-    bench.now = 6.0
-    actions += bench.handle(Evaluated(term=1, version=1, loss=0.4, accuracy=0.95))
-    actions += bench.handle(ev.Tick())
-    (save,) = only(actions, ev.StoreCheckpoint)
-    assert only(actions, ev.Finish) == []
-    actions = bench.handle(ev.CheckpointStored(version=save.version))
-    (finish,) = only(actions, ev.Finish)
-    assert finish.reason.startswith(reason)
-    assert only(actions, Durable)
-    assert bench.handle(ev.Tick()) == [], "nothing comes after the end"
-
-
-def test_a_server_that_starts_again_on_a_finished_job_adds_nothing() -> None:
-    bench = Bench(Doll(1), workers=1, stop=StopConfig(updates=1))
-    bench.join(0)
-    bench.announce(0, 0, 2)
-    bench.push(0, 0)
-    snapshot = bench.engine.snapshot(0.0)
-    again = Engine(settings(1, stop=StopConfig(updates=1)), Doll(1), term=2, now=0.0, snapshot=snapshot)
-    assert [type(action) for action in again.handle(ev.Tick(), 0.0)] == [ev.StoreCheckpoint]
-    assert only(again.handle(ev.CheckpointStored(version=1), 0.0), ev.Finish)
-
-
-def test_an_evaluation_of_another_server_does_not_stop_the_job() -> None:
-    bench = Bench(Doll(1), workers=1, stop=StopConfig(accuracy=0.9))
-    bench.handle(Evaluated(term=0, version=0, loss=0.1, accuracy=1.0))
-    assert bench.engine.stopping is None
-
-
 def test_an_outcome_that_was_never_ordered_is_a_bug_and_says_so() -> None:
     bench = Bench(Doll(1), workers=1)
     with pytest.raises(IllegalEventError, match="version 3 was not ordered"):
@@ -574,58 +445,3 @@ def test_a_worker_that_answers_too_late_gets_another_grant_also_where_it_has_no_
     assert bench.engine.counters["requeued_timeout"] == 1
     nack = Nack(worker=0, session=bench.sessions[0], batch=0, term=1, grant_id=late, reason="weights")
     assert granted(bench.handle(nack)) == [(0, 0)]
-
-
-def garbage(bench: Bench, worker: int, batch: int) -> list[ev.EngineAction]:
-    """The worker has found no usable sample in the four records of this batch."""
-    lo = 100 * worker + 4 * batch
-    return bench.push(
-        worker, batch, key="", n_samples=0, loss_sum=0.0, dead=tuple(range(lo, lo + 4)),
-        dead_reasons=(("no age", 3), ("NaN in x", 1)),
-    )  # fmt: skip
-
-
-def test_updates_without_samples_do_not_count_for_a_stop_rule() -> None:
-    bench = Bench(Doll(1), workers=1, stop=StopConfig(updates=2, seconds=50))
-    bench.join(0)
-    bench.announce(0, 0, 6)
-    for batch in range(3):
-        garbage(bench, 0, batch)
-    bench.now = 100.0
-    bench.handle(ev.Tick())
-    assert (bench.engine.version, bench.engine.stopping) == (3, None), "nothing is learned: no time has passed either"
-    bench.join(0)
-    bench.announce(0, 0, 6)
-    bench.push(0, 3)
-    snapshot = bench.engine.snapshot(bench.now)
-    bench.push(0, 4)
-    assert bench.engine.stopping == "updates: 2 reached"
-    again = Engine(settings(1, stop=StopConfig(updates=2)), Doll(1), term=2, now=0.0, snapshot=snapshot)
-    again.handle(ev.Tick(), 1.0)
-    assert (again.version, again.stopping) == (4, None)
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_job_whose_records_are_refused_ends_in_order_with_the_reasons(workers: int) -> None:
-    limit = BadRecordsConfig(first_records=24, last_records=100)
-    bench = Bench(Doll(1), workers=workers, on_bad_records=limit, max_pending_batches=32)
-    bench.join(*range(workers))
-    for batch in range(6):
-        worker = batch % workers
-        bench.announce(worker, batch // workers, batch // workers + 1)
-        actions = garbage(bench, worker, batch // workers)
-    assert bench.engine.stopping == "bad records"
-    (stored,) = only(actions, ev.StoreCheckpoint)
-    (finish,) = only(bench.handle(ev.CheckpointStored(version=stored.version)), ev.Finish)
-    assert (finish.reason, finish.version) == ("bad records", 6)
-    assert finish.error == "24 of the last 24 records were refused, the first for: no age (18); NaN in x (6)"
-    again = Engine(
-        settings(workers, on_bad_records=limit, max_pending_batches=32),
-        Doll(1),
-        term=2,
-        now=0.0,
-        snapshot=stored.snapshot,
-    )
-    again.handle(ev.Tick(), 1.0)
-    assert (again.stopping, again.error) == (None, ""), "whoever resumes it has read why it ended"
-    assert again.refusals.reasons.in_order() == (("no age", 18), ("NaN in x", 6))
