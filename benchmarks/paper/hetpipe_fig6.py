@@ -116,7 +116,7 @@ class LearningWorkers(VirtualWorkers):
 
     def view(self, worker: int) -> Floats:
         """The pulled version, and the updates of the worker's own complete minibatches that it lacks."""
-        version, own = self._cached[worker], self._sums[worker]
+        version, own = self.process(worker).cached, self._sums[worker]
         has: Floats = self._models[version] + own[-1] - own[self._contents[version][worker]]
         return has
 

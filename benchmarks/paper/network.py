@@ -21,21 +21,20 @@ from typing import Literal, Protocol
 
 import numpy as np
 from doll.config.policy import PolicyConfig
-from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, StopRequested
+from doll.ps.engine.events import ApplyUpdate, Command, Event, FetchGradient, GradientFetched, StopRequested
 from doll.ps.policies import Policy, make_policy
 from doll.ps.policies.essp import Essp
 from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp
-from doll.records.control import Grant, NewVersion, PushedBatch
+from doll.records.control import Grant, NewVersion, Push
 from doll.simulation.randomness import Draw, blocks
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import MESSAGE, System
+from doll.simulation.world import MESSAGE, Process, World
 from doll.theory.staleness import Histogram, StalenessMeter
 
 Read = Literal["asks", "waits", "has"]
 # (worker, batch) -> seconds that its gradient takes
 ComputeTime = Callable[[int, int], float]
 
-_PUSH, _REQUEST, _WEIGHTS = _KINDS = range(3)  # a message's number is its version times three, plus its kind
+_PUSH, _REQUEST, _WEIGHTS = range(3)  # numbers of messages
 
 
 class _Asked(Enum):
@@ -95,7 +94,7 @@ def clock_times(rng: np.random.Generator, shape: float = 20.0, doubled: float = 
     return lambda worker, batch: draw()
 
 
-class NetworkedSystem(System):
+class NetworkedSystem(World):
     """P workers, one server, and a network.
 
     Attributes:
@@ -124,10 +123,7 @@ class NetworkedSystem(System):
             latency_s: mean seconds of a message, exponential.
             policy: in place of the one that `config` names.
         """
-        settings = SimulationSettings(
-            rates_per_s=[1e-9] * workers, batch_size=1, policy=config, arrival_scv=0.0, random_phase=False,
-            updates=1 << 40, checkpoint_every_updates=1 << 40, seed=seed,
-        )  # fmt: skip
+        super().__init__(config, num_workers=workers, policy=policy or policy_of(config))
         self._clocks = clocks
         self._seconds = compute
         self._read_by: Read = read
@@ -136,7 +132,8 @@ class NetworkedSystem(System):
         self._latency: Draw = blocks(lambda size: rng.standard_exponential(size) * latency_s)
         self._wants_since_s: list[float | None] = [0.0] * workers
         self._asked = [_Asked.NO] * workers
-        self._on_their_way: list[deque[tuple[int, tuple[PushedBatch, ...]]]] = [deque() for _ in range(workers)]
+        # Records of each worker's messages: to the server, and from it.
+        self._on_their_way: list[tuple[deque[Push], deque[NewVersion]]] = [(deque(), deque()) for _ in range(workers)]
         self._last_arrival_s = [[0.0, 0.0] for _ in range(workers)]  # to the server, and from it
         self._max_changes: dict[str, float] = {}
         self._is_behind = set(range(workers))  # workers with fewer batches in the model
@@ -146,13 +143,16 @@ class NetworkedSystem(System):
         self.computing_s = [0.0] * workers
         if steps is not None:
             steps.publish(0)
-        super().__init__(settings, policy=policy or policy_of(config))
-        self._cached = [0] * workers
+        for worker in range(workers):
+            self._join(worker)
+            self.process(worker).cached = 0
         # Twice what is needed: nobody runs out of batches before the slowest is through.
         for worker in range(workers):
-            self.complete[worker] = 2 * clocks + 1_000
-        for worker in range(workers):
-            self._announce(worker)
+            self._read(worker, 2 * clocks + 1_000)
+
+    def run(self) -> None:
+        """Run until every worker has its clocks."""
+        self.run_until()
 
     @property
     def blocked_share(self) -> float:
@@ -163,48 +163,51 @@ class NetworkedSystem(System):
     # --- the worker ---------------------------------------------------------------------------------------------------
 
     def _on_grant(self, grant: Grant) -> None:
-        worker = grant.worker
-        self._granted[worker].append(grant)
-        if self._asked[worker] is _Asked.AT_SERVER:
-            self._answer(worker, grant.version)
-        self._try(worker)
+        if self._asked[grant.worker] is _Asked.AT_SERVER:
+            self._answer(grant.worker, grant.version)
+        super()._on_grant(grant)
 
-    def _begin(self, worker: int) -> None:
-        """The next batch is wanted; its grant is there."""
-        self._want(worker)
+    def _go_on(self, worker: int, process: Process) -> None:
+        if process.orders and not process.is_computing:
+            self._want(worker, process)
 
     def _on_computed(self, worker: int) -> None:
         super()._on_computed(worker)
-        if not self._granted[worker]:
-            self._want(worker)
+        process = self.process(worker)
+        if not process.is_computing and not process.orders:
+            self._want(worker, process)
 
-    def _want(self, worker: int) -> None:
-        self._wants_since_s[worker] = self.now
-        self._try(worker)
+    def _want(self, worker: int, process: Process) -> None:
+        """The next batch is wanted, from now on or still."""
+        if self._wants_since_s[worker] is None:
+            self._wants_since_s[worker] = self.now
+        self._try(worker, process)
 
-    def _try(self, worker: int) -> None:
+    def _try(self, worker: int, process: Process) -> None:
         """Compute the batch that is wanted, if there is one and the weights are new enough."""
         since_s = self._wants_since_s[worker]
         if since_s is None:
             return
-        grant = self._granted[worker][0] if self._granted[worker] else None
-        if grant is not None and self._read_by == "has" and self._cached[worker] < grant.min_version:
+        grant = process.orders[0].grant if process.orders else None
+        if grant is not None and self._read_by == "has" and process.cached < grant.min_version:
             self._publish(grant.version)
-            self._cached[worker] = grant.version
-        if grant is None or self._cached[worker] < grant.min_version:
+            process.cached = grant.version
+        if grant is None or process.cached < grant.min_version:
             if self._read_by == "asks" and self._asked[worker] is _Asked.NO:
                 self._asked[worker] = _Asked.ON_ITS_WAY
-                self._message(worker, _REQUEST, 0)
+                self._message(worker, _REQUEST)
             return
         self._wants_since_s[worker] = None
         if grant.first < self._clocks:
             self.blocked_s[worker] += self.now - since_s
-        version = self._cached[worker]
-        self._meter.read(worker, version, grant.first)
+        self._meter.read(worker, process.cached, grant.first)
         if self._steps is not None:
-            key = f"{worker}.{grant.first}"
-            self._max_changes[key] = self._steps.compute(worker, grant.first, version)
-        super()._begin(worker)
+            key = self._key_of(worker, grant.first)
+            self._max_changes[key] = self._steps.compute(worker, grant.first, process.cached)
+        self._begin(worker, process)
+
+    def _key_of(self, worker: int, batch: int) -> str:
+        return "" if self._steps is None else f"{worker}.{batch}"
 
     def _seconds_of(self, worker: int, batch: int) -> float:
         seconds = self._seconds(worker, batch)
@@ -214,43 +217,49 @@ class NetworkedSystem(System):
 
     # --- the network --------------------------------------------------------------------------------------------------
 
-    def _message(self, worker: int, kind: int, version: int) -> None:
+    def _message(self, worker: int, kind: int) -> None:
         """A message from or to a worker."""
         last, way = self._last_arrival_s[worker], int(kind == _WEIGHTS)
         last[way] = max(last[way], self.now + self._latency())
-        heappush(self._queue, (last[way], MESSAGE, worker, len(_KINDS) * version + kind))
+        heappush(self._queue, (last[way], MESSAGE, worker, kind))
 
-    def _send(self, session: int, worker: int, done: tuple[PushedBatch, ...], key: str = "") -> None:
-        self._on_their_way[worker].append((session, done))
-        self._message(worker, _PUSH, 0)
+    def _to_server(self, worker: int, record: Event) -> None:
+        if isinstance(record, Push):
+            self._on_their_way[worker][0].append(record)
+            self._message(worker, _PUSH)
+        else:
+            super()._to_server(worker, record)
 
-    def _on_offer(self, offer: NewVersion) -> None:
-        self._publish(offer.version)
-        self._message(offer.worker, _WEIGHTS, offer.version)
+    def _to_worker(self, record: Command) -> None:
+        if isinstance(record, NewVersion):
+            self._publish(record.version)
+            self._on_their_way[record.worker][1].append(record)
+            self._message(record.worker, _WEIGHTS)
+        else:
+            super()._to_worker(record)
 
     def _answer(self, worker: int, version: int) -> None:
         self._asked[worker] = _Asked.ANSWERED
-        self._publish(version)
-        self._message(worker, _WEIGHTS, version)
+        self._to_worker(NewVersion(term=self.engine.term, worker=worker, version=version, key=""))
 
-    def _on_message(self, worker: int, number: int) -> None:
-        version, kind = divmod(number, len(_KINDS))
-        if kind == _PUSH:
-            session, done = self._on_their_way[worker].popleft()
-            key = "" if self._steps is None else f"{worker}.{done[0].batch}"
-            super()._send(session, worker, done, key)
+    def _on_event(self, kind: int, worker: int, number: int) -> None:
+        to_server, to_worker = self._on_their_way[worker]
+        process = self.process(worker)
+        if number == _PUSH:
+            self._handle(to_server.popleft())
             if not self._is_behind and self.engine.stopping is None:
                 self._handle(StopRequested(reason="clocks"))
-        elif kind == _REQUEST:
-            if self._granted[worker]:
+        elif number == _REQUEST:
+            if process.orders:
                 self._answer(worker, self.engine.version)
             else:
                 self._asked[worker] = _Asked.AT_SERVER
         else:
             if self._asked[worker] is _Asked.ANSWERED:
                 self._asked[worker] = _Asked.NO
-            self._cached[worker] = max(self._cached[worker], version)
-            self._try(worker)
+            self._receive(to_worker.popleft())
+            process.cached = max(process.cached, process.offered)
+            self._try(worker, process)
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
@@ -262,7 +271,6 @@ class NetworkedSystem(System):
         self._handle(GradientFetched(grant_id=fetch.grant_id, max_change=self._max_changes.pop(fetch.key)))
 
     def _on_update(self, update: ApplyUpdate) -> None:
-        super()._on_update(update)
         if self._steps is not None:
             self._steps.apply(update)
         for item in update.sets:

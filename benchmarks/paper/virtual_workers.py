@@ -12,17 +12,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappush
 
-import msgspec
 import numpy as np
+from doll.consumers.protocol.worker_core import Compute, ComputedBatch, GradientDone
 from doll.pipeline.planner.schedule import Jitter, Pipeline, StageTimes
 from doll.pipeline.planner.timeline import Timeline
-from doll.ps.engine.events import ApplyUpdate, StopRequested
+from doll.ps.engine.events import ApplyUpdate, Event, StopRequested
 from doll.ps.policies import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
-from doll.records.control import Grant, NewVersion, PushedBatch
+from doll.records.control import Push
 from doll.simulation.randomness import blocks
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import MESSAGE, System
+from doll.simulation.world import MESSAGE, Process, World
 
 # Numbers of messages: that of a stage whose task ends, or one of these.
 _PUSHED, _PULLED, _DISPATCH = range(1 << 20, (1 << 20) + 3)
@@ -49,7 +48,7 @@ class _Prefix:
             self._later.discard(self.length)
 
 
-class VirtualWorkers(System):
+class VirtualWorkers(World):
     """N virtual workers and one server.
 
     Attributes:
@@ -88,10 +87,7 @@ class VirtualWorkers(System):
         """
         config = config.model_copy(update={"pipelined": True})
         workers = len(stages)
-        settings = SimulationSettings(
-            rates_per_s=[1e-9] * workers, batch_size=1, policy=config, arrival_scv=0.0, random_phase=False,
-            updates=1 << 40, checkpoint_every_updates=1 << 40,
-        )  # fmt: skip
+        super().__init__(config, num_workers=workers, policy=policy)
         self.wave = config.wave_batches
         self.minibatches = waves * self.wave
         self._free = (config.clock_distance + 1) * self.wave + self.wave - 1  # minibatches without a bound
@@ -112,12 +108,18 @@ class VirtualWorkers(System):
         self._in_model = [_Prefix() for _ in range(workers)]
         self._applied = [0] * workers
         self._contents: list[tuple[int, ...]] = [(0,) * workers]  # of each version, without gaps
-        self._pushes: list[deque[tuple[int, tuple[PushedBatch, ...]]]] = [deque() for _ in range(workers)]
-        super().__init__(settings, policy=policy)
-        self._cached = [0] * workers
+        self._pushes: list[deque[Push]] = [deque() for _ in range(workers)]
+        # Of each worker, in order: what it computes, with the version of its weights; what is pushed is taken out.
+        self._started: list[list[tuple[Compute, int]]] = [[] for _ in range(workers)]
         for worker in range(workers):
-            self.complete[worker] = self.minibatches
-            self._announce(worker)
+            self._join(worker)
+            self.process(worker).cached = 0
+        for worker in range(workers):
+            self._read(worker, self.minibatches)
+
+    def run(self) -> None:
+        """Run until every virtual worker has computed its waves."""
+        self.run_until()
 
     @property
     def waiting_share(self) -> list[float]:
@@ -131,12 +133,8 @@ class VirtualWorkers(System):
 
     # --- the virtual worker -------------------------------------------------------------------------------------------
 
-    def _on_grant(self, grant: Grant) -> None:
-        self._granted[grant.worker].append(grant)
-        self._dispatch_later(grant.worker)
-
-    def _on_offer(self, offer: NewVersion) -> None:
-        """Weights are pulled, not sent."""
+    def _go_on(self, worker: int, process: Process) -> None:
+        self._dispatch_later(worker)
 
     def _dispatch_later(self, worker: int) -> None:
         """When all of this moment has happened."""
@@ -158,20 +156,20 @@ class VirtualWorkers(System):
 
     def _may_start(self, worker: int) -> bool:
         """The next minibatch is granted, and the weights are new enough; else they are pulled."""
-        if not self._granted[worker] or self._pulling[worker] is not None:
+        process = self.process(worker)
+        if not process.orders or self._pulling[worker] is not None:
             return False
-        grant = self._granted[worker][0]
-        if self._cached[worker] < grant.min_version:
+        if process.cached < process.orders[0].grant.min_version:
             if self._pull_s:
                 self._pulling[worker] = self.engine.version
                 heappush(self._queue, (self.now + self._pull_s, MESSAGE, worker, _PULLED))
                 return False
-            self._cached[worker] = self.engine.version
+            process.cached = self.engine.version
         return True
 
     def _start_next(self, worker: int) -> None:
         since_s = self._waits_since_s[worker]
-        pipeline = self.pipelines[worker]
+        pipeline, process = self.pipelines[worker], self.process(worker)
         if since_s is not None:
             self.waiting_s[worker] += self.now - since_s
             if not pipeline.busy:
@@ -181,31 +179,20 @@ class VirtualWorkers(System):
         before = minibatch - 1
         self.missing_own = max(self.missing_own, before - self._own[worker].length)
         if minibatch > self._free:
-            has = self._contents[self._cached[worker]]
+            has = self._contents[process.cached]
             oldest = min((has[other] for other in range(len(has)) if other != worker), default=before)
             self.missing = max(self.missing, before - oldest)
-        granted = self._granted[worker]
-        grant = granted[0]
-        if len(grant.grant_ids) > 1:
-            granted[0] = msgspec.structs.replace(grant, first=grant.first + 1, grant_ids=grant.grant_ids[1:])
-        else:
-            granted.popleft()
-        self._done[worker].append(
-            PushedBatch(
-                batch=grant.first, grant_id=grant.grant_ids[0], n_samples=1, loss_sum=0.0, version=self._cached[worker]
-            )
-        )
+        self._started[worker].append((process.take(1), process.cached))
 
-    def _on_message(self, worker: int, number: int) -> None:
+    def _on_event(self, kind: int, worker: int, number: int) -> None:
         if number == _DISPATCH:
             self._dispatch(worker)
         elif number == _PUSHED:
-            session, wave = self._pushes[worker].popleft()
-            self._send(session, worker, wave)
+            self._handle(self._pushes[worker].popleft())
         elif number == _PULLED:
             version, self._pulling[worker] = self._pulling[worker], None
             assert version is not None
-            self._cached[worker] = version
+            self.process(worker).cached = version
             self._dispatch_later(worker)
         else:
             minibatch = self.pipelines[worker].end(number, self.now)
@@ -221,19 +208,25 @@ class VirtualWorkers(System):
         self._complete[worker].append(minibatch)
         if len(self._complete[worker]) % self.wave:
             return
-        done = self._done[worker]
-        wave = tuple(done[: self.wave])
-        del done[: self.wave]
-        if self._push_s:
-            self._pushes[worker].append((self._session[worker], wave))
+        wave, self._started[worker] = self._started[worker][: self.wave], self._started[worker][self.wave :]
+        holds = tuple((order.grant.first, order.grant.grant_ids[0]) for order, _ in wave)
+        process = self.process(worker)
+        for at, (order, version) in enumerate(wave):
+            is_kept = at + 1 < self.wave
+            computed = (ComputedBatch(1, version=version),)
+            done = GradientDone("", version, computed, is_kept=is_kept, holds=() if is_kept else holds)
+            self._do(worker, process, process.core.gradient_done(order.grant, order.batches, done, self.now))
+
+    def _to_server(self, worker: int, record: Event) -> None:
+        if isinstance(record, Push) and self._push_s:
+            self._pushes[worker].append(record)
             heappush(self._queue, (self.now + self._push_s, MESSAGE, worker, _PUSHED))
         else:
-            self._send(self._session[worker], worker, wave)
+            super()._to_server(worker, record)
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
     def _on_update(self, update: ApplyUpdate) -> None:
-        super()._on_update(update)
         for item in update.sets:
             worker, until = item.push.worker, item.push.batches[-1].batch + 1
             for minibatch in self._complete[worker][self._applied[worker] : until]:

@@ -365,12 +365,20 @@ class WorkerCore:
         Raises:
             ValueError: it is not the next one.
         """
-        if batch.number != self.next_batch:
-            raise ValueError(f"expected batch {self.next_batch}, got {batch.number}")
-        self._batches.append(batch)
+        self.hold(batch)
         if batch.number < self._reported_durable:
             return self._forget_durable()  # the server does not report it again
         return self._announce_if_few()
+
+    def hold(self, batch: Batch) -> None:
+        """As `batch_ready`, where more batches come at the same moment: `announce` tells the server of all of them.
+
+        Raises:
+            ValueError: it is not the next one.
+        """
+        if batch.number != self.next_batch:
+            raise ValueError(f"expected batch {self.next_batch}, got {batch.number}")
+        self._batches.append(batch)
 
     def skip(self, skipped: Skipped) -> list[WorkerAction]:
         """The next batches of the stream hold no record; while `skipped`, no batch behind them may be given."""
@@ -599,14 +607,15 @@ class WorkerCore:
 
     def _announce_all(self) -> list[WorkerAction]:
         self._announced = self._durable
-        return [*self._announce_new(), *self._announce_skipped()]
+        return [*self.announce(), *self._announce_skipped()]
 
     def _announce_if_few(self) -> list[WorkerAction]:
         """Announce what is new, unless the server has enough to grant until the next tick."""
         is_enough = self.busy and self._announced - self._granted_until >= _ENOUGH_ANNOUNCED
-        return [] if is_enough else self._announce_new()
+        return [] if is_enough else self.announce()
 
-    def _announce_new(self) -> list[WorkerAction]:
+    def announce(self) -> list[WorkerAction]:
+        """Announce what is not announced."""
         if self.draining or self._announced == self.next_batch:
             return []
         first, self._announced = self._announced, self.next_batch
@@ -618,7 +627,7 @@ class WorkerCore:
 
     def tick(self, now: float) -> list[WorkerAction]:
         """Time has passed: announce what is new, repeat now and then what is not durable, and report being alive."""
-        actions = self._announce_new()
+        actions = self.announce()
         if now - self._alive_at_s >= ALIVE_EVERY_S:
             self._alive_at_s = now
             retained, offset = self.retained, self.next_offset

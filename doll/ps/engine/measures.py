@@ -90,7 +90,8 @@ class PolicyMeasures:
                 self._meter.read(push.worker, push.version, push.batches[0].batch, len(push.batches))
             else:  # versions rise from batch to batch, and the push has the last one
                 for batch in push.batches:
-                    self._meter.read(push.worker, batch.version, batch.batch)
+                    version = push.version if batch.version == _AS_PUSH else batch.version
+                    self._meter.read(push.worker, version, batch.batch)
             self._add_times(item)
             if push.version > self._read.get(push.worker, _FIRST_READ):
                 self._read[push.worker] = push.version

@@ -234,6 +234,17 @@ def test_a_group_does_not_wait_for_the_announcement_of_what_comes_while_a_gradie
         assert core.batch_ready(batch(number)) == announced(number, number + 1)
 
 
+def test_batches_of_one_moment_are_announced_together() -> None:
+    core = WorkerCore(welcome(next_batch=0), max_pending=4, now=0.0)
+    for number in range(3):
+        core.hold(batch(number))
+    assert core.announce() == announced(0, 3)
+    assert core.announce() == []
+    assert core.batch_ready(batch(3)) == announced(3, 4)
+    with pytest.raises(ValueError, match="expected batch 4, got 5"):
+        core.hold(batch(5))
+
+
 def test_where_the_server_has_enough_announcements_wait_for_the_tick() -> None:
     """A message for each batch would cost broker and server more than it brings."""
     core = WorkerCore(welcome(next_batch=0), max_pending=32, now=0.0)
