@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from doll.theory import checks
-from doll.theory.convergence import Decay
 from doll.theory.cost import Prices
-from doll.theory.normal import tail
-from doll.theory.planning import normal_quantile, too_slow
+from doll.theory.fitting import Decay
+from doll.theory.planning import normal_quantile, tail, too_slow
 from doll.theory.preemption import uptime_variance_s2
 from doll.theory.queueing import batch_rate_per_s, update_rate_per_s
 from doll.theory.scale_in import Pace, relative_excess

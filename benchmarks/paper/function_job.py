@@ -23,7 +23,7 @@ from doll.config import StopConfig
 from doll.config.policy import PolicyConfig
 from doll.consumers.compute.significance_filter import Residual
 from doll.provisioner.planning.loss_history import LossHistory
-from doll.provisioner.planning.scale_in import ScaleInTuner
+from doll.provisioner.planning.tuner import ScaleInTuner
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import ApplyUpdate, Event, FetchGradient, GradientFetched, RollBack
 from doll.ps.engine.state import EngineSettings

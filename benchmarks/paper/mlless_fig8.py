@@ -1,6 +1,6 @@
 """MLLess Fig. 8: the scale-in tuner on a job where workers hardly help, and on one where they are needed.
 
-The production tuner (`doll.provisioner.planning.scale_in`) runs on a model of a job: P = 24 workers, a step takes
+The production tuner (`doll.provisioner.planning.tuner`) runs on a model of a job: P = 24 workers, a step takes
 (0.05 + 0.01 p) s times a lognormal factor (σ 0.05), progress z grows by (p / 24)^γ per step, the loss is
 1 / (0.02 z^0.9 + 0.58) + 0.49 with 0.4 % noise, and the job ends with 10 losses in a row of at most 0.57.
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.provisioner.planning.loss_history import LossHistory
-from doll.provisioner.planning.scale_in import ScaleInTuner, TunerSettings
+from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
 from doll.theory.scale_in import Score, relative_excess
 
 from benchmarks.paper.formulas import printed_excess

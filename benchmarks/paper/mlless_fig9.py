@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config.policy import PolicyConfig
-from doll.provisioner.planning.scale_in import ScaleInTuner, TunerSettings
+from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 

@@ -89,8 +89,7 @@ def plan(
     """
     from doll.config import PlanConfig
     from doll.monitor.state.pilot_run import with_pilot
-    from doll.provisioner.planning.assessment import assess
-    from doll.provisioner.planning.assessment_report import report_text
+    from doll.provisioner.planning.assessment import assess, report_text
     from doll.provisioner.planning.plan_request import changed_plan, plan_request
     from doll.provisioner.planning.stack_cost import PARTS, StackKind
     from doll.provisioner.prices.shipped import with_prices

@@ -16,7 +16,7 @@ from doll.cli.output import emit
 if TYPE_CHECKING:
     from doll.process.signals import Interrupts
     from doll.provisioner.decision import Decision
-    from doll.provisioner.main import Provisioner
+    from doll.provisioner.main import ProvisionerProcess
     from doll.run.target import Target
 
 provision_app = typer.Typer(
@@ -149,11 +149,11 @@ def status(
 @contextmanager
 def _provisioner(
     at: Target, overrides: list[str], *, dry_run: bool = False
-) -> Iterator[tuple[Provisioner, Interrupts]]:
+) -> Iterator[tuple[ProvisionerProcess, Interrupts]]:
     """A provisioner that has read what was before it. Interrupts end the process until then, later only the loop."""
     from doll.config import load
     from doll.process.signals import Interrupts
-    from doll.provisioner.main import Provisioner, ProvisionerSetup
+    from doll.provisioner.main import ProvisionerProcess, ProvisionerSetup
     from doll.run.spot.provisioning import machines_of, pass_on, settings_of
 
     with Interrupts() as interrupts:
@@ -162,7 +162,7 @@ def _provisioner(
             load=lambda: load(at.path, overrides), path=at.path, dry_run=dry_run,
             accept=lambda config: pass_on(config, at.run.path),
         )  # fmt: skip
-        with Provisioner(setup) as provisioner:
+        with ProvisionerProcess(setup) as provisioner:
             provisioner.read_history()
             interrupts.graceful = True
             yield provisioner, interrupts

@@ -10,24 +10,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from doll import telemetry
 from doll.errors import CheckpointError, ConfigError, ServiceUnavailableError
-from doll.provisioner.alarms import alarms_of
 from doll.provisioner.apply import ActionExecutor
-from doll.provisioner.billing import MARKETS, Bill, BillingRule
-from doll.provisioner.billing_account import LINES_KEPT_S, BillingAccount
-from doll.provisioner.budget import reserve_usd
+from doll.provisioner.billing import (
+    LINES_KEPT_S,
+    MARKETS,
+    Bill,
+    BillingAccount,
+    BillingRule,
+    all_on_demand_usd,
+    usd_per_error_point,
+)
 from doll.provisioner.decision import ActionResult, Decision, Phase
-from doll.provisioner.decision_fields import common_fields
 from doll.provisioner.fleets.port import Fleet, Instance, InstanceState, SpotProbe
-from doll.provisioner.health import JobHealth
+from doll.provisioner.health import JobHealth, alarms_of
 from doll.provisioner.instances import InstanceTracker, Readiness
 from doll.provisioner.job_clock import JobClock, run_of
 from doll.provisioner.launch_state import LaunchState
-from doll.provisioner.market_plan import DesiredState, MarketPlan
+from doll.provisioner.market_plan import DesiredState, MarketPlan, reserve_usd
 from doll.provisioner.observation import Observed
 from doll.provisioner.planning.state import Market, PlannerSettings, PlannerState
 from doll.provisioner.prices.port import PriceFeed
@@ -43,6 +47,29 @@ log = telemetry.get_logger(__name__)
 _MAX_PLANS_PER_TURN = 3  # a market without capacity is planned around in the same turn; the other may lack capacity too
 _STATE_VERSION = 3
 _UNKNOWN_PRICES = Prices(0.0, 1.0)  # of a drain without prices, which plans nothing
+
+
+@dataclass
+class _Turn:
+    """What one turn has observed.
+
+    Attributes:
+        instances: of the job; actions bring them up to date.
+        prices: of a worker with all of its machines.
+        alarms: for people; the turn adds to them.
+    """
+
+    now_s: float
+    instances: list[Instance]
+    readiness: Readiness
+    bill: Bill
+    prices: Prices
+    alarms: list[str]
+
+    @property
+    def has_machines(self) -> bool:
+        """An instance runs or boots."""
+        return any(instance.is_alive for instance in self.instances)
 
 
 class Controller:
@@ -160,68 +187,86 @@ class Controller:
             FencedError: another provisioner has taken over. Nothing was done.
             ConfigError: state or journal cannot be written.
         """
-        alarms: list[str] = []
-        listed = self._list(alarms)
-        prices = self._current_prices(now_s, alarms)
-        self._turn += 1
-        ends_all = draining or self.observed.finished is not None  # which needs no price
-        if listed is None or (prices is None and not ends_all):
-            return self._decide_nothing(now_s, prices, alarms)
-        prices = _UNKNOWN_PRICES if prices is None else prices
-        listed = self._own(listed, now_s, alarms)
-        self._begin(now_s, listed)
-        instances = self._merge_listing(listed, now_s, alarms)
-        readiness = self._tracker.readiness(
-            instances, self.observed, now_s, boot_timeout_s=self.settings.limits.boot_timeout_s
-        )
-        self._tracker.record_health(instances, readiness, self._launch_state, now_s)
-        self._re_estimate()
-        bill = self._account.bill(
-            self._tracker.known.values(), now_s, ready_s=self._tracker.ready_s, fenced_s=self._tracker.fenced_s,
-            announced=self.observed.last_decision, otherwise=self._last_prices,
-            machines=self.settings.machines_per_worker, alarms=alarms,
-        )  # fmt: skip
-        self._health.review(self.settings, self.observed, instances, readiness, self._launch_state, self._plan, now_s)
+        turn = self._observe(now_s, ends_all=draining or self.observed.finished is not None)
+        if isinstance(turn, Decision):
+            return turn
         phase = self._phase(draining)
         counts = self._health.tells_of_spot(self._launch_state, self.settings.num_slots, is_run=phase == "run")
-        self._plan.observe_spot(self.observed, instances, readiness.ready_s, self._tracker.pools, now_s, counts=counts)
+        self._plan.observe_spot(
+            self.observed, turn.instances, turn.readiness.ready_s, self._tracker.pools, now_s, counts=counts
+        )
         if phase == "run":
-            self._review_workers(instances, readiness, bill, prices, now_s)
-        results: list[ActionResult] = []
-        for _ in range(_MAX_PLANS_PER_TURN):
-            desired = self._desired_state(phase, instances, readiness, bill, prices, now_s)
-            status = self._fleet_status(desired, instances, readiness, bill, prices, now_s)
-            if desired.phase == "run" and status.spare_usd < 0:
-                self._spent_budget_usd = self._plan.planner.budget_usd
-                phase = self._phase(draining)
-                desired = self._desired_state(phase, instances, readiness, bill, prices, now_s)
-                status = replace(status, wanted=desired.markets, reasons=desired.reasons)
-            actions = reconcile(status, self._launch_state, self.settings.limits, now_s)
-            results = [result for result in results if not isinstance(result.action, Wait)]
-            if self._dry_run:
-                results += [ActionResult(action) for action in actions]
-                break
-            applied = self._executor.apply(actions, instances, now_s)
-            results += applied
-            if not any(self._needs_replan(result) for result in applied):
-                break
-        if phase == "run" and not self._dry_run and not any(instance.is_alive for instance in instances):
+            self._review_workers(turn)
+        desired, results = self._plan_and_apply(turn, draining)
+        phase = desired.phase
+        if phase == "run" and not self._dry_run and not turn.has_machines:
             self._launch_state.stop_if_all_refuse(now_s)
         if self._launch_state.stopped and phase == "run":
             phase = "stopped"
-        alarms += alarms_of(
-            desired, self._launch_state, self._health, budget_usd=self._plan.planner.budget_usd, now_s=now_s
-        )
-        alarms += [result.text() for result in results if result.failure and isinstance(result.action, Terminate)]
-        if self._state_store.problem:
-            alarms.append(f"no machine is launched before this is corrected: {self._state_store.problem}")
-        decision = self._decision(desired, phase, instances, readiness, bill, results, alarms, now_s)
+        self._raise_alarms(turn, desired, results)
+        decision = self._decision(turn, desired, phase, results)
         if not self._dry_run:
             self._state_store.append({"kind": "decision", **decision.to_dict()})
             self._save()
         return decision
 
+    def _plan_and_apply(self, turn: _Turn, draining: bool) -> tuple[DesiredState, list[ActionResult]]:
+        """Plan, reconcile and apply, again where a launch fails that the plan had counted on."""
+        results: list[ActionResult] = []
+        for _ in range(_MAX_PLANS_PER_TURN):
+            desired = self._desired_state(turn, self._phase(draining))
+            status = self._fleet_status(turn, desired)
+            if desired.phase == "run" and status.spare_usd < 0:
+                self._spent_budget_usd = self._plan.planner.budget_usd
+                desired = self._desired_state(turn, self._phase(draining))
+                status = replace(status, wanted=desired.markets, reasons=desired.reasons)
+            actions = reconcile(status, self._launch_state, self.settings.limits, turn.now_s)
+            results = [result for result in results if not isinstance(result.action, Wait)]
+            if self._dry_run:
+                return desired, results + [ActionResult(action) for action in actions]
+            applied = self._executor.apply(actions, turn.instances, turn.now_s)
+            results += applied
+            if not any(self._needs_replan(result) for result in applied):
+                break
+        return desired, results
+
+    def _raise_alarms(self, turn: _Turn, desired: DesiredState, results: Sequence[ActionResult]) -> None:
+        budget_usd = self._plan.planner.budget_usd
+        turn.alarms += alarms_of(desired, self._launch_state, self._health, budget_usd=budget_usd, now_s=turn.now_s)
+        turn.alarms += [result.text() for result in results if result.failure and isinstance(result.action, Terminate)]
+        if self._state_store.problem:
+            turn.alarms.append(f"no machine is launched before this is corrected: {self._state_store.problem}")
+
     # --- observe ----------------------------------------------------------------------------------------------------
+
+    def _observe(self, now_s: float, *, ends_all: bool) -> _Turn | Decision:
+        """Fleet, prices, bill and health; a decision to do nothing where fleet or prices do not answer.
+
+        Args:
+            ends_all: every instance is to be ended, which needs no price.
+        """
+        alarms: list[str] = []
+        listed = self._list(alarms)
+        prices = self._current_prices(now_s, alarms)
+        self._turn += 1
+        if listed is None or (prices is None and not ends_all):
+            return self._decide_nothing(now_s, prices, alarms)
+        listed = self._own(listed, now_s, alarms)
+        self._begin(now_s, listed)
+        tracker, launch_state = self._tracker, self._launch_state
+        instances = self._merge_listing(listed, now_s, alarms)
+        readiness = tracker.readiness(
+            instances, self.observed, now_s, boot_timeout_s=self.settings.limits.boot_timeout_s
+        )
+        tracker.record_health(instances, readiness, launch_state, now_s)
+        self._re_estimate()
+        bill = self._account.bill(
+            tracker.known.values(), now_s, ready_s=tracker.ready_s, fenced_s=tracker.fenced_s,
+            announced=self.observed.last_decision, otherwise=self._last_prices,
+            machines=self.settings.machines_per_worker, alarms=alarms,
+        )  # fmt: skip
+        self._health.review(self.settings, self.observed, instances, readiness, launch_state, self._plan, now_s)
+        return _Turn(now_s, instances, readiness, bill, _UNKNOWN_PRICES if prices is None else prices, alarms)
 
     def _list(self, alarms: list[str]) -> list[Instance] | None:
         """The fleet's listing, under the lease; None where one of them does not answer."""
@@ -328,34 +373,26 @@ class Controller:
             return "budget"
         return "idle" if self._health.idle else "run"
 
-    def _state(
-        self, instances: Sequence[Instance], readiness: Readiness, bill: Bill, prices: Prices, now_s: float
-    ) -> PlannerState:
+    def _state(self, turn: _Turn) -> PlannerState:
         """Where the job stands, for the planner."""
         assert self._clock.started_s is not None
         return self._plan.state(
-            self.observed, instances, readiness.ready_s, self._launch_state, bill=bill, prices=prices, now_s=now_s,
-            started_s=self._clock.started_s,
+            self.observed, turn.instances, turn.readiness.ready_s, self._launch_state, bill=turn.bill,
+            prices=turn.prices, now_s=turn.now_s, started_s=self._clock.started_s,
         )  # fmt: skip
 
-    def _review_workers(
-        self, instances: Sequence[Instance], readiness: Readiness, bill: Bill, prices: Prices, now_s: float
-    ) -> None:
+    def _review_workers(self, turn: _Turn) -> None:
         """Scale-in: which slots have no worker from now on. It is saved before anything is done about it."""
-        state = self._state(instances, readiness, bill, prices, now_s)
-        changes = self._plan.review_workers(state, self.observed, instances, now_s)
+        changes = self._plan.review_workers(self._state(turn), self.observed, turn.instances, turn.now_s)
         for change in changes:
             log.info("scale_in", what=change.kind, slot=change.slot, why=change.why)
-            self._append_journal(change.kind, now_s, slot=change.slot, why=change.why)
+            self._append_journal(change.kind, turn.now_s, slot=change.slot, why=change.why)
         if changes:
             self._save()
 
-    def _desired_state(
-        self, phase: Phase, instances: Sequence[Instance], readiness: Readiness, bill: Bill, prices: Prices,
-        now_s: float,
-    ) -> DesiredState:  # fmt: skip
+    def _desired_state(self, turn: _Turn, phase: Phase) -> DesiredState:
         """Which market each slot is to be in, and why."""
-        state = self._state(instances, readiness, bill, prices, now_s)
+        state = self._state(turn)
         match phase:
             case "drain":
                 return DesiredState.of_no_machines(phase, "every instance is ended", state)
@@ -368,28 +405,25 @@ class Controller:
                 return DesiredState.of_no_machines(phase, f"the job is stopped: {self._health.failed}", state)
             case "idle":
                 return DesiredState.of_no_machines(phase, f"no sample has come since {self._health.idle}", state)
-        fleet_is_empty = not any(instance.is_alive for instance in instances)
         return self._plan.choose(
-            state, self.observed, fleet_is_empty=fleet_is_empty, now_s=now_s, hold=self._health.hold_moves
+            state, self.observed, fleet_is_empty=not turn.has_machines, now_s=turn.now_s, hold=self._health.hold_moves
         )
 
-    def _fleet_status(
-        self, desired: DesiredState, instances: Sequence[Instance], readiness: Readiness, bill: Bill, prices: Prices,
-        now_s: float,
-    ) -> FleetStatus:  # fmt: skip
+    def _fleet_status(self, turn: _Turn, desired: DesiredState) -> FleetStatus:
         budget_usd, spare_usd = self._plan.planner.budget_usd, math.inf
         commit: dict[Market, float] = {}
         if budget_usd is not None:
-            running = sum(instance.state is not InstanceState.ENDED for instance in instances)
-            reserve = reserve_usd(prices, self._plan.planner.replan_s, self._billing)
-            spare_usd = budget_usd - bill.usd - running * reserve
+            running = sum(instance.state is not InstanceState.ENDED for instance in turn.instances)
+            reserve = reserve_usd(turn.prices, self._plan.planner.replan_s, self._billing)
+            spare_usd = budget_usd - turn.bill.usd - running * reserve
             commit = dict.fromkeys(MARKETS, reserve)
+        readiness = turn.readiness
         return FleetStatus(
-            wanted=desired.markets, reasons=desired.reasons, instances=instances, ready_s=readiness.ready_s,
+            wanted=desired.markets, reasons=desired.reasons, instances=turn.instances, ready_s=readiness.ready_s,
             silent_s=readiness.silent_s, not_ready_s=readiness.not_ready_s,
             incarnation_held=readiness.incarnation_held, urgent=desired.urgent, spare_usd=spare_usd,
             commit_usd=commit, unlisted=self._tracker.unlisted, hold=self._health.hold_launches,
-            overdue=self._tracker.overdue(now_s, self.settings.limits.notice_timeout_s),
+            overdue=self._tracker.overdue(turn.now_s, self.settings.limits.notice_timeout_s),
         )  # fmt: skip
 
     def _needs_replan(self, result: ActionResult) -> bool:
@@ -405,18 +439,17 @@ class Controller:
 
     # --- output -----------------------------------------------------------------------------------------------------
 
-    def _decision(
-        self, desired: DesiredState, phase: Phase, instances: Sequence[Instance], readiness: Readiness, bill: Bill,
-        results: Sequence[ActionResult], alarms: Sequence[str], now_s: float,
-    ) -> Decision:  # fmt: skip
-        left = any(instance.state is not InstanceState.ENDED for instance in instances) or self._has_others
-        left = left or self._launch_state.may_have_launched(now_s)
+    def _decision(self, turn: _Turn, desired: DesiredState, phase: Phase, results: Sequence[ActionResult]) -> Decision:
+        left = any(instance.state is not InstanceState.ENDED for instance in turn.instances) or self._has_others
+        left = left or self._launch_state.may_have_launched(turn.now_s)
         return Decision(
-            **self._common_fields(bill, desired.state.rates_per_s, self._last_prices, alarms, now_s), phase=phase,
-            markets=desired.markets, reasons=desired.reasons, binding=desired.binding, feasible=desired.feasible,
-            results=tuple(results), instances=tuple(instances), ready=frozenset(readiness.ready_s),
-            expected_cost_usd=desired.expected_cost_usd, expected_finish_s=desired.expected_finish_s,
-            slack_s=desired.slack_s, alpha=desired.state.alpha,
+            **self._where_the_job_stands(
+                turn.bill, desired.state.rates_per_s, self._last_prices, turn.alarms, turn.now_s
+            ),
+            phase=phase, markets=desired.markets, reasons=desired.reasons, binding=desired.binding,
+            feasible=desired.feasible, results=tuple(results), instances=tuple(turn.instances),
+            ready=frozenset(turn.readiness.ready_s), expected_cost_usd=desired.expected_cost_usd,
+            expected_finish_s=desired.expected_finish_s, slack_s=desired.slack_s, alpha=desired.state.alpha,
             finished=phase in ("done", "drain", "budget", "failed") and not left,
         )  # fmt: skip
 
@@ -425,20 +458,43 @@ class Controller:
         why = "as before: fleet or prices do not answer"
         rates = self.observed.rates_per_s()
         return Decision(
-            **self._common_fields(self._account.last_bill(), rates, prices, alarms, now_s), phase="unavailable",
+            **self._where_the_job_stands(self._account.last_bill(), rates, prices, alarms, now_s), phase="unavailable",
             markets=self._plan.markets, reasons=(why,) * self.settings.num_slots, binding="unavailable", feasible=True,
             results=(), instances=(), ready=frozenset(), expected_cost_usd=math.nan, expected_finish_s=math.nan,
             slack_s=math.nan, alpha=self.observed.alpha(), finished=False,
         )  # fmt: skip
 
-    def _common_fields(
+    def _where_the_job_stands(
         self, bill: Bill, rates_per_s: Floats, prices: Prices | None, alarms: Sequence[str], now_s: float
     ) -> dict[str, Any]:
-        return common_fields(
-            self.settings, self.observed, self._plan, self._launch_state, bill=bill, rates_per_s=rates_per_s,
-            prices=prices, turn=self._turn, now_s=now_s, started_s=self._clock.started_s,
-            interruptions=self._tracker.interruptions, alarms=alarms, dry_run=self._dry_run,
-        )  # fmt: skip
+        """The fields of a decision that do not depend on what was decided; prices of a worker, None: not known."""
+        settings, observed, plan = self.settings, self.observed, self._plan
+        samples_done = plan.samples_done(observed)
+        on_demand_usd = math.nan
+        if prices is not None:
+            on_demand_usd = all_on_demand_usd(samples_done, rates_per_s, prices.on_demand_usd_per_h)
+        _, errors = observed.errors(settings.measure)
+        return {
+            "turn": self._turn,
+            "now_s": now_s,
+            "started_s": now_s if self._clock.started_s is None else self._clock.started_s,
+            "incarnations": tuple(self._launch_state.incarnation(slot) for slot in range(settings.num_slots)),
+            "bill": bill,
+            "samples_done": samples_done,
+            "target_samples": plan.planner.samples,
+            "updates_done": observed.version,
+            "target_updates": plan.planner.updates,
+            "all_on_demand_usd": on_demand_usd,
+            "cycle_s": observed.spot.cycle_s,
+            "prices": prices,
+            "machines_per_worker": settings.machines_per_worker,
+            "rates_per_s": rates_per_s,
+            "usd_per_error_point": usd_per_error_point(bill.usd, errors[0], errors[-1]) if errors else math.nan,
+            "moves": plan.moves,
+            "interruptions": self._tracker.interruptions,
+            "alarms": tuple(dict.fromkeys(alarms)),
+            "dry_run": self._dry_run,
+        }
 
     # --- persistence ------------------------------------------------------------------------------------------------
 
@@ -493,7 +549,7 @@ class Controller:
         self._tracker.restore(kept["instances"])
         self._account.restore(kept["billing"])
         self._turn = int(kept["turn"])
-        self._clock.restore(kept["clock"], self.settings.started_s)
+        self._clock.restore(kept["clock"])
         self._last_prices = None if kept["prices"] is None else Prices(**kept["prices"])
         self._spent_budget_usd = kept["spent_budget_usd"]
         if "health" in kept:  # earlier releases had none

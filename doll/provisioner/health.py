@@ -8,20 +8,111 @@ and launched again when it sends. See docs/decisions/0049-a-job-that-cannot-adva
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from doll.provisioner.fleets.port import Instance
 from doll.provisioner.instances import Readiness
+from doll.provisioner.kept_state import KeptState
 from doll.provisioner.launch_state import LaunchState
-from doll.provisioner.market_plan import MarketPlan
+from doll.provisioner.market_plan import DesiredState, MarketPlan
 from doll.provisioner.observation import Observed
 from doll.provisioner.planning.planner import slot_ranges
-from doll.provisioner.planning.state import Bools
-from doll.provisioner.progress import ALARM_S, ProgressWatch, server_text, stall_cause, time_text
-from doll.provisioner.settings import ControllerSettings
+from doll.provisioner.planning.state import Bools, Market
+from doll.provisioner.settings import ALARM_S, ControllerSettings
+
+_STEADY_TERM_S: Final = 600.0
+_MAX_STEP_S: Final = 300.0  # a provisioner that was away, or a suspended computer, has seen no more than this
+
+
+class ProgressWatch(KeptState):
+    """Adds up the time for which machines are paid and the model does not advance.
+
+    Attributes:
+        stalled_s: since the last progress, without times that did not count.
+        progressed_s: when progress was last seen; None before the first look.
+    """
+
+    KEPT: ClassVar = {
+        "stalled_s": float, "progressed_s": float, "generation": int, "batches": int, "term": tuple[int, int],
+        "term_since_s": float,
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        self.stalled_s = 0.0
+        self.progressed_s: float | None = None
+        self._generation = 0
+        self._batches = 0  # most that the model had
+        self._term = (0, 0)  # the newest, and the batches in the model when it was last looked at
+        self._term_since_s = math.inf
+        self._seen_s = math.inf  # not kept: the time until the next look does not count
+
+    def observe(self, observed: Observed, now_s: float, *, counts: bool) -> None:
+        """Look at the job's progress, once per turn.
+
+        Args:
+            counts: machines are paid, and it is not the market or the source that the job waits for.
+        """
+        term, batches = observed.term, observed.batches_done
+        if term != self._term[0]:
+            self._term_since_s = now_s
+        # A server that crashes again and again may repeat the same updates each time, which is no progress; one that
+        # runs steadily after it was reset to an old checkpoint makes some.
+        steady = now_s - self._term_since_s >= _STEADY_TERM_S and batches > self._term[1]
+        new_run = observed.generation != self._generation
+        if self.progressed_s is None or new_run or batches > self._batches or steady:
+            self.stalled_s, self.progressed_s = 0.0, now_s
+            self._batches = batches if new_run else max(batches, self._batches)
+        elif counts:
+            self.stalled_s += min(max(0.0, now_s - self._seen_s), _MAX_STEP_S)
+        self._generation, self._term, self._seen_s = observed.generation, (term, batches), now_s
+
+    def forgive(self) -> None:
+        """A person has started the job again: the time begins again."""
+        self.stalled_s = 0.0
+
+
+def stall_cause(
+    observed: Observed, instances: Sequence[Instance], ready: Collection[str], launch_state: LaunchState, now_s: float
+) -> str:
+    """Why the model does not advance, as far as the provisioner can see: one line for people, the same in each turn."""
+    if observed.ps_since_s(now_s) is None:
+        return server_text(observed)
+    slots = range(observed.num_slots)
+    if failing := [slot for slot in slots if launch_state.failures(slot)]:
+        return f"machines of slots {slot_ranges(failing)} fail: {launch_state.last_failure(failing[0])}"
+    alive = [instance for instance in instances if instance.is_alive]
+    if not any(instance.id in ready for instance in alive):
+        return "no worker has joined: the machines run, but their workers do not reach the parameter server"
+    if (since_s := observed.source_silent_since_s()) is not None:
+        return f"the source has sent nothing since {time_text(since_s)}"
+    missing = [slot for slot in slots if not any(instance.slot == slot and instance.id in ready for instance in alive)]
+    without = f", but slots {slot_ranges(missing)} have no worker" if missing else ""
+    return f"workers are ready{without}, and the parameter server applies no update: see doll status and its log"
+
+
+def server_text(observed: Observed) -> str:
+    """That no parameter server is heard."""
+    seen_s = observed.ps_last_seen_s
+    since = "" if not math.isfinite(seen_s) else f" since {time_text(seen_s)}"
+    return f"no parameter server has been heard{since}"
+
+
+def time_text(at_s: float) -> str:
+    """A Unix time for people.
+
+    >>> time_text(1_700_000_000.0)
+    '2023-11-14 22:13:20 UTC'
+    """
+    try:
+        return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        return f"{at_s:g} s"  # records are no proof: such a time cannot be
+
 
 _ALARM_FAILURES = 2  # machines in a row; one alone is replaced, and no news
 
@@ -150,4 +241,44 @@ def _slot_alarms(
             f"the workers of slots {slot_ranges(late)} have not joined {late_s:.0f} s after their machines were "
             f"launched; a machine is replaced after {launch_state.limits.boot_timeout_s:.0f} s"
         )
+    return alarms
+
+
+_RESTART = "start the provisioner again: doll provision run JOB.yaml"
+_MARKET_NAMES: dict[Market, str] = {"spot": "spot", "on_demand": "on-demand"}
+
+
+def alarms_of(
+    desired: DesiredState, launch_state: LaunchState, health: JobHealth, *, budget_usd: float | None, now_s: float
+) -> list[str]:
+    """The alarms of a turn, for people."""
+    alarms = list(health.alarms) if desired.phase == "run" else []
+    if desired.phase == "failed":
+        alarms.append(f"the job is stopped, and all machines are ended: {health.failed}. Correct it, then {_RESTART}")
+    if desired.phase == "idle":
+        alarms.append(
+            f"the source has sent nothing since {health.idle}: all machines are ended, and launched again when it sends"
+        )
+    if launch_state.stopped:
+        alarms.append(f"no machine is launched any more: {launch_state.stopped}. Correct it, then {_RESTART}")
+    for market, name in _MARKET_NAMES.items():
+        if now_s < launch_state.quota_s(market):
+            alarms.append(f"the quota of {name} machines is used up: request an increase")
+        elif message := launch_state.refusal(market):
+            alarms.append(f"no {name} machines, for another reason than capacity: {message}")
+    if not desired.feasible and desired.phase == "run":
+        alarms.append(
+            "the budget does not suffice for the deadline: raise one of them, or accept a later end"
+            if desired.binding == "budget"
+            else "the deadline cannot be met any more: everything runs on-demand to finish as soon as possible"
+            if "spot" not in desired.markets
+            else "the deadline cannot be met any more at the rates of the streams"
+        )
+    if desired.phase == "budget":
+        alarms.append(
+            f"the budget of {budget_usd} USD is spent: all machines are ended, and the provisioner exits. To continue "
+            f"the job, raise plan.budget_usd in the job file, then {_RESTART}"
+        )
+    if desired.binding == "done" and desired.phase == "run":
+        alarms.append("the planned work is done, but the job goes on: set stop.updates, or plan for more")
     return alarms

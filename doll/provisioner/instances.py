@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState
+from doll.provisioner.kept_state import KeptState
 from doll.provisioner.launch_state import LaunchLimits, LaunchState
 from doll.provisioner.observation import Observed
 from doll.provisioner.reconcile import failure_of
@@ -28,7 +29,7 @@ class Readiness:
         return failure_of(self.not_ready_s.get(id_, 0.0), self.silent_s.get(id_, 0.0), limits)
 
 
-class InstanceTracker:
+class InstanceTracker(KeptState):
     """What must be remembered of instances from one turn to the next.
 
     Attributes:
@@ -39,6 +40,12 @@ class InstanceTracker:
         fenced_s: when the next incarnation took the slot over, by id.
         interruptions: spot instances that were interrupted.
     """
+
+    KEPT: ClassVar = {
+        "pools": list[str], "ends_recorded": set[str], "failures_recorded": set[str], "noticed_s": dict[str, float],
+        "ready_s": dict[str, float], "fenced_s": dict[str, float], "interruptions": int,
+    }  # fmt: skip
+    LATER: ClassVar = ("failures_recorded", "noticed_s")
 
     def __init__(self, num_slots: int) -> None:
         self.known: dict[str, Instance] = {}
@@ -192,32 +199,11 @@ class InstanceTracker:
         self.fenced_s = {id_: at_s for id_, at_s in self.fenced_s.items() if id_ in kept}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "known": [msgspec.to_builtins(instance) for instance in self.known.values()],
-            "pools": self.pools,
-            "ends_recorded": sorted(self._ends_recorded),
-            "failures_recorded": sorted(self._failures_recorded),
-            "noticed_s": self._noticed_s,
-            "ready_s": self.ready_s,
-            "fenced_s": self.fenced_s,
-            "interruptions": self.interruptions,
-        }
+        return {"known": msgspec.to_builtins(list(self.known.values())), **super().to_dict()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from what `to_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: `kept` is something else.
-        """
+        super().restore(kept)
         self.known = {fields["id"]: msgspec.convert(fields, Instance) for fields in kept["known"]}
-        self.pools = [str(pool) for pool in kept["pools"]]
-        self._ends_recorded = set(kept["ends_recorded"])
-        self._failures_recorded = set(kept.get("failures_recorded", ()))  # earlier releases counted none
-        self._noticed_s = {id_: float(seen_s) for id_, seen_s in kept.get("noticed_s", {}).items()}
-        self.ready_s = {id_: float(at_s) for id_, at_s in kept["ready_s"].items()}
-        self.fenced_s = {id_: float(at_s) for id_, at_s in kept["fenced_s"].items()}
-        self.interruptions = int(kept["interruptions"])
 
 
 def _newest_s(instance: Instance) -> float:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from doll.provisioner.fleets.port import Instance
+from doll.provisioner.kept_state import KeptState
 from doll.provisioner.observation import Observed
-from doll.provisioner.plain_values import plain, time_of
 
 
-class JobClock:
+class JobClock(KeptState):
     """The clock of one run of a job.
 
     Args:
@@ -23,6 +23,8 @@ class JobClock:
         generation: of the job's run on its topics.
         begun_s: instances that ended before belong to an earlier run, and were billed there.
     """
+
+    KEPT: ClassVar = {"started_s": float, "generation": int, "begun_s": float}
 
     def __init__(self, started_s: float | None) -> None:
         self.started_s = started_s
@@ -65,20 +67,11 @@ class JobClock:
         if announced is not None and 0 < announced.started_s <= now_s:
             self.started_s = announced.started_s
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"started_s": self.started_s, "generation": self.generation, "begun_s": plain(self.begun_s)}
-
-    def restore(self, kept: Mapping[str, Any], stated_s: float | None) -> None:
-        """Continue from what `to_dict` returned; `stated_s` wins over the stored start.
-
-        Raises:
-            KeyError, TypeError, ValueError: `kept` is something else.
-        """
-        self.generation = int(kept["generation"])
-        self.begun_s = time_of(kept["begun_s"])
-        if stated_s is None and kept["started_s"] is not None:
-            self.started_s = float(kept["started_s"])
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """As `KeptState`; a start that the settings state wins over the kept one."""
+        stated_s = self.started_s
+        super().restore(kept)
+        self.started_s = self.started_s if stated_s is None else stated_s
 
 
 def run_of(job: str, topics_id: str, generation: int) -> str:

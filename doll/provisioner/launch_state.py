@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_args
 
 import msgspec
 
 from doll.provisioner.fleets.port import Instance, LaunchError, LaunchFailure, Order
-from doll.provisioner.plain_values import plain, time_of
+from doll.provisioner.kept_state import KeptState
 from doll.provisioner.planning.state import Market
 
 
@@ -60,14 +60,13 @@ class LaunchLimits:
     notice_timeout_s: float = 600.0
 
 
-@dataclass
-class _SlotAttempts:
+class _SlotAttempts(msgspec.Struct):
     """The launches of one slot."""
 
     incarnation: int = 0  # the highest that was ever ordered or observed
     attempt: int = 0  # of the next order with that incarnation
     failed: bool = False  # the order of `incarnation` made no machine, so the incarnation may be used again
-    retry_at_s: dict[Market, float] = field(default_factory=dict)  # no attempt before
+    retry_at_s: dict[Market, float] = msgspec.field(default_factory=dict)  # no attempt before
     early: int = 0  # early interruptions in a row
     no_spot_s: float = -math.inf  # when spot last had no machine for this slot
     no_capacity: bool = False  # its last spot launch got no machine
@@ -84,7 +83,7 @@ class _Refusal:
     turns: int = 1
 
 
-class LaunchState:
+class LaunchState(KeptState):
     """Launches and their outcomes. The caller reports every outcome; `to_dict` and `restore` persist the object.
 
     Attributes:
@@ -95,6 +94,12 @@ class LaunchState:
         run: `Order.run` of new orders.
         stopped: why nothing is launched until a person has acted; "": launches go on.
     """
+
+    KEPT: ClassVar = {
+        "slots": list[_SlotAttempts], "no_capacity_s": float, "launches_from_s": float,
+        "avoided_pools": dict[Market, dict[str, float]], "quota": dict[Market, float], "launched_s": list[float],
+        "failed_launches_s": list[float], "fallbacks_s": list[float],
+    }  # fmt: skip
 
     def __init__(self, num_slots: int, limits: LaunchLimits, machines_per_worker: int = 1) -> None:
         self.limits = limits
@@ -326,47 +331,23 @@ class LaunchState:
     # --- kept over restarts
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "slots": [{**msgspec.to_builtins(slot), "no_spot_s": plain(slot.no_spot_s)} for slot in self._slots],
-            "pending": [
-                {"order": {**msgspec.to_builtins(order), "avoid": sorted(order.avoid)}, "since_s": since_s}
-                for order, since_s in self.pending.values()
-            ],
-            "no_capacity_s": plain(self._no_capacity_s),
-            "launches_from_s": plain(self.launches_from_s),
-            "avoided_pools": self._avoided_pools,
-            "quota": self._quota,
-            "launched_s": self._launched_s,
-            "failed_launches_s": self._failed_launches_s,
-            "fallbacks_s": self._fallbacks_s,
-        }
+        pending = [
+            {"order": {**msgspec.to_builtins(order), "avoid": sorted(order.avoid)}, "since_s": since_s}
+            for order, since_s in self.pending.values()
+        ]
+        return {"pending": pending, **super().to_dict()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from what `to_dict` returned. `stopped` is not kept: a new start means that a person has acted.
+        """As `KeptState`. `stopped` is not kept: a new start means that a person has acted.
 
         A slot that was given up gets one more machine, at once: after a failure of that one it is given up again.
-
-        Raises:
-            KeyError, TypeError, ValueError: `kept` is something else, or of another number of slots.
         """
         if len(kept["slots"]) != len(self._slots):
             raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
-        self._slots = [
-            msgspec.convert({**slot, "no_spot_s": time_of(slot["no_spot_s"])}, _SlotAttempts) for slot in kept["slots"]
-        ]
+        super().restore(kept)
         for slot in self._slots:
             if slot.failures >= self.limits.max_failures:
                 slot.failures = self.limits.max_failures - 1
                 slot.retry_at_s.clear()
         orders = [(msgspec.convert(entry["order"], Order), float(entry["since_s"])) for entry in kept["pending"]]
         self.pending = {order.slot: (order, since_s) for order, since_s in orders}
-        self._no_capacity_s = time_of(kept["no_capacity_s"])
-        self.launches_from_s = time_of(kept["launches_from_s"])
-        self._avoided_pools = {
-            market: {str(pool): float(until_s) for pool, until_s in kept["avoided_pools"][market].items()}
-            for market in self._avoided_pools
-        }
-        self._quota = {market: float(until_s) for market, until_s in kept["quota"].items()}
-        self._launched_s, self._fallbacks_s = list(kept["launched_s"]), list(kept["fallbacks_s"])
-        self._failed_launches_s = list(kept["failed_launches_s"])

@@ -6,7 +6,7 @@ or an S3 object put on condition that it is not there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from doll.errors import FencedError
 from doll.storage.stores import open_store
@@ -15,14 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from doll.config import JobConfig
-
-
-class Claims(Protocol):
-    """The part of `CheckpointStore` that orders claims."""
-
-    def claim_term(self) -> int: ...
-
-    def newest_term(self) -> int: ...
+    from doll.storage.checkpoints import CheckpointStore
 
 
 class Lease:
@@ -32,7 +25,7 @@ class Lease:
         CheckpointError: where claims are kept cannot be written.
     """
 
-    def __init__(self, claims: Claims) -> None:
+    def __init__(self, claims: CheckpointStore) -> None:
         self._claims = claims
         self.number = claims.claim_term()
 
@@ -51,7 +44,7 @@ class Lease:
             )
 
 
-def claims_of(config: JobConfig, run_folder: Path) -> Claims:
+def claims_of(config: JobConfig, run_folder: Path) -> CheckpointStore:
     """Where the job's provisioners make their claims: `provision/` beside its checkpoints.
 
     Raises:

@@ -18,8 +18,7 @@ from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
 from doll.provisioner.fleets.ec2 import placement as ec2_placement
 from doll.provisioner.fleets.port import Fleet, SpotProbe
 from doll.provisioner.prices import ec2 as ec2_prices
-from doll.provisioner.prices.port import PriceFeed
-from doll.provisioner.prices.stated import StatedPrices
+from doll.provisioner.prices.port import PriceFeed, StatedPrices
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,56 @@ from doll.kafka.clients import kafka_problem
 from doll.kafka.publisher import Publisher
 from doll.kafka.tail import JobRecords
 from doll.process.health import Heartbeat, heartbeat_of
+from doll.process.metric_names import HEARTBEAT_EVERY_S, LEFT, PROVISIONER
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.lease import Lease, claims_of
 from doll.provisioner.machines import Machines
-from doll.provisioner.publisher import DecisionPublisher
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
-from doll.records.control import Finished, Leave, Welcome
+from doll.records.control import AnyRecord, Finished, Leave, Metric, Welcome
 from doll.service_checks import require_services
 from doll.services import Services
+
+
+class DecisionPublisher:
+    """Sends without waiting; decisions that Kafka does not take are in the journal.
+
+    Args:
+        topic: the job's `metrics`.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, publisher: Publisher, topic: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._publisher = publisher
+        self._topic = topic
+        self._clock = clock
+        self._sent_s = clock()
+
+    def publish(self, decision: Decision, *, last: bool) -> None:
+        """Send a decision.
+
+        Args:
+            last: this process exits normally, so its silence is no failure. A provisioner that gets SIGTERM leaves
+                machines behind: its silence must be noticed.
+        """
+        values = {**decision.measurements(), **({LEFT: 1.0} if last else {})}
+        self._send(decision.record(), Metric(source=PROVISIONER, values=values, time_s=decision.now_s))
+
+    def heartbeat(self) -> None:
+        """Send a heartbeat if nothing was sent for `HEARTBEAT_EVERY_S`; call it often."""
+        if self._clock() - self._sent_s >= HEARTBEAT_EVERY_S:
+            self._send(Metric(source=PROVISIONER, values={}, time_s=time.time()))
+
+    def _send(self, *records: AnyRecord) -> None:
+        self._sent_s = self._clock()
+        for record in records:
+            self._publisher.try_send(self._topic, record)
+
+    def close(self) -> None:
+        """Wait up to 5 s until Kafka has everything."""
+        self._publisher.close()
+
 
 POLL_S: Final = 0.2
 _KAFKA_TIMEOUT_S: Final = 3.0
@@ -64,7 +104,7 @@ class ProvisionerSetup:
     accept: Callable[[JobConfig], None] = lambda config: None
 
 
-class Provisioner:
+class ProvisionerProcess:
     """A running provisioner. Use as a context manager, then call `read_history` once, then one of the loops.
 
     Raises:

@@ -5,24 +5,79 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from doll.provisioner.billing import Bill, BillingRule
-from doll.provisioner.budget import fit_to_budget, reserve_usd
 from doll.provisioner.decision import Phase
 from doll.provisioner.fleets.port import Instance, SpotProbe
+from doll.provisioner.kept_state import KeptState, plain
 from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.observation import Observed
-from doll.provisioner.plain_values import plain_array, sized, times_of
-from doll.provisioner.planning import planner, work_estimate
-from doll.provisioner.planning.release_guard import of_slots
-from doll.provisioner.planning.slot_history import SlotHistory
-from doll.provisioner.planning.state import Bools, Market, PlannerSettings, PlannerState
+from doll.provisioner.planning import planner
+from doll.provisioner.planning.estimators import re_estimated
+from doll.provisioner.planning.release_rule import of_slots
+from doll.provisioner.planning.state import Bools, Market, PlannerSettings, PlannerState, SlotHistory
 from doll.provisioner.scale_in import ScaleIn, SlotChange
 from doll.provisioner.settings import ControllerSettings
-from doll.theory.cost import Prices
+from doll.theory.cost import SECONDS_PER_HOUR, Prices, unequal_cost_usd
+
+_RESERVE_TURNS = 3  # a running machine goes on for some turns whatever is decided
+
+
+@dataclass(frozen=True)
+class BudgetFit:
+    """A choice of markets that the budget enforces.
+
+    Attributes:
+        on_spot: bool, shape (N,): True for spot.
+        short: not even the cheapest choice is within the budget.
+    """
+
+    on_spot: Bools
+    expected_cost_usd: float
+    expected_finish_s: float
+    short: bool
+
+
+def fit_to_budget(
+    on_spot: Bools, state: PlannerState, planner: PlannerSettings, *, reserve_usd: float
+) -> BudgetFit | None:
+    """The plan `on_spot` with as many more slots on spot as the budget needs; None where it needs none.
+
+    Where no choice is within the budget, the cheapest one: the work goes on until the budget is spent.
+
+    Args:
+        reserve_usd: held back per machine, see `reserve_usd`.
+    """
+    work = planner.samples - state.samples_done
+    if planner.budget_usd is None or work <= 0:
+        return None
+    rates, alpha, prices = state.rates_per_s, max(state.alpha.point, 1e-3), state.prices
+    # While a slot moves, two machines are paid. Without that cost plans alternate at the edge of the budget.
+    moves = np.maximum(0, np.count_nonzero(state.on_spot) - np.arange(len(rates) + 1))
+    twice_usd = moves * prices.on_demand_usd_per_h * 2 * planner.boot_s / SECONDS_PER_HOUR
+    costs = state.spent_usd + unequal_cost_usd(work, rates, alpha, prices) + twice_usd
+    enough = np.flatnonzero(costs <= planner.budget_usd - len(rates) * reserve_usd)
+    fewest = int(enough[0]) if enough.size else int(np.argmin(costs))
+    missing = fewest - int(np.count_nonzero(on_spot))
+    if missing <= 0 and enough.size:
+        return None
+    order = [slot for slot in np.argsort(rates, kind="stable").tolist() if not on_spot[slot]]
+    # Slots that are on spot now stay there first.
+    order.sort(key=lambda slot: not state.on_spot[slot])
+    chosen = on_spot.copy()
+    chosen[order[: max(0, missing)]] = True
+    rate = float(rates[~chosen].sum() + alpha * rates[chosen].sum())
+    return BudgetFit(chosen, float(costs[fewest]), state.elapsed_s + work / rate, short=not enough.size)
+
+
+def reserve_usd(prices: Prices, replan_s: float, billing: BillingRule) -> float:
+    """Held back for each machine, USD at the higher price: it runs on for some turns whatever is decided."""
+    seconds = max(_RESERVE_TURNS * replan_s, billing.billed_s(0.0))
+    return max(prices.spot_usd_per_h, prices.on_demand_usd_per_h) * seconds / SECONDS_PER_HOUR
+
 
 _RE_ESTIMATE_EVERY = 3  # evaluations
 
@@ -58,7 +113,7 @@ class DesiredState:
         )  # fmt: skip
 
 
-class MarketPlan:
+class MarketPlan(KeptState):
     """The markets that were last chosen, and what the next choice needs of the past.
 
     Args:
@@ -71,6 +126,9 @@ class MarketPlan:
         moves: slots that changed their market so far.
         scale_in: which slots have no worker, whatever their market.
     """
+
+    KEPT: ClassVar = {"moves": int, "scale_in": KeptState}
+    LATER: ClassVar = ("scale_in",)
 
     def __init__(
         self, settings: ControllerSettings, billing: BillingRule, probe: SpotProbe | None, *, dry_run: bool
@@ -134,7 +192,7 @@ class MarketPlan:
         self._evaluations = len(versions)
         rng = np.random.default_rng(len(versions))
         samples = np.asarray(versions) * samples_per_update
-        self.planner = work_estimate.re_estimate(self.planner, samples, errors, settings.target_error, rng)
+        self.planner = re_estimated(self.planner, samples, errors, settings.target_error, rng)
 
     def observe_spot(
         self,
@@ -276,40 +334,21 @@ class MarketPlan:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "on_spot": None if self._on_spot is None else self._on_spot.tolist(),
-            "moved_s": plain_array(self._history.moved_s),
-            "spot_available": self._history.spot_available.tolist(),
-            "spot_changed_s": plain_array(self._history.spot_changed_s),
-            "moves": self.moves,
-            "scale_in": self.scale_in.to_dict(),
-            "work": {
-                "asked": self._settings.planner.samples,
-                "samples": self.planner.samples,
-                "evaluations": self._evaluations,
-            },
-        }
+        asked = self._settings.planner.samples
+        work = {"asked": asked, "samples": self.planner.samples, "evaluations": self._evaluations}
+        return {"on_spot": plain(self._on_spot), "work": work, **self._history.to_dict(), **super().to_dict()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from what `to_dict` returned. Re-estimated work is kept only where the job asks for the same.
-
-        Raises:
-            KeyError, TypeError, ValueError: `kept` is something else, or of another number of slots.
-        """
-        count = self._settings.num_slots
+        """As `KeptState`. Re-estimated work is kept only where the job asks for the same."""
+        super().restore(kept)
+        self._history.restore(kept)
         if kept["on_spot"] is not None:
-            self._on_spot = sized(np.asarray(kept["on_spot"], dtype=np.bool_), count)
-        self._history.moved_s = times_of(kept["moved_s"], count)
-        self._history.spot_available = sized(np.asarray(kept["spot_available"], dtype=np.bool_), count)
-        self._history.spot_changed_s = times_of(kept["spot_changed_s"], count)
-        self.moves = int(kept["moves"])
-        if "scale_in" in kept:  # earlier releases had none
-            self.scale_in.restore(kept["scale_in"])
-        work = kept["work"]
-        if work["asked"] == self._settings.planner.samples:
-            self.planner = replace(self.planner, samples=float(work["samples"]))
-            self._evaluations = int(work["evaluations"])
+            self._on_spot = np.array(kept["on_spot"], dtype=np.bool_)
+            if self._on_spot.shape != (self._settings.num_slots,):
+                raise ValueError(f"expected {self._settings.num_slots} slots, got {self._on_spot.size}")
+        if kept["work"]["asked"] == self._settings.planner.samples:
+            self.planner = replace(self.planner, samples=float(kept["work"]["samples"]))
+            self._evaluations = int(kept["work"]["evaluations"])
 
 
 def _markets(on_spot: Bools, active: Bools) -> tuple[Market | None, ...]:

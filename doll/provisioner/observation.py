@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from doll.ledger.lineage import Change, Lineage, UpdatesRecord
-from doll.provisioner.plain_values import plain, time_of
+from doll.provisioner.kept_state import KeptState, plain
 from doll.provisioner.planning.estimators import AvailabilityEstimator, BootTimeEstimator, RateEstimator
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.state import Alpha, Bools
@@ -44,8 +44,7 @@ _GAPS_OF_A_PAUSE: Final = 20.0  # mean gaps between two samples; chance makes on
 _NEWEST_SERVICE: Final = 0.1  # weight of the newest batch in a worker's mean service time
 
 
-@dataclass
-class _Slot:
+class _Slot(msgspec.Struct):
     """The process that the parameter server has welcomed last for one slot."""
 
     process: str = ""  # as in `Welcome.process`
@@ -82,7 +81,7 @@ class SlotHolder:
     works: bool
 
 
-class Observed:
+class Observed(KeptState):
     """Feed it records and the ends of the partitions; ask it what the planner needs.
 
     Args:
@@ -92,6 +91,14 @@ class Observed:
         heartbeat_timeout_s: a worker that is not heard for this long, while others are, does not work.
         keeps_losses: record the loss of each update in `losses`.
     """
+
+    KEPT: ClassVar = {
+        "slots": list[_Slot], "last_seen_s": float, "version": int, "batches_done": int, "finished": str,
+        "generation_s": float, "evaluations": list[tuple[int, float, float | None]],
+        "service": tuple[int, float], "spot": KeptState, "arrived": KeptState, "read": KeptState, "boots": KeptState,
+        "losses": KeptState,
+    }  # fmt: skip
+    LATER: ClassVar = ("generation_s", "boots", "losses")
 
     def __init__(
         self,
@@ -348,41 +355,15 @@ class Observed:
     # --- kept over restarts -----------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `restore` takes them back."""
-        return {
-            "slots": msgspec.to_builtins(self._slots),
-            "last_seen_s": self.last_seen_s if math.isfinite(self.last_seen_s) else None,
-            "ps_seen_s": [plain(self._ps_since_s), plain(self._ps_last_seen_s)],
-            "version": self.version, "batches_done": self.batches_done, "term": self.term, "finished": self.finished,
-            "generation": self.generation,
-            "generation_s": self.generation_s if math.isfinite(self.generation_s) else None,
-            "evaluations": [list(evaluation) for evaluation in self.evaluations], "service": list(self._service),
-            "spot": self.spot.to_dict(), "arrived": self._arrived.to_dict(), "read": self._read.to_dict(),
-            "boots": self.boots.to_dict(), "losses": self.losses.to_dict() if self.keeps_losses else None,
-        }  # fmt: skip
+        kept = super().to_dict()
+        kept["losses"] = kept["losses"] if self.keeps_losses else None
+        seen_s = [plain(self._ps_since_s), plain(self._ps_last_seen_s)]
+        return {"ps_seen_s": seen_s, "term": self.term, "generation": self.generation, **kept}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Go on from what `to_dict` gave.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is not that, or of another number of slots.
-        """
         if len(kept["slots"]) != len(self._slots):
             raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
-        self._slots = [_Slot(**fields) for fields in kept["slots"]]
-        self.last_seen_s = -math.inf if kept["last_seen_s"] is None else float(kept["last_seen_s"])
-        seen_s = kept.get("ps_seen_s", (None, None))  # earlier releases kept none
-        self._ps_since_s, self._ps_last_seen_s = time_of(seen_s[0]), time_of(seen_s[1])
-        self.version, self.batches_done = int(kept["version"]), int(kept["batches_done"])
-        self.finished = kept["finished"]
-        self._lineage = Lineage(int(kept["term"]), int(kept.get("generation", 0)))  # earlier releases had no generation
-        generation_s = kept.get("generation_s")
-        self.generation_s = -math.inf if generation_s is None else float(generation_s)
-        self.evaluations = [(int(version), float(loss), accuracy) for version, loss, accuracy in kept["evaluations"]]
-        self._service = (int(kept["service"][0]), float(kept["service"][1]))
-        self.spot.restore(kept["spot"])
-        self._arrived.restore(kept["arrived"])
-        self._read.restore(kept["read"])
-        self.boots.restore(kept.get("boots", {"seconds": []}))  # earlier releases measured none
-        if kept.get("losses") is not None:
-            self.losses.restore(kept["losses"])
+        super().restore(kept)
+        self._lineage = Lineage(int(kept["term"]), int(kept.get("generation", 0)))
+        seen_s = [-math.inf if at_s is None else float(at_s) for at_s in kept.get("ps_seen_s", (None, None))]
+        self._ps_since_s, self._ps_last_seen_s = seen_s

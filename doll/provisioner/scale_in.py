@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
+from doll.provisioner.kept_state import KeptState
 from doll.provisioner.observation import Observed
-from doll.provisioner.planning.release_guard import (
+from doll.provisioner.planning.release_rule import (
     ErrorTarget,
     deadline_at_risk,
     error_refusal,
@@ -23,8 +24,8 @@ from doll.provisioner.planning.release_guard import (
     release_refusal,
     with_work,
 )
-from doll.provisioner.planning.scale_in import ScaleInTuner, TunerSettings
 from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
+from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
 from doll.records.control import ProvisionDecision
 
 _RECALL: Final = 0.5
@@ -66,7 +67,7 @@ class SlotChange:
     why: str
 
 
-class ScaleIn:
+class ScaleIn(KeptState):
     """Which slots of a job are released.
 
     Args:
@@ -75,6 +76,8 @@ class ScaleIn:
     Attributes:
         released: bool, shape (N,).
     """
+
+    KEPT: ClassVar = {"whys": dict[int, str], "stopped": str, "tuner": KeptState}
 
     def __init__(self, settings: ScaleInSettings | None, num_slots: int) -> None:
         self._settings = settings
@@ -205,26 +208,12 @@ class ScaleIn:
     # --- kept over restarts
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "released": np.flatnonzero(self.released).tolist(),
-            "whys": {str(slot): why for slot, why in self._whys.items()},
-            "stopped": self._stopped,
-            "tuner": None if self._tuner is None else self._tuner.to_dict(),
-        }
+        return {"released": np.flatnonzero(self.released).tolist(), **super().to_dict()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from what `to_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: `kept` is something else, or of another number of slots.
-        """
         slots = [int(slot) for slot in kept["released"]]
         if any(not 0 <= slot < self._num_slots for slot in slots):
             raise ValueError(f"expected released slots of 0 to {self._num_slots - 1}, got {slots}")
-        if self._tuner is not None and kept["tuner"] is not None:
-            self._tuner.restore(kept["tuner"])
+        super().restore(kept)
         self.released[:] = False
         self.released[slots] = True
-        self._whys = {int(slot): str(why) for slot, why in kept["whys"].items()}
-        self._stopped = str(kept["stopped"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -116,25 +115,4 @@ class RetriedStateStore:
             self._has_written, self.problem = True, ""
 
 
-class MemoryStateStore:
-    """`StateStore` in memory, for tests and dry runs; what is saved goes through JSON as in a file.
-
-    Attributes:
-        journal: every entry, in order.
-    """
-
-    def __init__(self) -> None:
-        self.journal: list[dict[str, Any]] = []
-        self._kept: str | None = None
-
-    def load(self) -> dict[str, Any] | None:
-        return None if self._kept is None else json.loads(self._kept)
-
-    def save(self, kept: Mapping[str, Any]) -> None:
-        self._kept = json.dumps(kept)
-
-    def append(self, entry: Mapping[str, Any]) -> None:
-        self.journal.append(copy.deepcopy(dict(entry)))
-
-
-_stores: tuple[type[StateStore], ...] = (FileStateStore, MemoryStateStore, RetriedStateStore)
+_stores: tuple[type[StateStore], ...] = (FileStateStore, RetriedStateStore)

@@ -16,8 +16,7 @@ from doll.provisioner.planning.baselines import (
     baselines,
 )
 from doll.provisioner.planning.planner import plan, start
-from doll.provisioner.planning.slot_history import SlotHistory
-from doll.provisioner.planning.state import Alpha, PlannerSettings
+from doll.provisioner.planning.state import Alpha, PlannerSettings, SlotHistory
 from doll.theory.cost import Prices
 
 # Half a machine-hour up and half down before anything has been seen (Jeffreys' prior, weighed in hours).

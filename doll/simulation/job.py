@@ -12,8 +12,7 @@ from doll.config import JobConfig
 from doll.config.policy import PolicyConfig
 from doll.errors import ConfigError
 from doll.provisioner.planning.state import PlannerSettings
-from doll.provisioner.traces.availability import Markov, Preemption, Recorded
-from doll.provisioner.traces.gangs import WholeWorkers, pool_of_workers
+from doll.provisioner.traces.availability import Markov, Preemption, RecordedAvailability, WholeWorkers, pool_of_workers
 from doll.provisioner.traces.recordings import pool_of
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.provisioning import PlannerProvisioner
@@ -93,7 +92,7 @@ def preemptions(
             return chain, alpha
         return WholeWorkers(chain, machines), gang_availability(machines, alpha, cycle_s).alpha
     recorded = pool_of_workers(pool_of(trace, pool, "--pool"), machines, settings.num_workers)
-    return Recorded.of(recorded, settings.num_workers), recorded.alpha
+    return RecordedAvailability.of(recorded, settings.num_workers), recorded.alpha
 
 
 def fixed_mix(

@@ -8,8 +8,7 @@ import numpy as np
 
 from doll.provisioner.planning.estimators import AvailabilityEstimator
 from doll.provisioner.planning.planner import plan, start
-from doll.provisioner.planning.slot_history import SlotHistory
-from doll.provisioner.planning.state import PlannerSettings
+from doll.provisioner.planning.state import PlannerSettings, SlotHistory
 from doll.simulation.system import System
 
 

@@ -17,7 +17,6 @@ from doll.amounts import usd
 from doll.monitor.state.formats import known, number
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.rates import (
-    Margin,
     stability_margin,
     steady_update_rate,
 )
@@ -26,6 +25,7 @@ from doll.process.files import json_safe
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from doll.simulation.trajectory import Trajectory
+from doll.theory.queueing import Stability
 
 COLUMNS = ("update", "time_s", "waiting_batches", "workers_up", "group_s", "usd")
 # Enough for every pixel of a wide screen; the CSV keeps all rows.
@@ -138,7 +138,7 @@ def summarise(system: System, alpha: float) -> Summary:
     settings, trajectory = system.settings, system.trajectory
     n, updates = settings.num_workers, system.version
     k_b = group_size(settings) * settings.batch_size
-    margin = Margin(math.nan, math.nan)
+    margin = Stability(math.nan, math.nan)
     if settings.policy.serial_updates:
         margin = stability_margin(settings.rates_per_s, settings.batch_size, group_size(settings), settings.compute_s)
     drawn = sum(rate * system.slot_up_s(worker) for worker, rate in enumerate(settings.rates_per_s))

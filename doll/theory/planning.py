@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,6 @@ from doll.errors import InfeasiblePlanError
 from doll.theory import checks
 from doll.theory.checks import Floats
 from doll.theory.cost import SECONDS_PER_HOUR, Prices, effective_of_sorted
-from doll.theory.normal import quantile
 from doll.theory.preemption import uptime_variance_s2
 
 # Floats that stand for whole numbers: (64 - 60.95) / 0.1 must not lose a worker to rounding.
@@ -27,7 +27,7 @@ _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Assignment:
+class SpotAssignment:
     """Theorem 5's answer.
 
     Attributes:
@@ -56,7 +56,7 @@ def best_assignment(
     risk: float | None = None,
     z: float | None = None,
     effect: float = 1.0,
-) -> Assignment:
+) -> SpotAssignment:
     """Theorem 5: the streams to put on spot, for streams of unequal rates. Exact, O(N log N), vectorised.
 
     Cost over n = "the n slowest streams on spot" has one local minimum, and the feasible n are a prefix, so the scan
@@ -110,7 +110,7 @@ def best_assignment(
     rising = np.flatnonzero(~falls[:last])
     count = int(rising[0]) if rising.size else last
     runtime = samples / float(effective[count]) if samples else 0.0
-    return Assignment(
+    return SpotAssignment(
         spot=_slowest(rates, ascending, count),
         num_spot=count,
         expected_runtime_s=runtime,
@@ -190,3 +190,24 @@ def too_slow(
         constraint="deadline",
         nearest=nearest,
     )
+
+
+_STANDARD = NormalDist()
+
+
+def quantile(probability: float) -> float:
+    """z with P(Z <= z) = `probability`, in (0, 1).
+
+    >>> round(quantile(0.95), 3)
+    1.645
+    """
+    return _STANDARD.inv_cdf(probability)
+
+
+def tail(z: float) -> float:
+    """P(Z > z), also for infinite z.
+
+    >>> tail(0.0), tail(math.inf)
+    (0.5, 0.0)
+    """
+    return 0.5 * math.erfc(z / math.sqrt(2))

@@ -20,7 +20,7 @@ from doll.monitor.state.job_metrics import samples_of
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.planning.state import PlannerSettings
-from doll.provisioner.prices.stated import StatedPrices
+from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
 from fake_fleet import FakeFleet, VirtualClock

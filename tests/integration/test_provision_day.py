@@ -20,12 +20,11 @@ from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.prices.ec2 import Ec2Prices, OnDemandPrices
-from doll.provisioner.prices.port import PriceFeed
+from doll.provisioner.prices.port import PriceFeed, StatedPrices
 from doll.provisioner.prices.shipped import OnDemandPrice
-from doll.provisioner.prices.stated import StatedPrices
-from doll.provisioner.state_store import MemoryStateStore
 from fake_fleet import FakeFleet, VirtualClock
 from job_world import ON_DEMAND, SPOT, JobWorld, run, settings
+from memory_state_store import MemoryStateStore
 
 HOURS = float(os.environ.get("DOLL_DAY_HOURS", "2"))
 SLOTS, RATE, GROUP, BATCH = 64, 125.0, 20, 256

@@ -8,12 +8,12 @@ from doll.provisioner.billing import LOCAL, BillingRule
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import Instance
-from doll.provisioner.prices.stated import StatedPrices
+from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.reconcile import Launch
 from doll.provisioner.settings import ControllerSettings
-from doll.provisioner.state_store import MemoryStateStore
 from fake_fleet import FakeFleet, VirtualClock
 from job_world import ON_DEMAND, SPOT, JobWorld, run, settings
+from memory_state_store import MemoryStateStore
 
 
 class Forgetful(FakeFleet):

@@ -12,9 +12,9 @@ from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import Instance, InstanceState, LaunchFailure, Order
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.settings import ControllerSettings
-from doll.provisioner.state_store import MemoryStateStore
 from fake_fleet import FakeFleet, VirtualClock
 from job_world import FlatPrices, JobWorld, settings
+from memory_state_store import MemoryStateStore
 
 STEP_S = 10.0
 LAG_S = 25.0

@@ -17,13 +17,13 @@ from doll.monitor.state.prequential import Means
 from doll.monitor.state.rates import (
     DROP_S,
     ArrivalRateEstimator,
-    Margin,
     WorkerRates,
     stability_margin,
     steady_update_rate,
 )
 from doll.process import metric_names as names
 from doll.records.control import AnyRecord, Measures, Metric, ServerStatus, TermStarted, Update, WorkerStatus
+from doll.theory.queueing import Stability
 
 EVENTS_KEPT = 6
 # A rate that is shown was measured over `DROP_S` behind the start, which takes as long, or more.
@@ -107,7 +107,7 @@ class JobSnapshot:
     rate_measured: float
     rate_predicted: float
     rate_stated: bool
-    margin: Margin
+    margin: Stability
     service_s: float
     durable_version: int | None
     waiting_batches: int | None
@@ -287,10 +287,10 @@ class ProgressModel:
         is_over = len(times_s) > MIN_UPDATES_FOR_RATE and times_s[-1] - times_s[0] >= MIN_SPAN_FOR_RATE_S
         return steady_update_rate(times_s) if is_over else math.nan
 
-    def margin(self) -> Margin:
+    def margin(self) -> Stability:
         """Proposition 1 with the measured service time of a batch; NaN where it does not hold."""
         if not self.config.training.policy.serial_updates:
-            return Margin(math.nan, math.nan)
+            return Stability(math.nan, math.nan)
         rates = self.arrival_rates_per_s()
         return stability_margin(rates, self.config.data.batch_size, self.config.group_size, self.history.service_s())
 

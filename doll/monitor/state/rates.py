@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from doll.theory.queueing import harmonic
+from doll.theory.queueing import Stability, stability
 
 # Start-up, which differs from the steady state: connections, first weights, cold caches.
 DROP_FRACTION = 0.1
@@ -48,25 +48,10 @@ def steady_update_rate(
     return float((len(steady) - 1) / (steady[-1] - steady[0]))
 
 
-class Margin(NamedTuple):
-    """How far a job is from instability; above 1 is stable in that form.
-
-    Attributes:
-        sufficient: (b / sum of rates) / μ_C. Above 1 the job is stable even if all K batches run one by one.
-        necessary: (b / sum of rates) / ((H_K / K) μ_C): the K batches at K distinct workers, exponential C. Below 1 the
-            queue grows without bound, unless C varies less than an exponential time.
-    """
-
-    sufficient: float
-    necessary: float
-
-
-def stability_margin(rates_per_s: Sequence[float], batch_size: int, group_size: int, service_s: float) -> Margin:
+def stability_margin(rates_per_s: Sequence[float], batch_size: int, group_size: int, service_s: float) -> Stability:
     """Proposition 1 for a job whose mean service time of one batch is `service_s` (compute + fetch + store).
 
     NaN without a service time or without arrivals; 0 when arrivals are unlimited (`asap`).
-
-    Source: the DOLL paper, Proposition 1. Differs from the paper: the harmonic number H_K in place of log K.
 
     >>> round(stability_margin([125.0] * 64, 256, 20, service_s=0.032).sufficient, 6)
     1.0
@@ -74,9 +59,8 @@ def stability_margin(rates_per_s: Sequence[float], batch_size: int, group_size: 
     _check(batch_size, group_size)
     total = sum(rates_per_s)
     if not service_s > 0 or not total > 0:
-        return Margin(math.nan, math.nan)
-    sufficient = batch_size / total / service_s
-    return Margin(sufficient, sufficient * group_size / harmonic(group_size))
+        return Stability(math.nan, math.nan)
+    return Stability(0.0, 0.0) if math.isinf(total) else stability(total, group_size, batch_size, service_s)
 
 
 class ArrivalRateEstimator:

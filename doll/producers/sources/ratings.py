@@ -136,7 +136,7 @@ def shuffled(
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedRatings:
     """Made-up ratings: a fixed set of pairs of user and item, each with its rating.
 
     Attributes:
@@ -149,7 +149,9 @@ class Observed:
     ratings: npt.NDArray[np.float32]
 
 
-def observe(users: int, items: int, rank: int, noise: float, observed: float, rng: np.random.Generator) -> Observed:
+def observe(
+    users: int, items: int, rank: int, noise: float, observed: float, rng: np.random.Generator
+) -> ObservedRatings:
     """Ratings that are products of factors, plus noise.
 
     A rating is the product of two vectors of `rank` numbers, each normal with variance 1 / rank, plus a normal number
@@ -163,10 +165,10 @@ def observe(users: int, items: int, rank: int, noise: float, observed: float, rn
     pairs = rng.choice(users * items, count, replace=False, shuffle=False)
     rows, columns = np.divmod(pairs, items)
     ratings = np.einsum("nr,nr->n", of_user[rows], of_item[columns]) + rng.normal(0.0, noise, count)
-    return Observed(rows, columns, ratings.astype(np.float32))
+    return ObservedRatings(rows, columns, ratings.astype(np.float32))
 
 
-def samples(observed: Observed, stream: int, streams: int, rng: np.random.Generator) -> Iterator[bytes]:
+def samples(observed: ObservedRatings, stream: int, streams: int, rng: np.random.Generator) -> Iterator[bytes]:
     """Packed records without end: each is drawn from the stream's share of the ratings, with replacement.
 
     Raises:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from doll.errors import ConfigError
 from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import RoleSpec
@@ -280,10 +282,9 @@ class ProcessFleet:
             return
         roles = {role.name: role for role in self._forks.running()}
         try:
-            for kept in json_value(read_text(self._path, max_bytes=_MOST_BYTES)):
-                machine = _machine(kept)
-                self._machines[machine.instance.id] = machine
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as exc:
+            kept = msgspec.convert(json_value(read_text(self._path, max_bytes=_MOST_BYTES)), list[Machine])
+            self._machines = {machine.instance.id: machine for machine in kept}
+        except (OSError, ValueError) as exc:
             raise ConfigError(
                 f"{self._path}: expected the instances of this run, cannot read them ({short(repr(exc))}); remove the "
                 "file if nothing of the run is left"
@@ -302,14 +303,6 @@ class ProcessFleet:
         content = [dataclasses.asdict(machine) for machine in self._machines.values()]
         write_atomically(self._path, json.dumps(content) + "\n")
         self._changed = False
-
-
-def _machine(kept: dict[str, Any]) -> Machine:
-    plain = dict(kept)
-    fields = dict(plain.pop("instance"))
-    fields["members"] = ()  # its machines are one process
-    fields["state"], fields["end_reason"] = InstanceState(fields["state"]), EndReason(fields["end_reason"])
-    return Machine(Instance(**fields), **plain)
 
 
 _fleet: type[Fleet] = ProcessFleet

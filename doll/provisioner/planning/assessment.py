@@ -6,61 +6,74 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from doll.amounts import usd
+from doll.amounts import duration, duration_range, usd, usd_range
 from doll.errors import InfeasiblePlanError
 from doll.provisioner.planning.forecast import Forecast, forecast
 from doll.provisioner.planning.market_rules import Slack
-from doll.provisioner.planning.planner import start
+from doll.provisioner.planning.planner import slot_ranges, start
+from doll.provisioner.planning.stack_cost import StackKind, stack_lines
 from doll.provisioner.planning.state import Alpha, Bools, PlannerSettings, PlannerState
 from doll.theory import checks
 from doll.theory.checks import Floats
-from doll.theory.cost import Prices, cost_ratio, effective_of_sorted, unequal_cost_usd, work_samples
-from doll.theory.normal import tail
-from doll.theory.planning import Assignment, best_assignment, check_budget
+from doll.theory.cost import Prices, cost_ratio, effective_of_sorted, unequal_cost_usd
+from doll.theory.planning import SpotAssignment, best_assignment, check_budget, tail
 from doll.theory.preemption import uptime_variance_s2
 from doll.theory.queueing import Stability, smallest_stable_batch, stability, update_rate_per_s
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked, with the names and defaults of the job file's `plan:` section.
+    """What is asked.
 
     Attributes:
-        prices, alpha, cycle_s: of a worker with all of its machines, see `plan_request.of_workers`.
+        planner: work, deadline, budget and risk, checked: the same for a running job (`ControllerSettings.planner`).
+        rates_per_s: λ_n, samples per second of each stream, shape (N,).
+        prices, alpha: of a worker with all of its machines, see `plan_request.of_workers`.
+        has_deadline: one is asked for; else `planner.deadline_s` is a time in which even all on spot are done.
+        service_s: μ_C; None: not known.
 
     Raises:
         ValueError: a number out of its range.
     """
 
+    planner: PlannerSettings
     rates_per_s: Floats
-    group_size: int
-    batch_size: int
-    updates: float
     prices: Prices
     alpha: float
-    cycle_s: float
-    deadline_s: float | None = None
-    budget_usd: float | None = None
-    risk: float | None = None
-    boot_s: float = 90.0
-    margin: float = 0.005
+    has_deadline: bool = True
     service_s: float | None = None
     machines_per_worker: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates_per_s", checks.rates(self.rates_per_s))
-        checks.positive(updates=self.updates, group_size=self.group_size, batch_size=self.batch_size)
-        checks.positive(cycle_s=self.cycle_s)
-        checks.fraction(alpha=self.alpha, margin=self.margin)
+        checks.fraction(alpha=self.alpha)
 
     @property
-    def samples(self) -> float:
-        return work_samples(self.updates, self.group_size, self.batch_size)
+    def updates(self) -> float:
+        """J."""
+        return self.planner.samples / (self.group_size * self.batch_size)
+
+    @property
+    def group_size(self) -> int:
+        """K."""
+        assert self.planner.group_size is not None
+        return self.planner.group_size
+
+    @property
+    def batch_size(self) -> int:
+        """b."""
+        return self.planner.batch_size
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The deadline that is asked for."""
+        return self.planner.deadline_s if self.has_deadline else None
 
     @property
     def total_per_s(self) -> float:
@@ -69,13 +82,6 @@ class PlanRequest:
     @property
     def num_workers(self) -> int:
         return len(self.rates_per_s)
-
-    @property
-    def horizon_s(self) -> float:
-        """The deadline; without one, a time in which even all workers on spot are done."""
-        if self.deadline_s is not None:
-            return self.deadline_s
-        return 2 * self.samples / (max(self.alpha, 0.01) * self.total_per_s)
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ class Assessment:
             "worker_prices": asdict(request.prices),
             "updates": request.updates,
             "deadline_s": request.deadline_s,
-            "budget_usd": request.budget_usd,
+            "budget_usd": request.planner.budget_usd,
             "num_spot": self.num_spot,
             "num_on_demand": request.num_workers - self.num_spot,
             "markets": ["spot" if spot else "on_demand" for spot in self.mix],
@@ -167,15 +173,20 @@ class Assessment:
 
 def assess(request: PlanRequest) -> Assessment:
     """Answer the request. What cannot be done is in the answer (`problem`), not raised."""
-    samples, rates, alpha, prices = request.samples, request.rates_per_s, request.alpha, request.prices
+    samples, rates, alpha, prices = request.planner.samples, request.rates_per_s, request.alpha, request.prices
     problem: InfeasiblePlanError | None = None
     binding = "none"
     try:
         best = _best(request)
         mix = best.spot
         if not mix.all():
-            binding = ("risk" if request.risk is not None else "deadline") if best.deadline_binds else "price"
-        check_budget(best.expected_cost_usd, request.budget_usd, updates=request.updates, deadline_s=request.horizon_s)
+            binding = ("risk" if request.planner.risk is not None else "deadline") if best.deadline_binds else "price"
+        check_budget(
+            best.expected_cost_usd,
+            request.planner.budget_usd,
+            updates=request.updates,
+            deadline_s=request.planner.deadline_s,
+        )
     except InfeasiblePlanError as error:
         problem, binding = _with_longer_deadline(request, error), error.constraint
         if error.constraint == "deadline":
@@ -210,39 +221,39 @@ def assess(request: PlanRequest) -> Assessment:
 def risk_curve(request: PlanRequest) -> tuple[Floats, Floats]:
     """Expected cost in USD and P(miss) of every mix "the n slowest on spot", n = 0 .. N; shape (N + 1,) each."""
     ascending = np.sort(request.rates_per_s)
-    costs = unequal_cost_usd(request.samples, ascending, request.alpha, request.prices)
-    limit = request.horizon_s
+    costs = unequal_cost_usd(request.planner.samples, ascending, request.alpha, request.prices)
+    limit = request.planner.deadline_s
     effective = effective_of_sorted(ascending, request.alpha)
     squares = np.concatenate(([0.0], np.cumsum(ascending**2)))
-    variance = squares * uptime_variance_s2(limit, request.alpha, request.cycle_s) + request.total_per_s * limit
-    z = (effective * limit - request.samples) / np.sqrt(variance)
+    variance = squares * uptime_variance_s2(limit, request.alpha, request.planner.cycle_s) + request.total_per_s * limit
+    z = (effective * limit - request.planner.samples) / np.sqrt(variance)
     return costs, np.array([tail(float(value)) for value in z])
 
 
-def _best(request: PlanRequest) -> Assignment:
+def _best(request: PlanRequest) -> SpotAssignment:
     return best_assignment(
-        request.samples,
+        request.planner.samples,
         request.rates_per_s,
         request.alpha,
-        request.horizon_s,
+        request.planner.deadline_s,
         request.prices,
-        cycle_s=request.cycle_s,
-        risk=request.risk,
+        cycle_s=request.planner.cycle_s,
+        risk=request.planner.risk,
     )
 
 
 def _with_longer_deadline(request: PlanRequest, error: InfeasiblePlanError) -> InfeasiblePlanError:
     """For a budget that binds: the deadline at which it would do, if there is one."""
-    if error.constraint != "budget" or request.budget_usd is None:
+    if error.constraint != "budget" or request.planner.budget_usd is None:
         return error
-    costs = unequal_cost_usd(request.samples, request.rates_per_s, request.alpha, request.prices)
-    enough = np.flatnonzero(costs <= request.budget_usd)
+    costs = unequal_cost_usd(request.planner.samples, request.rates_per_s, request.alpha, request.prices)
+    enough = np.flatnonzero(costs <= request.planner.budget_usd)
     if not enough.size:
         cheapest = float(costs.min())
         message = f"{error}; no deadline makes it cheaper than {usd(cheapest, up=True)} USD"
         return InfeasiblePlanError(message, constraint="budget", nearest=error.nearest)
     effective = effective_of_sorted(np.sort(request.rates_per_s), request.alpha)
-    later = request.samples / float(effective[enough[0]])
+    later = request.planner.samples / float(effective[enough[0]])
     return InfeasiblePlanError(
         f"{error}, or a deadline of {later:.6g} s with {int(enough[0])} workers on spot",
         constraint="budget",
@@ -263,20 +274,9 @@ def _state(request: PlanRequest, on_spot: Bools) -> PlannerState:
 
 
 def _settings(request: PlanRequest, *, adaptive: bool) -> PlannerSettings:
-    return PlannerSettings(
-        samples=request.samples,
-        batch_size=request.batch_size,
-        group_size=request.group_size,
-        deadline_s=request.horizon_s,
-        budget_usd=request.budget_usd,
-        boot_s=request.boot_s if adaptive else 0.0,
-        # A job of a minute is not re-planned once a minute.
-        replan_s=min(60.0, request.horizon_s / 100),
-        cycle_s=request.cycle_s,
-        rule="pace" if adaptive else "theorem",
-        guard=adaptive,
-        margin=request.margin if adaptive else 0.0,
-    )
+    # A job of a minute is not re-planned once a minute.
+    settings = replace(request.planner, risk=None, replan_s=min(60.0, request.planner.deadline_s / 100))
+    return settings if adaptive else replace(settings, boot_s=0.0, rule="theorem", guard=False, margin=0.0)
 
 
 def _static(request: PlanRequest, mix: Bools) -> Forecast:
@@ -319,3 +319,91 @@ def _advice(request: PlanRequest) -> list[str]:
         f"each update averages K b = {size * batch} samples: the noise floor falls like 1/(K b), updates per second too"
     )
     return advice
+
+
+_BINDING = {
+    "none": "no constraint binds: all workers may run on spot",
+    "deadline": "the deadline binds: one more worker on spot would be late in expectation",
+    "risk": "the risk binds: one more worker on spot would be late too often",
+    "price": "the prices bind: more workers on spot would not be cheaper",
+    "budget": "the budget binds: it is expected to suffice only with the adaptive planner",
+}
+
+
+def report_text(assessment: Assessment, notes: Sequence[str], stack: StackKind | None = None) -> str:
+    """The assessment with its advice; `notes` are appended.
+
+    Args:
+        stack: what runs beside the workers and is shown with its cost; None: nothing.
+    """
+    request, static = assessment.request, assessment.static
+    count = request.num_workers
+    lines = []
+    if assessment.problem is not None:
+        lines += [f"NOT FEASIBLE: {assessment.problem}", "", "The best possible result:"]
+    else:
+        lines.append(f"Feasible; {_BINDING[assessment.binding]}.")
+    lines += [
+        f"  spot {assessment.num_spot} of {count} workers, on-demand {count - assessment.num_spot}",
+        *_slots_by_market(assessment),
+        *_machines(assessment),
+        f"  cost    {usd_range(static.expected_cost_usd, static.cost_sd_usd)} USD, {assessment.savings:.1%} saved of "
+        f"{usd(assessment.all_on_demand_usd)} USD on-demand",
+        f"  finish  {duration_range(static.expected_finish_s, static.finish_sd_s)}"
+        + (f", deadline {duration(request.deadline_s)}" if request.deadline_s else ", no deadline given"),
+    ]
+    if request.deadline_s is not None:
+        lines.append(f"  P(late) {_probability(static.miss_prob)} if the mix is kept to the end")
+    if assessment.adaptive is not None:
+        late = f", P(late) {_probability(assessment.adaptive.miss_prob)}" if request.deadline_s else ""
+        cost = usd_range(assessment.adaptive.expected_cost_usd, assessment.adaptive.cost_sd_usd)
+        lines.append(
+            f"Adaptive planner with guard: about {cost} USD{late} while on-demand workers boot in "
+            f"{request.planner.boot_s:g} s"
+        )
+    if assessment.bounds is not None:
+        lines.append(
+            f"Corollary 2: the best mix costs {assessment.bounds[0]:.2%} to {assessment.bounds[1]:.2%} of on-demand"
+        )
+    lines.append(f"All on spot: {usd(assessment.all_spot_usd)} USD, {duration(assessment.all_spot_s)} expected")
+    if assessment.stability is not None:
+        stability = assessment.stability
+        lines.append(
+            f"Stability: {stability.verdict}; margin {stability.sufficient:.3g} (sufficient form), "
+            f"{stability.necessary:.3g} (necessary form)"
+        )
+    if stack is not None and math.isfinite(static.expected_finish_s):
+        lines += stack_lines(stack, static.expected_finish_s, static.expected_cost_usd)
+    lines += [f"- {line}" for line in (*assessment.advice, *notes)]
+    return "\n".join(lines)
+
+
+def _machines(assessment: Assessment) -> list[str]:
+    """What a worker consists of and what it costs, where that is more than one machine."""
+    request, prices = assessment.request, assessment.request.prices
+    workers, count = request.num_workers, request.machines_per_worker
+    if count == 1:
+        return []
+    return [
+        f"  {workers} workers x {count} machines = {workers * count} machines; a worker has all of its own or none",
+        f"  prices  {prices.spot_usd_per_h:g} spot, {prices.on_demand_usd_per_h:g} on-demand USD/h per worker; "
+        f"{prices.spot_usd_per_h / count:g} and {prices.on_demand_usd_per_h / count:g} per machine",
+    ]
+
+
+def _slots_by_market(assessment: Assessment) -> list[str]:
+    """Streams by market with the reason, as ranges."""
+    lines = []
+    reasons = assessment.reasons()
+    for market, spot in (("spot", True), ("on-demand", False)):
+        slots = [slot for slot, on_spot in enumerate(assessment.mix) if bool(on_spot) is spot]
+        if slots:
+            why = reasons[slots[0]].split(": ", 1)[1]
+            rates = assessment.request.rates_per_s[slots]
+            span = f"{rates.min():g}" if rates.min() == rates.max() else f"{rates.min():g} .. {rates.max():g}"
+            lines.append(f"    {market}: streams {slot_ranges(slots)} ({span} samples/s); {why}")
+    return lines
+
+
+def _probability(probability: float) -> str:
+    return "below 1e-6" if probability < 1e-6 else f"{probability:.3g}"

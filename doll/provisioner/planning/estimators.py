@@ -1,4 +1,4 @@
-"""What observations say about the future: availability of spot with an interval, the streams' rates, boots. Pure.
+"""What observations say about the future: spot's availability with an interval, rates, boots, the work. Pure.
 
 Model: an up period of a spot slot ends at rate q, a down period at rate r; α = r / (q + r). With Gamma posteriors for q
 and r the quantiles of α are quantiles of a Beta, transformed: exact, no sampling.
@@ -9,14 +9,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
-from doll.provisioner.planning.state import Alpha, Bools
+from doll.errors import InfeasiblePlanError
+from doll.provisioner.kept_state import KeptState
+from doll.provisioner.planning.state import Alpha, Bools, PlannerSettings
 from doll.theory import checks
 from doll.theory.checks import Floats
+from doll.theory.fitting import first_crossing, fit_tail
 
 _LEAST_OF_PRIOR = 1e-6
 """A rate is never estimated below this fraction of the stated one."""
@@ -47,7 +52,7 @@ def alpha_quantile(
     return p * up_s / (p * up_s + (1 - p) * down_s)
 
 
-class AvailabilityEstimator:
+class AvailabilityEstimator(KeptState):
     """Estimates α and the cycle from slots that are watched while they are assigned to spot.
 
     A slot on-demand says nothing about spot (censored). Interruptions of one pool within `cluster_s` count as one
@@ -131,7 +136,7 @@ class AvailabilityEstimator:
         return up + down
 
     def to_dict(self) -> dict[str, Any]:
-        """What was seen, as plain values for JSON; `restore` takes it back. Spells under way are not in it."""
+        """As `KeptState`. Spells under way are not kept."""
         # A cluster that may still grow is kept as one that cannot: its successor begins after a restart.
         clusters = [*self._clusters, *self._open.values()]
         return {
@@ -140,11 +145,6 @@ class AvailabilityEstimator:
         }
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Go on from what `to_dict` gave.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is not that.
-        """
         self._ends_of_up, self._ends_of_down, self._up_s, self._down_s = (float(tally) for tally in kept["tallies"])
         self._clusters.extend((float(begin_s), int(size)) for begin_s, size in kept["clusters"])
 
@@ -163,7 +163,7 @@ class AvailabilityEstimator:
         self._open[pool] = (begin, size + 1)
 
 
-class RateEstimator:
+class RateEstimator(KeptState):
     """Arrival rates of the streams: samples over up-time, after a prior worth `prior_s` seconds.
 
     Args:
@@ -172,6 +172,9 @@ class RateEstimator:
         half_life_s: what was seen, and the prior, count half after so many seconds of up-time: a stream that changes in
             the course of a day is followed, and noise of minutes is not.
     """
+
+    KEPT: ClassVar = {"samples": Floats, "up_s": Floats, "prior_s": Floats}
+    LATER: ClassVar = ("prior_s",)  # rates did not decay
 
     def __init__(self, prior_per_s: npt.ArrayLike, prior_s: float = 60.0, half_life_s: float = 1800.0) -> None:
         checks.positive(prior_s=prior_s, half_life_s=half_life_s)
@@ -195,29 +198,15 @@ class RateEstimator:
         # After months without a sample the counts underflow; the planner needs a rate above 0.
         return np.maximum(rates, _LEAST_OF_PRIOR * self._prior)
 
-    def to_dict(self) -> dict[str, list[float]]:
-        """What was seen, as plain values for JSON; `restore` takes it back."""
-        return {"samples": self._samples.tolist(), "up_s": self._up_s.tolist(), "prior_s": self._prior_s.tolist()}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Go on from what `to_dict` gave.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is not that, or of another number of streams.
-        """
-        samples, up_s = np.asarray(kept["samples"], np.float64), np.asarray(kept["up_s"], np.float64)
-        prior_s = np.asarray(kept.get("prior_s", self._prior_s), np.float64)  # earlier releases had no decay
-        if not samples.shape == up_s.shape == prior_s.shape == self._prior.shape:
-            raise ValueError(f"expected {len(self._prior)} streams, got {samples.size} and {up_s.size}")
-        self._samples, self._up_s, self._prior_s = samples, up_s, prior_s
-
-
-class BootTimeEstimator:
+class BootTimeEstimator(KeptState):
     """How long machines take from the order to a worker that has its slot; the newest `keep` count.
 
     Args:
         keep: of how many boots; older ones say little about the image and the market of today.
     """
+
+    KEPT: ClassVar = {"seconds": list[Annotated[float, Meta(ge=0)]]}
 
     def __init__(self, keep: int = 50) -> None:
         self._seconds: deque[float] = deque(maxlen=keep)
@@ -232,16 +221,50 @@ class BootTimeEstimator:
         """p90: the smallest time that nine of ten do not exceed; 0 before the first."""
         return float(np.quantile(list(self._seconds), 0.9, method="inverted_cdf")) if self._seconds else 0.0
 
-    def to_dict(self) -> dict[str, list[float]]:
-        """What was seen, as plain values for JSON; `restore` takes it back."""
-        return {"seconds": list(self._seconds)}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Go on from what `to_dict` gave.
+# A curve of three constants says little about its end before it has this many points and has fallen by half.
+MIN_EVALUATIONS = 12
+MIN_FALL = 0.5
 
-        Raises:
-            KeyError, TypeError, ValueError: it is not that.
-        """
-        seconds = [float(boot_s) for boot_s in kept["seconds"]]
-        checks.non_negative(**{f"boot {number}": one for number, one in enumerate(seconds)})
-        self._seconds.extend(seconds)
+
+def re_estimated(
+    settings: PlannerSettings,
+    samples: npt.ArrayLike,
+    errors: npt.ArrayLike,
+    target_error: float,
+    rng: np.random.Generator,
+    *,
+    most: float = 2.0,
+) -> PlannerSettings:
+    """The settings with the work from the run's own error curve, or unchanged where the curve is too short yet.
+
+    The upper end of the estimate's interval is taken, since too small an estimate spends slack that is needed later;
+    where that end is unbounded the point estimate is. One step changes the work by at most the factor `most`. The curve
+    is fitted against updates; where updates differ, against batches.
+
+    Args:
+        samples: samples in the model at each held-out evaluation, ascending, shape (m,).
+        errors: held-out error of each, above 0, shape (m,).
+        target_error: ε in the same measure.
+        rng: for the bootstrap.
+
+    Raises:
+        ValueError: an error that is not above 0, or samples that are not ascending.
+    """
+    step = settings.samples_per_update or settings.batch_size
+    at, measured = np.asarray(samples, dtype=np.float64) / step, np.asarray(errors, dtype=np.float64)
+    before = settings.samples / step
+    reached = first_crossing(at, measured, target_error)
+    if reached is not None:
+        return replace(settings, samples=max(reached, 1.0) * step)
+    if len(at) < MIN_EVALUATIONS or measured[-1] > MIN_FALL * measured[0]:
+        return settings
+    try:
+        needed = fit_tail(at, measured, rng, replicas=100).updates_to(target_error)
+    except InfeasiblePlanError:
+        # The fitted floor is above the target: more work than planned, by an unknown amount.
+        return replace(settings, samples=settings.samples * most)
+    wanted = needed.high if math.isfinite(needed.high) else needed.point
+    bounded = min(max(wanted, before / most), before * most)
+    # The last evaluation is above the target, so the work ends after it.
+    return replace(settings, samples=max(bounded, float(at[-1]) + 1) * step)

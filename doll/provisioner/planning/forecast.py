@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
 from doll.theory.cost import SECONDS_PER_HOUR
-from doll.theory.normal import quantile, tail
+from doll.theory.planning import quantile, tail
 from doll.theory.preemption import uptime_variance_s2
 
 if TYPE_CHECKING:

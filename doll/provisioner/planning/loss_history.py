@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
+from msgspec import Meta
 
+from doll.provisioner.kept_state import KeptState
 from doll.theory.checks import Floats
 
 MOST_POINTS: Final = 2048
+_Point = tuple[float, float, float]  # newest step, its time, mean loss
 
 
-class LossHistory:
+class LossHistory(KeptState):
     """The loss of each update before learning from it, and when it was made.
 
     At `most` points, two neighbours become one with their mean loss, and from then on as many updates make a point.
@@ -22,6 +24,8 @@ class LossHistory:
     Args:
         most: points that are kept, at least 2.
     """
+
+    KEPT: ClassVar = {"stride": Annotated[int, Meta(ge=1)], "points": list[_Point], "open": list[_Point]}
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         if most < 2:
@@ -32,8 +36,8 @@ class LossHistory:
     def clear(self) -> None:
         """Forget all of it: the job begins again."""
         self._stride = 1
-        self._points: list[tuple[float, float, float]] = []  # newest step of the point, its time, mean loss
-        self._open: list[tuple[float, float, float]] = []  # of the point that is not complete
+        self._points: list[_Point] = []
+        self._open: list[_Point] = []  # of the point that is not complete
 
     def __len__(self) -> int:
         return len(self._points)
@@ -99,28 +103,3 @@ class LossHistory:
     def first_step(self) -> float:
         """Step of the first point; 0 before it."""
         return self._points[0][0] if self._points else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "stride": self._stride,
-            "points": [list(p) for p in self._points],
-            "open": [list(p) for p in self._open],
-        }
-
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from what `to_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: `kept` is something else.
-        """
-        stride = int(kept["stride"])
-        if stride < 1:
-            raise ValueError(f"stride: expected 1 or more, got {stride}")
-        points, unfinished = ([_point(entry) for entry in kept[name]] for name in ("points", "open"))
-        self._stride, self._points, self._open = stride, points, unfinished
-
-
-def _point(entry: Any) -> tuple[float, float, float]:
-    step, at_s, loss = entry
-    return float(step), float(at_s), float(loss)

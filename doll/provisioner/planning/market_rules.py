@@ -137,7 +137,7 @@ def theorem(state: PlannerState, settings: PlannerSettings, slack: Slack, worth:
     return chosen
 
 
-def guard(
+def deadline_rule(
     state: PlannerState, settings: PlannerSettings, slack: Slack, wanted: Bools, move_s: float
 ) -> tuple[Bools, Bools]:
     """Take back from spot what the deadline cannot afford to lose.

@@ -12,7 +12,9 @@ from pydantic import ValidationError
 from doll.config import JobConfig, PlanConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
 from doll.provisioner.planning.assessment import PlanRequest
-from doll.theory.cost import Prices
+from doll.provisioner.planning.state import PlannerSettings
+from doll.theory import checks
+from doll.theory.cost import Prices, work_samples
 from doll.theory.preemption import gang_availability
 
 HOW_TO_MEASURE: Final = (
@@ -66,26 +68,40 @@ def plan_request(
         if group_size is None and not math.isclose(samples_per_s, sum(rates_per_s)):
             notes.append(f"policy {policy.name}: planned as groups of K = {size} batches of any workers")
     updates = updates_to_target(config, section, notes)
+    planner = planner_settings(section, rates_per_s, updates, size, batch)
     try:
         request = PlanRequest(
-            rates_per_s=np.asarray(rates_per_s, dtype=np.float64),
-            group_size=size,
-            batch_size=batch,
-            updates=updates,
-            prices=Prices(spot, on_demand),
-            alpha=section.alpha,
-            cycle_s=section.cycle_s,
-            deadline_s=section.deadline_s,
-            budget_usd=section.budget_usd,
-            risk=section.risk,
-            boot_s=section.boot_s,
-            margin=section.margin,
-            service_s=section.service_s,
+            planner=planner, rates_per_s=np.asarray(rates_per_s, dtype=np.float64), prices=Prices(spot, on_demand),
+            alpha=section.alpha, has_deadline=section.deadline_s is not None, service_s=section.service_s,
             machines_per_worker=machines,
-        )
+        )  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"plan: {error}") from error
     return request, notes
+
+
+def planner_settings(
+    section: PlanConfig, rates_per_s: Sequence[float], updates: float, group_size: int, batch_size: int
+) -> PlannerSettings:
+    """What a plan section asks of the planner, checked: for `doll plan` and for a running job.
+
+    Without a deadline it is a time in which even all on spot are done.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+    samples = work_samples(updates, group_size, batch_size)
+    deadline_s = section.deadline_s
+    try:
+        if deadline_s is None:
+            deadline_s = 2 * samples / (max(section.alpha, 0.01) * float(checks.rates(rates_per_s).sum()))
+        return PlannerSettings(
+            samples=samples, group_size=group_size, batch_size=batch_size, deadline_s=deadline_s,
+            budget_usd=section.budget_usd, boot_s=section.boot_s, cycle_s=section.cycle_s, margin=section.margin,
+            risk=section.risk,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"plan: {error}") from error
 
 
 def changed_plan(section: PlanConfig, **changes: Any) -> PlanConfig:
@@ -123,14 +139,13 @@ def apply_speed_up(config: JobConfig | None, section: PlanConfig, notes: list[st
         f"market time runs {speed:g} times faster than real time (fleet.speed_up): a second is billed as {speed:g}, "
         f"the mean time between two interruptions is {section.cycle_s / speed:g} s"
     )
-    prices = {
-        name: None if price is None else price * speed
-        for name, price in (
-            ("spot_usd_per_h", section.spot_usd_per_h),
-            ("on_demand_usd_per_h", section.on_demand_usd_per_h),
-        )
-    }
-    return section.model_copy(update={**prices, "cycle_s": section.cycle_s / speed})
+    return section.model_copy(update={**_prices(section, speed), "cycle_s": section.cycle_s / speed})
+
+
+def _prices(section: PlanConfig, factor: float) -> dict[str, float | None]:
+    """So many times the section's prices, as far as it states them."""
+    prices = {"spot_usd_per_h": section.spot_usd_per_h, "on_demand_usd_per_h": section.on_demand_usd_per_h}
+    return {name: None if usd is None else usd * factor for name, usd in prices.items()}
 
 
 def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> tuple[PlanConfig, int]:
@@ -148,13 +163,7 @@ def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) 
         machines = 1 if config is None else config.model_copy(update={"plan": section}).machines_per_worker
     if machines == 1:
         return section, 1
-    prices = {
-        name: None if price is None else price * machines
-        for name, price in (
-            ("spot_usd_per_h", section.spot_usd_per_h),
-            ("on_demand_usd_per_h", section.on_demand_usd_per_h),
-        )
-    }
+    prices = _prices(section, machines)
     if section.availability_of == "worker":
         notes.append(
             f"plan.availability_of is worker: alpha {section.alpha:g} and cycle {section.cycle_s:g} s are those of a "

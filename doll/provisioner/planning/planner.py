@@ -176,7 +176,9 @@ def _decide(state: PlannerState, settings: PlannerSettings, move_s: float) -> Pl
     worth = market_rules.cheaper_on_spot(state) | (state.on_spot & ~state.spot_available)
     none = np.zeros(count, dtype=np.bool_)
     wanted = _RULES[settings.rule](state, settings, slack, worth) & worth
-    chosen, guarded = market_rules.guard(state, settings, slack, wanted, move_s) if settings.guard else (wanted, none)
+    chosen, guarded = (
+        market_rules.deadline_rule(state, settings, slack, wanted, move_s) if settings.guard else (wanted, none)
+    )
     codes = np.where(chosen, Reason.KEEP_SPOT, Reason.KEEP_ON_DEMAND).astype(np.int8)
     codes[chosen & ~state.spot_available] = Reason.WAIT
     codes[chosen & ~state.on_spot] = Reason.RETURN

@@ -1,11 +1,14 @@
-"""The price port: what machines cost, now and so far. Adapters: stated prices, a trace, and EC2."""
+"""The price port: what machines cost, now and so far; and its adapter for prices that a job file states.
+
+Other adapters: a trace, and EC2.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from doll.provisioner.planning.state import Market
-from doll.provisioner.traces.model import Series
+from doll.provisioner.traces.model import Series, constant
 from doll.theory.cost import Prices
 
 
@@ -27,3 +30,24 @@ class PriceFeed(Protocol):
             ServiceUnavailableError: no price is known and none is available.
         """
         ...
+
+
+class StatedPrices:
+    """`PriceFeed` of one spot and one on-demand price, USD per hour.
+
+    Raises:
+        ValueError: a price out of its range.
+    """
+
+    def __init__(self, spot_usd_per_h: float, on_demand_usd_per_h: float) -> None:
+        self._prices = Prices(spot_usd_per_h, on_demand_usd_per_h)
+
+    def current(self, now_s: float) -> Prices:
+        return self._prices
+
+    def series(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
+        prices = self._prices
+        return constant(prices.spot_usd_per_h if market == "spot" else prices.on_demand_usd_per_h, start_s, end_s)
+
+
+_prices: type[PriceFeed] = StatedPrices

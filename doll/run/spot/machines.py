@@ -25,8 +25,7 @@ from doll.provisioner.fleets.processes import Machine, ProcessFleet
 from doll.provisioner.prices.trace import TracePrices
 from doll.provisioner.state_store import FileStateStore
 from doll.provisioner.status import instance_text
-from doll.provisioner.traces.job_market import MarketProbe
-from doll.provisioner.traces.market import MarketClock
+from doll.provisioner.traces.market import MarketClock, MarketProbe
 from doll.run.spot.clock import PausedClock
 from doll.run.spot.leaves import LeaveReporter
 from doll.run.spot.preparation import SpotRun

@@ -12,15 +12,12 @@ from doll.config import JobConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
 from doll.monitor.state.pilot_run import with_pilot
 from doll.monitor.state.spot_history import Prediction
-from doll.provisioner.job_settings import controller_settings
 from doll.provisioner.launch_state import LaunchLimits
-from doll.provisioner.planning.assessment import Assessment, assess
-from doll.provisioner.planning.assessment_report import report_text
+from doll.provisioner.planning.assessment import Assessment, assess, report_text
 from doll.provisioner.planning.plan_request import plan_request
 from doll.provisioner.planning.state import PlannerSettings
-from doll.provisioner.settings import ControllerSettings
-from doll.provisioner.traces.job_market import make_market
-from doll.provisioner.traces.market import SpotMarket
+from doll.provisioner.settings import ControllerSettings, controller_settings
+from doll.provisioner.traces.market import SpotMarket, make_market
 from doll.simulation.adaptive import ADAPTIVE
 from doll.simulation.spot_prediction import predict, reference_policies
 

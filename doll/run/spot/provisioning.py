@@ -14,12 +14,10 @@ from doll.monitor.state.pilot_run import with_pilot
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import Instance
 from doll.provisioner.fleets.processes import ProcessFleet
-from doll.provisioner.job_settings import controller_settings
 from doll.provisioner.machines import Machines, open_machines
 from doll.provisioner.prices.trace import TracePrices
-from doll.provisioner.settings import ControllerSettings
-from doll.provisioner.traces.job_market import MarketProbe, make_market
-from doll.provisioner.traces.market import MarketClock
+from doll.provisioner.settings import ControllerSettings, controller_settings
+from doll.provisioner.traces.market import MarketClock, MarketProbe, make_market
 from doll.run.folder import RunFolder
 from doll.services import Services
 

@@ -13,7 +13,7 @@ from benchmarks.paper.mlless_fig7 import compare, factors, isp, play
 from doll.config.policy import PolicyConfig
 from doll.consumers.compute.significance_filter import Residual
 from doll.provisioner.planning.loss_history import LossHistory
-from doll.provisioner.planning.scale_in import ScaleInTuner, TunerSettings, Verdict
+from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings, TunerVerdict
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
@@ -62,8 +62,8 @@ class RemovesAt(ScaleInTuner):
         super().__init__(TunerSettings(), workers)
         self._steps = steps
 
-    def ask(self, history: LossHistory, now_s: float) -> Verdict:
-        return Verdict(history.last_step in self._steps, "")
+    def ask(self, history: LossHistory, now_s: float) -> TunerVerdict:
+        return TunerVerdict(history.last_step in self._steps, "")
 
 
 def job_of(problem: Factors, policy: PolicyConfig, workers: int = 4, **more: object) -> FunctionJob:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.cli.app import app
-from doll.theory.convergence import Decay
+from doll.theory.fitting import Decay
 from typer.testing import CliRunner
 
 PAPER = ["plan", "-N", "64", "--rate", "125", "-K", "20", "-b", "256", "-J", "10000", "--alpha", "0.9",

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from crash_scenario import DEADLINE_S, STEP_S, CrashScenario
 from doll.provisioner.launch_state import LaunchLimits
-from doll.provisioner.planning.scale_in import TunerSettings
+from doll.provisioner.planning.tuner import TunerSettings
 from doll.provisioner.reconcile import Launch
 from doll.provisioner.scale_in import ScaleInSettings
 from doll.theory.scale_in import ReferenceCurve

@@ -12,12 +12,13 @@ from controller_scene import Scene, launches
 from doll.errors import ConfigError
 from doll.provisioner.billing import EC2_LINUX
 from doll.provisioner.fleets.port import Order
-from doll.provisioner.state_store import FileStateStore, MemoryStateStore
+from doll.provisioner.state_store import FileStateStore
 from doll.records.control import TermStarted
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from job_world import JobWorld, settings
+from memory_state_store import MemoryStateStore
 
 
 def test_a_successor_goes_on_where_the_other_was(tmp_path: Path) -> None:

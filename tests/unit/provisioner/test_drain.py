@@ -18,14 +18,15 @@ from doll.provisioner.drain import TIMEOUT_S, drain
 from doll.provisioner.fleets.port import InstanceState, Order
 from doll.provisioner.lease import Lease
 from doll.provisioner.machines import Machines
-from doll.provisioner.prices.stated import StatedPrices
+from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.reconcile import Launch
-from doll.provisioner.state_store import FileStateStore, MemoryStateStore
+from doll.provisioner.state_store import FileStateStore
 from doll.run.spot import provisioning
 from doll.storage.file_checkpoints import FileCheckpointStore
 from fake_fleet import FakeFleet, VirtualClock
 from job_files import job
 from job_world import FlatPrices, JobWorld, settings
+from memory_state_store import MemoryStateStore
 from statuses import server_status
 from typer.testing import CliRunner
 

@@ -19,14 +19,13 @@ from doll.provisioner.billing import EC2_LINUX, bill
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import Instance, InstanceState
-from doll.provisioner.job_settings import controller_settings
 from doll.provisioner.observation import PAUSE_S
-from doll.provisioner.settings import ControllerSettings
-from doll.provisioner.state_store import MemoryStateStore
+from doll.provisioner.settings import ControllerSettings, controller_settings
 from doll.records.control import Alive
 from fake_fleet import FakeFleet, VirtualClock
 from job_files import job
 from job_world import ON_DEMAND, SPOT, FlatPrices, JobWorld, markov
+from memory_state_store import MemoryStateStore
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S

@@ -14,12 +14,10 @@ from doll.provisioner.billing import EC2_LINUX, LOCAL, bill
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState
-from doll.provisioner.job_settings import controller_settings
 from doll.provisioner.machines import open_machines
-from doll.provisioner.planning.assessment import assess
-from doll.provisioner.planning.assessment_report import report_text
+from doll.provisioner.planning.assessment import assess, report_text
 from doll.provisioner.planning.plan_request import plan_request
-from doll.provisioner.state_store import MemoryStateStore
+from doll.provisioner.settings import controller_settings
 from doll.provisioner.status import status_text
 from doll.provisioner.traces.model import Series, constant
 from doll.run.spot.preparation import SpotRun
@@ -32,6 +30,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from job_world import ON_DEMAND, SPOT, FlatPrices, JobWorld, run, settings
+from memory_state_store import MemoryStateStore
 from paths import EXAMPLES
 
 T0 = 1_700_000_000.0
@@ -66,11 +65,11 @@ def test_prices_and_availability_of_machines_become_those_of_workers() -> None:
     config = job("plan.machines_per_worker=3")
     request, notes = plan_request(config, config.plan, config.rates_per_s())
     assert (request.prices.spot_usd_per_h, request.prices.on_demand_usd_per_h) == pytest.approx((0.3, 0.9))
-    assert (request.alpha, request.cycle_s) == gang_availability(3, 0.9, 1000.0)
+    assert (request.alpha, request.planner.cycle_s) == gang_availability(3, 0.9, 1000.0)
     assert any("0.9^3 = 0.729" in note for note in notes)
     stated = job("plan.machines_per_worker=3", "plan.availability_of=worker")
     request, notes = plan_request(stated, stated.plan, stated.rates_per_s())
-    assert (request.alpha, request.cycle_s) == (0.9, 1000.0)
+    assert (request.alpha, request.planner.cycle_s) == (0.9, 1000.0)
     assert request.prices.spot_usd_per_h == pytest.approx(0.3)
     for config_of, alpha in ((config, 0.729), (stated, 0.9)):
         made, _ = controller_settings(config_of)

@@ -15,7 +15,7 @@ from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
 from doll.provisioner.fleets.port import Order
 from doll.provisioner.machines import OPENERS, Machines, open_machines, stated_prices
-from doll.provisioner.prices.stated import StatedPrices
+from doll.provisioner.prices.port import StatedPrices
 from doll.theory.cost import Prices
 from fake_fleet import FakeFleet, VirtualClock
 from fleet_rigs import ComposeRig, Ec2Rig

@@ -14,8 +14,8 @@ from doll.config import JobConfig, load
 from doll.provisioner import main
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.machines import Machines
-from doll.provisioner.main import JobFile, Provisioner, ProvisionerSetup
-from doll.provisioner.prices.stated import StatedPrices
+from doll.provisioner.main import JobFile, ProvisionerProcess, ProvisionerSetup
+from doll.provisioner.prices.port import StatedPrices
 from doll.services import Services
 from fake_fleet import FakeFleet, VirtualClock
 from job_world import settings
@@ -77,7 +77,7 @@ def test_the_bill_follows_the_billing_of_the_fleet_that_was_opened(
         load(path), lambda: Services("kafka:1", "redis:1"), tmp_path, lambda *_: nullcontext(machines),
         lambda config: (settings(), []), lambda: load(path), path,
     )  # fmt: skip
-    with Provisioner(setup) as provisioner:
+    with ProvisionerProcess(setup) as provisioner:
         provisioner._controller.feed(server_status(), clock())
         provisioner.run_once()
         clock.advance(60.0)

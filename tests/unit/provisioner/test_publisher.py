@@ -9,9 +9,9 @@ from doll.process.metric_names import HEARTBEAT_EVERY_S, LEFT
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
+from doll.provisioner.main import DecisionPublisher
 from doll.provisioner.planning.state import PlannerSettings
-from doll.provisioner.prices.stated import StatedPrices
-from doll.provisioner.publisher import DecisionPublisher
+from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
 from doll.records.control import Metric

@@ -8,9 +8,9 @@ import pytest
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.state_store import MemoryStateStore
 from fleet_rigs import Ec2Rig, ec2
 from job_world import FlatPrices, settings
+from memory_state_store import MemoryStateStore
 from moto_overlay import REGION
 from statuses import server_status
 

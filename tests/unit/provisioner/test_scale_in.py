@@ -15,15 +15,13 @@ from doll.provisioner.billing import EC2_LINUX, LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import EndReason, Instance
-from doll.provisioner.job_settings import controller_settings
 from doll.provisioner.launch_state import LaunchLimits
-from doll.provisioner.planning.release_guard import ErrorTarget
-from doll.provisioner.planning.scale_in import TunerSettings
-from doll.provisioner.prices.stated import StatedPrices
+from doll.provisioner.planning.release_rule import ErrorTarget
+from doll.provisioner.planning.tuner import TunerSettings
+from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.reconcile import Launch, Terminate
 from doll.provisioner.scale_in import ScaleIn, ScaleInSettings
-from doll.provisioner.settings import ControllerSettings
-from doll.provisioner.state_store import MemoryStateStore
+from doll.provisioner.settings import ControllerSettings, controller_settings
 from doll.records.control import Evaluated, Member, ProvisionDecision, TermStarted, Update
 from doll.theory.scale_in import ReferenceCurve
 from fake_fleet import FakeFleet, VirtualClock
@@ -32,6 +30,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from job_world import ON_DEMAND, SPOT, JobWorld, settings
+from memory_state_store import MemoryStateStore
 
 CURVE = ReferenceCurve((0.05, 1.2, 0.5, 0.4))
 TUNER = TunerSettings(every_s=60.0, horizon_s=30.0, threshold=0.05, knee_slope=-2e-3, min_workers=2)

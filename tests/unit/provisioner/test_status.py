@@ -11,7 +11,7 @@ from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.fleets.port import InstanceState
 from doll.provisioner.planning.state import PlannerSettings
-from doll.provisioner.prices.stated import StatedPrices
+from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
 from doll.provisioner.status import age_text, decision_text, instance_text, last_decision, status_text

@@ -7,8 +7,7 @@ import pytest
 from benchmarks.paper import formulas
 from benchmarks.paper.formulas import decay
 from doll.errors import InfeasiblePlanError
-from doll.theory.convergence import Decay
-from doll.theory.fitting import first_crossing, fit_decay, fit_tail
+from doll.theory.fitting import Decay, first_crossing, fit_decay, fit_tail
 
 
 def test_bound_10_and_the_stationary_value_on_a_quadratic() -> None:

@@ -40,7 +40,7 @@ def aws_client(service: str, region: str | None) -> Any:
     return client
 
 
-class Pacer:
+class CallPacer:
     """Spaces calls: EC2 throttles bursts for the whole account.
 
     Args:

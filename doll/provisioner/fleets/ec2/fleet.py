@@ -18,7 +18,7 @@ from doll import telemetry
 from doll.config import Ec2FleetConfig, JobConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.provisioner.fleets.ec2.capacity import CapacityCache, Ec2Pool
-from doll.provisioner.fleets.ec2.client import Pacer, aws_client, aws_errors, code_of, unavailable
+from doll.provisioner.fleets.ec2.client import CallPacer, aws_client, aws_errors, code_of, unavailable
 from doll.provisioner.fleets.ec2.launch import Ec2Launcher
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.fleets.ec2.offers import Offers, Override
@@ -106,7 +106,7 @@ class Ec2Fleet:
         self._job = job
         self._notices = notices
         self._clock = clock
-        self._pacer = Pacer(api_calls_per_s, sleep=sleep)
+        self._pacer = CallPacer(api_calls_per_s, sleep=sleep)
         self._page_size = page_size
         self._offers = Offers(client, subnets, instance_types)
         named = "LaunchTemplateId" if launch_template.startswith("lt-") else "LaunchTemplateName"

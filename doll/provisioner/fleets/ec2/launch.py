@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 
 from doll import telemetry
 from doll.provisioner.fleets.ec2.capacity import CapacityCache, Ec2Pool
-from doll.provisioner.fleets.ec2.client import Pacer, aws_errors, launch_error, rule_of
+from doll.provisioner.fleets.ec2.client import CallPacer, aws_errors, launch_error, rule_of
 from doll.provisioner.fleets.ec2.errors import ErrorRule, Scope, advice, rule_of_pool, worst
 from doll.provisioner.fleets.ec2.offers import Offers, Override
 from doll.provisioner.fleets.ec2.tags import CAPACITY_TYPE, client_token, order_text, tag_specifications
@@ -54,7 +54,7 @@ class Ec2Launcher:
         cluster: str,
         job: str,
         template: dict[str, str],
-        pacer: Pacer,
+        pacer: CallPacer,
         adopt: Callable[[Order], Instance | None],
         clock: Callable[[], float],
     ) -> None:

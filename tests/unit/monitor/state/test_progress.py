@@ -8,12 +8,12 @@ import pytest
 from doll.config import JobConfig, StopConfig, load, parse
 from doll.monitor.state import formats
 from doll.monitor.state.progress import ProgressModel
-from doll.monitor.state.rates import Margin
 from doll.monitor.views.display import LineDisplay
 from doll.monitor.views.live_display import panel
 from doll.monitor.views.text import one_line, worker_table
 from doll.records.control import Finished, Measures, Member, Metric, Update
 from doll.run.status import JobStatus
+from doll.theory.queueing import Stability
 from paths import EXAMPLES
 from record_builders import term_started
 from rich.cells import cell_len
@@ -342,7 +342,7 @@ def test_the_panel_fits_80_columns_and_cuts_nothing_off(running: ProgressModel, 
     reasons = (("ValidationError: Object missing required field `age`", 1024),)
     running.feed(server_status([worker], dead_reasons=reasons, recent_records=1024, recent_refused=1024, time_s=5011.0))
     snapshot = replace(running.snapshot(20.0), rate_stated=False)
-    snapshot = replace(snapshot, samples=123_456, held_out_version=123_456, margin=Margin(0.5, 1.5))
+    snapshot = replace(snapshot, samples=123_456, held_out_version=123_456, margin=Stability(0.5, 1.5))
     if has_machines:
         named = replace(snapshot.workers[0], machine="spot c7g.large eu-west-1a works", usd=1.234)
         snapshot = replace(snapshot, workers=(named, *snapshot.workers[1:]))

@@ -12,7 +12,7 @@ import pytest
 from doll.config import parse
 from doll.errors import ConfigError
 from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
-from doll.provisioner.fleets.ec2.client import Pacer, aws_client
+from doll.provisioner.fleets.ec2.client import CallPacer, aws_client
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
 from doll.provisioner.fleets.ec2.tags import client_token
 from doll.provisioner.fleets.port import EndReason, InstanceState, LaunchError, LaunchFailure, Order
@@ -383,7 +383,7 @@ def test_calls_are_kept_apart() -> None:
         slept.append(seconds)
         now[0] += seconds
 
-    pacer = Pacer(2.0, clock=lambda: now[0], sleep=sleep)
+    pacer = CallPacer(2.0, clock=lambda: now[0], sleep=sleep)
     for _ in range(3):
         pacer.wait()
     assert slept == [0.5, 0.5]

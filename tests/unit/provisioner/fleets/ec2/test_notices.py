@@ -11,10 +11,10 @@ from doll.provisioner.billing import EC2_LINUX
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
-from doll.provisioner.prices.stated import StatedPrices
-from doll.provisioner.state_store import MemoryStateStore
+from doll.provisioner.prices.port import StatedPrices
 from fleet_rigs import Ec2Rig
 from job_world import settings
+from memory_state_store import MemoryStateStore
 from statuses import server_status
 
 OURS, THEIRS = "i-0aaa", "i-0bbb"

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.paper import mlless_fig8
 from benchmarks.paper.formulas import printed_excess
 from doll.provisioner.planning.loss_history import LossHistory
-from doll.provisioner.planning.scale_in import ScaleInTuner, TunerSettings
+from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
 from doll.theory import scale_in
 from doll.theory.scale_in import ReferenceCurve, relative_excess
 from hypothesis import given

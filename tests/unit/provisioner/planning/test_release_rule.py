@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doll.provisioner.planning import planner
-from doll.provisioner.planning.release_guard import (
+from doll.provisioner.planning.release_rule import (
     deadline_at_risk,
     error_refusal,
     of_slots,

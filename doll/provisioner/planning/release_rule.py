@@ -13,8 +13,8 @@ import numpy as np
 from doll.amounts import usd
 from doll.errors import InfeasiblePlanError
 from doll.provisioner.planning import planner
+from doll.provisioner.planning.estimators import MIN_EVALUATIONS, MIN_FALL
 from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
-from doll.provisioner.planning.work_estimate import MIN_EVALUATIONS, MIN_FALL
 from doll.theory.fitting import fit_tail
 
 MOST_LATE = 0.05

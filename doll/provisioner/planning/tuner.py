@@ -12,8 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
+from msgspec import Meta
+
+from doll.provisioner.kept_state import KeptState
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.theory import checks, scale_in
 from doll.theory.scale_in import Pace, ReferenceCurve, Score
@@ -58,7 +61,7 @@ class TunerSettings:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TunerVerdict:
     """What the tuner says now.
 
     Attributes:
@@ -72,23 +75,32 @@ class Verdict:
     score: float = math.nan
 
 
+_Reference = tuple[float, float, float, float, Annotated[float, Meta(gt=0)]]
+"""Constants of the reference curve, and seconds of a step."""
+
+
 @dataclass
-class _State:
+class _State(KeptState):
     """What is kept over restarts."""
+
+    KEPT: ClassVar = {
+        "workers": Annotated[int, Meta(ge=1)], "knee": float, "confirmations": int, "looked_at_step": float,
+        "reference": _Reference, "removals": int, "removed_step": float, "next_s": float,
+        "step_times": list[tuple[int, float, int]],
+    }  # fmt: skip
 
     workers: int
     knee: float | None = None  # candidate, or the knee once there is a reference
     confirmations: int = 0
     looked_at_step: float = 0.0  # newest step at the last look for the knee
-    reference: tuple[float, ...] | None = None
-    reference_step_s: float = math.nan
+    reference: _Reference | None = None
     removals: int = 0
     removed_step: float = 0.0
     next_s: float = -math.inf  # no decision before
     step_times: list[tuple[int, float, int]] = field(default_factory=list)  # workers, mean seconds, how many steps
 
 
-class ScaleInTuner:
+class ScaleInTuner(KeptState):
     """Asked with a job's losses; the caller reports removals.
 
     Args:
@@ -117,7 +129,7 @@ class ScaleInTuner:
         """How many workers were removed."""
         return self._state.removals
 
-    def ask(self, history: LossHistory, now_s: float) -> Verdict:
+    def ask(self, history: LossHistory, now_s: float) -> TunerVerdict:
         """Whether a worker should be removed now. At most one answer in `every_s` is yes, and that one repeats only
         after that time if the caller does not follow it."""
         state = self._state
@@ -125,14 +137,14 @@ class ScaleInTuner:
         if state.reference is None:
             why = self._look_for_the_knee(history)
             if why:
-                return Verdict(False, why)
+                return TunerVerdict(False, why)
         if now_s < state.next_s:
-            return Verdict(False, f"the next decision is due in {state.next_s - now_s:.0f} s")
+            return TunerVerdict(False, f"the next decision is due in {state.next_s - now_s:.0f} s")
         state.next_s = now_s + self.settings.every_s
         if state.workers <= self.settings.min_workers:
-            return Verdict(False, f"{state.workers} workers are the least that may work")
+            return TunerVerdict(False, f"{state.workers} workers are the least that may work")
         if state.removals == 0:
-            return Verdict(True, f"the loss curve has its knee at update {state.knee:.0f}")
+            return TunerVerdict(True, f"the loss curve has its knee at update {state.knee:.0f}")
         return self._compare(history)
 
     def _look_for_the_knee(self, history: LossHistory) -> str:
@@ -154,21 +166,21 @@ class ScaleInTuner:
         step_s = scale_in.mean_step_s(history.step_seconds())
         if curve is None or step_s is None:
             return "no reference curve fits the losses yet"
-        state.reference, state.reference_step_s = curve.theta, step_s
+        state.reference = (*curve.theta, step_s)
         return ""
 
-    def _compare(self, history: LossHistory) -> Verdict:
+    def _compare(self, history: LossHistory) -> TunerVerdict:
         state, settings = self._state, self.settings
         assert state.reference is not None
         steps, losses = history.curve(after=state.removed_step)
         if len(steps) < scale_in.MIN_POINTS:
-            return Verdict(False, f"{len(steps)} losses since the last removal, {scale_in.MIN_POINTS} are needed")
+            return TunerVerdict(False, f"{len(steps)} losses since the last removal, {scale_in.MIN_POINTS} are needed")
         curve = scale_in.fit_slow(steps, losses)
         step_times = self._step_time_now(history)
         if curve is None or not step_times:
-            return Verdict(False, "no curve fits the losses since the last removal")
-        a, exponent, c, floor = state.reference
-        reference = Pace(ReferenceCurve((a, exponent, c, floor)), state.reference_step_s)
+            return TunerVerdict(False, "no curve fits the losses since the last removal")
+        a, exponent, c, floor, reference_step_s = state.reference
+        reference = Pace(ReferenceCurve((a, exponent, c, floor)), reference_step_s)
         step = reference_step = history.last_step
         if settings.elapsed_reference:
             reference_step = history.first_step + history.elapsed_s / reference.step_s
@@ -177,7 +189,7 @@ class ScaleInTuner:
             f"the loss in {settings.horizon_s:g} s is predicted to be {score:+.1%} from that of all workers, with a "
             f"threshold of {settings.threshold:.1%}"
         )
-        return Verdict(score < settings.threshold, why, score)
+        return TunerVerdict(score < settings.threshold, why, score)
 
     def removed(self, history: LossHistory, now_s: float) -> None:
         """A worker was removed."""
@@ -217,33 +229,10 @@ class ScaleInTuner:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        state = self._state
-        return {
-            "workers": state.workers, "knee": state.knee, "confirmations": state.confirmations,
-            "looked_at_step": state.looked_at_step,
-            "reference": None if state.reference is None else [*state.reference, state.reference_step_s],
-            "removals": state.removals, "removed_step": state.removed_step,
-            "next_s": state.next_s if math.isfinite(state.next_s) else None,
-            "step_times": [list(entry) for entry in state.step_times],
-        }  # fmt: skip
+        return self._state.to_dict()
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from what `to_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: `kept` is something else.
-        """
-        state = _State(int(kept["workers"]))
-        checks.positive(workers=state.workers)
-        state.knee = None if kept["knee"] is None else float(kept["knee"])
-        state.confirmations, state.looked_at_step = int(kept["confirmations"]), float(kept["looked_at_step"])
-        if kept["reference"] is not None:
-            *theta, state.reference_step_s = (float(value) for value in kept["reference"])
-            if len(theta) != 4:
-                raise ValueError(f"reference: expected 4 constants and a step time, got {kept['reference']}")
-            checks.positive(reference_step_s=state.reference_step_s)
-            state.reference = tuple(theta)
-        state.removals, state.removed_step = int(kept["removals"]), float(kept["removed_step"])
-        state.next_s = -math.inf if kept["next_s"] is None else float(kept["next_s"])
-        state.step_times = [(int(w), float(seconds), int(count)) for w, seconds, count in kept["step_times"]]
+        """Continue from what `to_dict` returned; raises as `KeptState.restore`, and then nothing of it is taken."""
+        state = _State(self._state.workers)
+        state.restore(kept)
         self._state = state
