@@ -15,4 +15,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-__all__ = ["Figure", "FigureCanvasAgg", "Patch", "colormaps"]
+__all__ = ["Patch", "colormaps", "new_figure"]
+
+
+def new_figure(width: float, height: float, *, dpi: int = 110) -> Figure:
+    """An empty figure, which `savefig` writes with this resolution.
+
+    Args:
+        width: inches.
+        height: inches.
+    """
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=dpi)
+    FigureCanvasAgg(figure)
+    return figure

@@ -183,13 +183,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     Raises:
         OSError: `path` cannot be written.
     """
-    from doll.process.figures import Figure, FigureCanvasAgg
+    from doll.process.figures import new_figure
 
     ratios = sorted({row.deadline_ratio for row in rows})
     sets = list(dict.fromkeys(row.trace_set for row in rows))
     policies = list(dict.fromkeys(row.policy for row in rows))
-    figure = Figure(figsize=(5.0 * len(ratios), 2.4 + 0.75 * len(sets)), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)
+    figure = new_figure(5.0 * len(ratios), 2.4 + 0.75 * len(sets))
     figure.suptitle("Cost of meeting deadlines on recorded spot markets (hollow: deadlines missed)", fontsize=12)
     grid = figure.subplots(2, len(ratios), squeeze=False, sharey=True)
     for column, ratio in enumerate(ratios):

@@ -224,14 +224,13 @@ def draw(trajectory: Trajectory, summary: Summary, path: Path, *, staleness: Map
     Raises:
         OSError: `path` cannot be written.
     """
-    from doll.process.figures import Figure, FigureCanvasAgg
+    from doll.process.figures import new_figure
 
     step = max(1, len(trajectory.time_s) // _PLOT_POINTS)
     hours = [time_s / 3600.0 for time_s in islice(trajectory.time_s, None, None, step)]
     updates = range(1, len(trajectory.time_s) + 1, step)
     columns = 3 if staleness else 2
-    figure = Figure(figsize=(5.2 * columns, 7.0), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)
+    figure = new_figure(5.2 * columns, 7.0)
     figure.suptitle(
         f"{summary.workers} workers, {summary.spot} of them spot: {summary.updates} updates, "
         f"rate / formula {summary.rate_measured / summary.rate_formula:.4f}",

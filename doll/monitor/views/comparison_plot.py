@@ -20,10 +20,9 @@ def draw(comparison: Comparison, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from doll.process.figures import Figure, FigureCanvasAgg, colormaps
+    from doll.process.figures import colormaps, new_figure
 
-    figure = Figure(figsize=(13.5, 8.0), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)
+    figure = new_figure(13.5, 8.0)
     figure.suptitle(f"{comparison.job}: {', '.join(run.label for run in comparison.runs)}", fontsize=12)
     palette = colormaps["tab10"].colors  # type: ignore[attr-defined]
     colors = [palette[at % len(palette)] for at in range(len(comparison.runs))]

@@ -16,12 +16,11 @@ def draw(assessment: Assessment, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from doll.process.figures import Figure, FigureCanvasAgg
+    from doll.process.figures import new_figure
 
     costs, misses = risk_curve(assessment.request)
     spot = range(len(costs))
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.5, dpi=120)
     cost_axes = figure.add_subplot()
     cost_axes.plot(spot, costs / assessment.all_on_demand_usd * 100, color=_COST, marker=".")
     cost_axes.set(xlabel="workers on spot, slowest streams first", ylabel="expected cost, % of all on-demand")
@@ -39,4 +38,4 @@ def draw(assessment: Assessment, path: Path) -> None:
         f"{request.num_workers} workers, J = {request.updates:g}, availability {request.alpha:g}{limit}"
     )
     with refuse_unwritable(path):
-        figure.savefig(path, dpi=120, format="png")
+        figure.savefig(path, format="png")

@@ -64,12 +64,11 @@ def draw(
     panels = make_panels(history, predicted_rate=predicted_rate, target_accuracy=target_accuracy)
     if staleness:
         panels.append(staleness_panel(staleness))
-    from doll.process.figures import Figure, FigureCanvasAgg
+    from doll.process.figures import new_figure
 
     rows = 2
     columns = math.ceil(len(panels) / rows)
-    figure = Figure(figsize=(5.2 * columns, 7.4), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)
+    figure = new_figure(5.2 * columns, 7.4)
     figure.suptitle(_headline(history, job), fontsize=12)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, panel in zip(grid.T.flat, panels, strict=False):

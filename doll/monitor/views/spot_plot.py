@@ -29,10 +29,9 @@ def draw(
     Raises:
         OSError: it cannot be written.
     """
-    from doll.process.figures import Figure, FigureCanvasAgg
+    from doll.process.figures import new_figure
 
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 8, dpi=120)
     slots, cost, progress = figure.subplots(3, 1, sharex=True, height_ratios=(1.4, 1, 1))
     end_s = max(result.finish_s, result.deadline_s)
     _slots(slots, market, machines, opened_s, min(end_s, result.finish_s))
@@ -58,7 +57,7 @@ def draw(
         f"{job}: deadline of {result.deadline_s:g} s {met} at {result.finish_s:.1f} s, "
         f"{100 * result.cost_usd / result.all_on_demand_usd:.1f} % of the on-demand cost"
     )
-    figure.savefig(path, dpi=120, format="png")
+    figure.savefig(path, format="png")
 
 
 def predicted_on_demand_s(result: SpotResult, market: SpotMarket) -> float:

@@ -71,10 +71,9 @@ def save_timelines(path: Path, timelines: Mapping[str, Timeline], **options: Any
     Raises:
         OSError: it cannot be written.
     """
-    from doll.process.figures import Figure, FigureCanvasAgg
+    from doll.process.figures import new_figure
 
-    figure = Figure(figsize=(1.0 + 6.5 * len(timelines), 4.6), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)
+    figure = new_figure(1.0 + 6.5 * len(timelines), 4.6)
     draw_timelines(figure, timelines, **options)
     figure.savefig(path, format="png")
 
@@ -142,11 +141,10 @@ def save_allocation(prediction: Prediction, model: str, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from doll.process.figures import Figure, FigureCanvasAgg
+    from doll.process.figures import new_figure
 
     stages = [stage for worker in prediction.workers for stage in worker.partition.stages]
-    figure = Figure(figsize=(max(6.0, 1.5 + 0.45 * len(stages)), 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(max(6.0, 1.5 + 0.45 * len(stages)), 4.5)
     axes = figure.add_subplot()
     at, labels, places = 0.0, [], []
     for number, worker in enumerate(prediction.workers, 1):
@@ -177,7 +175,7 @@ def save_allocation(prediction: Prediction, model: str, path: Path) -> None:
     )
     axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.1), ncols=4)
     with refuse_unwritable(path):
-        figure.savefig(path, dpi=110, format="png")
+        figure.savefig(path, format="png")
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -186,12 +184,11 @@ def save_profile(profile: Profile, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from doll.process.figures import Figure, FigureCanvasAgg
+    from doll.process.figures import new_figure
 
     layers = profile.layers
     at = range(len(layers))
-    figure = Figure(figsize=(10.0, 1.6 + 0.28 * len(layers)), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)
+    figure = new_figure(10.0, 1.6 + 0.28 * len(layers))
     times, memory = figure.subplots(1, 2, sharey=True)
     forward_ms = [1e3 * layer.forward_s for layer in layers]
     times.barh(at, forward_ms, color=_FORWARD, label="forward")
