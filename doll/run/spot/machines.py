@@ -8,7 +8,8 @@ not part of the market. Times are of this machine; market time runs `fleet.speed
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from doll.config import JobConfig
@@ -26,10 +27,68 @@ from doll.provisioner.prices.trace import TracePrices
 from doll.provisioner.state_store import FileStateStore
 from doll.provisioner.status import instance_text
 from doll.provisioner.traces.market import MarketClock, MarketProbe
-from doll.run.spot.clock import PausedClock
-from doll.run.spot.leaves import LeaveReporter
+from doll.records.control import AnyRecord, Leave, Welcome
 from doll.run.spot.preparation import SpotRun
 from doll.services import Services
+
+
+class PausedClock:
+    """Unix seconds that stand still until `start` is called, then advance at the pace of the real clock."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._begin_s = clock()
+        self._started_s: float | None = None
+
+    def start(self, ago_s: float = 0.0) -> None:
+        """Start now, or as if it had started `ago_s` seconds ago; only the first call counts."""
+        if self._started_s is None:
+            self._started_s = self._clock() - ago_s
+
+    @property
+    def runs(self) -> bool:
+        return self._started_s is not None
+
+    def __call__(self) -> float:
+        return self.at(self._clock())
+
+    def at(self, real_s: float) -> float:
+        """What it shows at a time of the real clock, Unix seconds."""
+        return self._begin_s if self._started_s is None else self._begin_s + max(0.0, real_s - self._started_s)
+
+
+class LeaveReporter:
+    """Sends Leave for workers whose machine was killed; the owner of the machine knows it before the lease ends."""
+
+    def __init__(self, publisher: Publisher, topic: str) -> None:
+        """
+        Args:
+            topic: the job's `events`.
+        """
+        self._publisher = publisher
+        self._topic = topic
+        self._sessions: dict[str, tuple[int, int]] = {}  # worker and its session, by the name of its machine
+        self._reported: set[str] = set()
+
+    def feed(self, record: AnyRecord) -> None:
+        """A record of the job: Welcome names the worker of a machine."""
+        if isinstance(record, Welcome):
+            self._sessions[record.process.partition(":")[0]] = (record.worker, record.session)
+
+    def report(self, machines: Sequence[Machine]) -> None:
+        """Send Leave for machines that were killed since the last call."""
+        for machine in machines:
+            id_ = machine.instance.id
+            if machine.killed and machine.instance.ended_s is not None and id_ not in self._reported:
+                self._reported.add(id_)
+                if id_ in self._sessions:
+                    worker, session = self._sessions[id_]
+                    leave = Leave(worker=worker, session=session, cause="machine taken")
+                    self._publisher.send(self._topic, leave, key=str(worker).encode())
+        self._publisher.poll()
+
+    def close(self) -> None:
+        self._publisher.close()
 
 
 class SpotMachines:

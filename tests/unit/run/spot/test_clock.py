@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from doll.run.spot.clock import PausedClock
+from doll.run.spot.machines import PausedClock
 from fake_fleet import VirtualClock
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from doll.provisioner.fleets.port import Instance, InstanceState
 from doll.provisioner.fleets.processes import Machine
 from doll.records.control import Leave, Welcome
-from doll.run.spot.leaves import LeaveReporter
+from doll.run.spot.machines import LeaveReporter
 from kept_records import KeptRecords
 
 
