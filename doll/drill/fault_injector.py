@@ -15,13 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from doll.config import StdinSource
-from doll.drill.control_tracker import ControlTracker
 from doll.drill.data_faults import DataFaults, DrillError
 from doll.drill.late_copies import LateCopies
 from doll.drill.metadata_service import FakeMetadataService
 from doll.drill.plan import Fault, FaultTarget, make_plan
 from doll.drill.recovery import InjectedFault, PoisonTracker, RecoveryTracker
-from doll.drill.set_tracker import SetTracker
+from doll.drill.status_trackers import ControlTracker, SetTracker
 from doll.drill.stream import poison_for
 from doll.process.children import children_of
 from doll.records.control import AnyRecord, ServerStatus, Update

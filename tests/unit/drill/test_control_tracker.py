@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from doll.drill.control_tracker import ControlKind, ControlTracker
+from doll.drill.status_trackers import ControlKind, ControlTracker
 from doll.monitor.views.drill_report import control_lines
 from statuses import gone_worker, live_worker, server_status
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import msgspec
 import record_builders
-from doll.drill.control_tracker import ControlTracker
 from doll.drill.plan import FAULT_KINDS, Fault
 from doll.drill.recovery import PoisonTracker, RecoveryTracker
-from doll.drill.set_tracker import SetTracker
+from doll.drill.status_trackers import ControlTracker, SetTracker
 from doll.monitor.views.drill_report import lines as report_lines
 from doll.records.control import Member, Update
 from record_builders import term_started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from doll.drill.set_tracker import SetTracker
+from doll.drill.status_trackers import SetTracker
 from doll.monitor.views.drill_report import set_lines
 from record_builders import update
 from statuses import server_status

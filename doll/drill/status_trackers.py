@@ -1,4 +1,4 @@
-"""What carries each worker's grants and pushes during a drill, by the parameter server's status. Pure."""
+"""What the parameter server's records tell of control links and of sets during a drill. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
 from doll.drill.plan import Link
-from doll.records.control import ServerStatus
+from doll.records.control import ServerStatus, Update
 
 ControlKind = Literal["auto", "kafka", "redis", "local"]
 
 _LINKS: Final[Mapping[ControlKind, tuple[Link, ...]]] = {
     "auto": ("local", "redis"), "local": ("local",), "redis": ("redis",), "kafka": (),
 }  # fmt: skip
+_CAUSE: Final = "requeued_"
+_SETS: Final = "requeued_sets"
 
 
 class ControlTracker:
@@ -75,3 +77,39 @@ class ControlTracker:
             "fallbacks": self._fallbacks,
             "returns": self._returns,
         }
+
+
+class SetTracker:
+    """Counts sets that were applied, and batches that were requeued. Feed it each update and status."""
+
+    def __init__(self) -> None:
+        self._sizes: Counter[int] = Counter()  # sets by number of batches
+        self._counters: dict[str, int] = {}
+
+    def feed(self, record: Update | ServerStatus) -> None:
+        """Take a record of the leader."""
+        if isinstance(record, ServerStatus):
+            # A successor starts with the counters of a checkpoint: it may have counted less.
+            for name, count in record.counters.items():
+                self._counters[name] = max(count, self._counters.get(name, 0))
+            return
+        self._sizes.update(Counter(member.set_grant_id for member in record.members).values())
+
+    def report(self) -> dict[str, Any]:
+        """The field `sets` of `report.json`; `requeued_together` counts requeues of several batches at once."""
+        return {
+            "applied": self._sizes.total(),
+            "applied_with_several_batches": self._sizes.total() - self._sizes[1],
+            "max_batches": max(self._sizes, default=0),
+            "requeued_together": self._counters.get(_SETS, 0),
+            "requeued_batches": self._counters.get("requeued", 0),
+            "requeued_by_cause": _by_cause(self._counters),
+        }
+
+
+def _by_cause(counters: Mapping[str, int]) -> dict[str, int]:
+    return {
+        name.removeprefix(_CAUSE): count
+        for name, count in sorted(counters.items())
+        if name.startswith(_CAUSE) and name != _SETS
+    }
