@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from doll.cli import options
-from doll.cli.output import emit
-from doll.cli.progress_bar import progress_bar
+from doll.cli.output import emit, progress_bar
 from doll.process.files import refuse_unwritable, write_atomically
 
 if TYPE_CHECKING:

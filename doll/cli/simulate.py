@@ -11,8 +11,7 @@ import typer
 from doll.cli import options
 from doll.cli.described_job import optional_job, stream_rates
 from doll.cli.errors import usage
-from doll.cli.output import emit
-from doll.cli.progress_bar import progress_bar
+from doll.cli.output import emit, progress_bar
 
 
 class ComputeTime(StrEnum):
