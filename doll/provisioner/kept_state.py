@@ -62,15 +62,15 @@ def plain(value: Any) -> Any:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _restored(value: Any, kind: Any, current: Any) -> Any:
     if isinstance(current, np.ndarray):
-        array = np.array([-math.inf if one is None else one for one in value], dtype=current.dtype)
+        array = np.array([-math.inf if number is None else number for number in value], dtype=current.dtype)
         if array.shape != current.shape:
             raise ValueError(f"expected {current.size} slots, got {array.size}")
         return array
@@ -87,4 +87,4 @@ def _converted(value: Any, kind: Any) -> Any:
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(one) for key, one in value.items() if one is not None}
-    return [_without_none(one) for one in value] if isinstance(value, list) else value
+    return [_without_none(item) for item in value] if isinstance(value, list) else value

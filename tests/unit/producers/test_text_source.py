@@ -42,6 +42,7 @@ def test_a_token_is_a_run_of_letters_in_lower_case(text: str, expected: list[str
     assert tokens(text) == expected
 
 
+@pytest.mark.slow
 @given(text=st.text())
 @example(text="İstanbul")  # lower case of one letter is a letter and a mark
 def test_the_tokens_of_tokens_are_the_same(text: str) -> None:

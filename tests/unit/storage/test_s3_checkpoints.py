@@ -269,6 +269,7 @@ def test_a_place_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         store()
 
 
+@pytest.mark.slow
 def test_the_claims_of_the_newest_terms_are_kept(s3: Any) -> None:
     for _ in range(20):
         server = store()
@@ -288,6 +289,7 @@ def test_a_base_that_decides_is_kept_however_old(s3: Any) -> None:
     assert newest(store()) == (30, 7)
 
 
+@pytest.mark.slow
 def test_a_server_that_was_suspended_before_its_claim_takes_no_term_again(
     s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ ORDERS = st.builds(
 CLUSTERS = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,62}", fullmatch=True)
 
 
+@pytest.mark.slow
 @given(CLUSTERS, CLUSTERS, ORDERS, ORDERS, st.integers(0, 5), st.integers(0, 5))
 def test_tokens_fit_and_differ_as_orders_do(a: str, b: str, one: Order, two: Order, m: int, n: int) -> None:
     first, second = client_token(a, one, m), client_token(b, two, n)
