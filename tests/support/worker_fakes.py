@@ -13,24 +13,7 @@ from doll.consumers.compute.gradient_engine import GoesOn
 from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.protocol.worker_core import Batch, GradientDone
-from doll.records.control import AnyRecord, DeadLetter, Grant, NewVersion, Welcome, encode
-
-
-def welcome(**changes: Any) -> Welcome:
-    """Worker 1 of session 7, from offset 100 on, with 5 batches in the durable model."""
-    values: dict[str, Any] = {
-        "term": 3, "worker": 1, "process": "me", "session": 7, "origin": 100, "next_batch": 5, "fingerprint": "f",
-    }  # fmt: skip
-    return Welcome(**{**values, **changes})
-
-
-def grant(first: int, *numbers: int, **changes: Any) -> Grant:
-    """A grant for the worker of `welcome`, at version 9: of one batch for each number; default: of one, numbered 1."""
-    values: dict[str, Any] = {
-        "term": 3, "worker": 1, "session": 7, "first": first, "grant_ids": numbers or (1,), "min_version": 9,
-        "version": 9, "key": "doll:unit:w:3:9",
-    }  # fmt: skip
-    return Grant(**{**values, **changes})
+from doll.records.control import AnyRecord, DeadLetter, Grant, NewVersion, encode
 
 
 @dataclass

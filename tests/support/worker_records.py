@@ -25,6 +25,7 @@ DONE = GradientDone("doll:j:g:3:1", 9, (COMPUTED,), 0.2, 0.3)
 
 
 def welcome(**changes: Any) -> Welcome:
+    """Worker 1 of session 7, from offset 100 on, with 5 batches in the durable model."""
     values: dict[str, Any] = {
         "term": 3, "worker": 1, "process": "me", "session": 7, "origin": 100, "next_batch": 5, "fingerprint": "f",
     }  # fmt: skip
@@ -32,10 +33,10 @@ def welcome(**changes: Any) -> Welcome:
 
 
 def grant(first: int, *numbers: int, **changes: Any) -> Grant:
+    """A grant for the worker of `welcome`, at version 9: of one batch for each number; default: of one, numbered 1."""
     values: dict[str, Any] = {
         "term": 3, "worker": 1, "session": 7, "first": first, "grant_ids": numbers or (1,), "version": 9,
-        "min_version": 9,
-        "key": "doll:j:w:3:9",
+        "min_version": 9, "key": "doll:unit:w:3:9",
     }  # fmt: skip
     return Grant(**{**values, **changes})
 

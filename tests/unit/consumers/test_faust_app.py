@@ -27,7 +27,8 @@ from doll.records.control import Durable, Stop
 from doll.services import Services
 from mode.services import Service
 from waiting import until
-from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, welcome
+from worker_fakes import FakeChannel, FakeDecoder, FakeEngine
+from worker_records import welcome
 
 pytestmark = pytest.mark.slow  # loads Faust
 

@@ -21,7 +21,8 @@ from doll.consumers.runtime import WorkerRuntime
 from doll.errors import DollError, ServiceUnavailableError, TaskError
 from doll.process.health import Heartbeat
 from doll.records.control import Alive, Announce, AnyRecord, Durable, Leave, Nack, Push, Stop
-from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeStream, grant, welcome
+from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeStream
+from worker_records import grant, welcome
 
 JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
 

@@ -16,7 +16,7 @@ from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
 from doll.task.base import Sample, Task
 from examples.synthetic.task import Gaussian
-from worker_fakes import grant
+from worker_records import grant
 
 pytestmark = pytest.mark.slow  # loads torch
 

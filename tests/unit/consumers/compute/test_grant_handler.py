@@ -20,7 +20,8 @@ from doll.model.flat_model import build
 from doll.storage.blobs import decode_blob, encode_blob
 from doll.task.base import Sample, load_task
 from memory_stores import MemoryBlobs
-from worker_fakes import FakeChannel, grant
+from worker_fakes import FakeChannel
+from worker_records import grant
 
 pytestmark = pytest.mark.slow  # loads torch
 

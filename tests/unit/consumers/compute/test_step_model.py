@@ -18,7 +18,7 @@ from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.task.base import Task
 from memory_stores import MemoryBlobs
-from worker_fakes import grant
+from worker_records import grant
 
 pytestmark = pytest.mark.slow  # loads torch
 

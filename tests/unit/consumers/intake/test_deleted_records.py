@@ -12,7 +12,8 @@ from doll.consumers.lifecycle.departure import ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
 from doll.records.control import Durable, Join
-from worker_fakes import FakeChannel, welcome
+from worker_fakes import FakeChannel
+from worker_records import welcome
 
 JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {workers: 2, batch_size: 4}\n'
 

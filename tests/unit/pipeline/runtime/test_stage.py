@@ -25,7 +25,7 @@ from doll.storage.blobs import encode_blob
 from doll.task.base import Task
 from memory_stores import MemoryBlobs
 from stage_models import Images, Net, samples
-from worker_fakes import grant
+from worker_records import grant
 
 pytestmark = pytest.mark.slow  # loads torch
 
