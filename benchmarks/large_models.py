@@ -116,14 +116,14 @@ class Replica:
 
 def work(pipe: Connection, worker: int, config: JobConfig, kind: str, place: str, numel: int) -> None:
     """Answer grants until the pipe is closed; then send what was measured."""
-    from doll.consumers.compute.compressor import DenseCompressor
-    from doll.consumers.compute.local_model import CachedVersion
+    from doll.consumers.compute.gradient import CachedVersion
     from doll.process.memory import keep_freed_memory
+    from doll.storage.contributions import Compressor
 
     telemetry.configure("warning", process=f"worker-{worker}")
     keep_freed_memory()  # as a worker does
     blobs = open_store(kind, place)
-    replica, compressor = Replica(numel), DenseCompressor(config.job)
+    replica, compressor = Replica(numel), Compressor(config.job)
     local_model = CachedVersion(config.job, blobs, replica)  # type: ignore[arg-type]
     gradient = np.full(numel, 1e-3, np.float32)
     fetch_s: list[float] = []
@@ -342,7 +342,7 @@ def measure(size: float, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     config = parse(JOB % (widths, args.momentum, args.checkpoint_every))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "doll.ps.server", "doll.optim.optimizer", "doll.consumers.compute.local_model"]
+        ["torch", "doll.ps.server", "doll.optim.optimizer", "doll.consumers.compute.gradient"]
     )
     with tempfile.TemporaryDirectory(prefix="doll-large-") as name, store_of(kind, Path(name)) as place:
         ends = [context.Pipe() for _ in range(WORKERS)]

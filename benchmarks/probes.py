@@ -105,8 +105,7 @@ class _TimedOutbox:
 def worker_role(out: str, *args: Any) -> int:
     """`doll.run.local.roles:worker_role`, whose gradients and fetches of weights are logged in `out`, in this order."""
     name_threads()
-    from doll.consumers.compute.gradient import GradientComputer
-    from doll.consumers.compute.local_model import CachedVersion
+    from doll.consumers.compute.gradient import CachedVersion, GradientComputer
     from doll.run.local import roles
 
     gradients, fetches = GradientClock(), GradientClock()

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from doll.config import JobConfig, parse
-from doll.consumers.compute.compressor import SparseCompressor
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.dead_letters import DeadLetters, UsableSamples
@@ -30,6 +29,7 @@ from doll.pipeline.runtime.messages import StageTask
 from doll.process.memory import keep_freed_memory
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
+from doll.storage.contributions import Compressor
 from doll.task.base import load_task
 
 from benchmarks.memory_blobs import MemoryBlobs
@@ -66,7 +66,7 @@ def running(config: JobConfig, in_flight: int) -> Iterator[tuple[PipelineGradien
         log = Path(folder) / "tasks.jsonl"
         engine = PipelineGradientEngine(
             config, stages, guard=Guard(config, task, computer), computer=computer,
-            compressor=SparseCompressor(config.job, model.num_parameters, {}), blobs=blobs,
+            compressor=Compressor(config.job, model.num_parameters), blobs=blobs,
             dead_letters=_NoDeadLetters(), departure=Departure(), task_log=TaskLog(log),
         )  # fmt: skip
         try:

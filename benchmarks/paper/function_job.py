@@ -29,7 +29,7 @@ from doll.ps.engine.events import ApplyUpdate, Event, FetchGradient, GradientFet
 from doll.ps.engine.state import EngineSettings
 from doll.ps.policies import make_policy
 from doll.records.control import Announce, Grant, Join, Leave, Push, PushedBatch, Welcome
-from doll.storage.contributions import encode_contribution
+from doll.storage.contributions import Compressor
 
 from benchmarks.paper.factorization import Factorization
 from benchmarks.paper.function_cost import functions_usd
@@ -356,7 +356,7 @@ class FunctionJob:
 
     def _send(self, number: int, values: Vector, batches: tuple[PushedBatch, ...], **more: Any) -> None:
         worker = self._workers[number]
-        parts = encode_contribution(values, len(values), job=_JOB, version=worker.cached)
+        parts = Compressor(_JOB, len(values)).compress(values, version=worker.cached)
         size = sum(memoryview(part).nbytes for part in parts)
         key = f"{number}/{next(self._order)}"
         self._blobs[key] = (values, size)

@@ -13,8 +13,7 @@ from doll.cli.options import JobOption, JsonOption, RunFolderOption, SetOption, 
 from doll.cli.output import emit
 
 if TYPE_CHECKING:
-    from doll.ledger.dead_letter_replay import Replay
-    from doll.ledger.dead_letters import DeadRecord
+    from doll.ledger.dead_letters import DeadRecord, Replay
     from doll.run.target import Target
     from doll.services import Services
 
@@ -104,7 +103,7 @@ def replay_(
 
     Example: doll dead replay my.yaml --reason JSONDecodeError --dry-run
     """
-    from doll.ledger.dead_letter_replay import replay
+    from doll.ledger.dead_letters import replay
     from doll.run.status import reachable_kafka
 
     job_target = target(job, job_option, overrides, run_folder)

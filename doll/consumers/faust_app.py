@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn
 
 import faust
 from faust.tables import TableManager
@@ -30,28 +29,11 @@ from faust.transport import base
 from faust.types import TP, ConsumerMessage
 
 from doll.config import JobConfig
-from doll.consumers.intake.batch_buffer import stream_buffer_records
 from doll.consumers.runtime import WorkerRuntime
-from doll.kafka.chunk_reader import (
-    NOTHING_LEARNED,
-    Chunk,
-    ChunkReader,
-    Delivery,
-    Learned,
-    NoRecordBelow,
-    OutOfRange,
-    Truncated,
-)
-from doll.kafka.reader import Partition
+from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange, Truncated
 from doll.services import Services
 
 _ASK_AGAIN_S: Final = 1.0  # the broker is not sure whether it holds an offset
-
-# Given the partition and the offset that the log does not hold: the offset to continue at; the same offset: try again;
-# None: do not continue.
-OutOfRangeHandler: TypeAlias = Callable[[TP, int], Awaitable[int | None]]
-# Given an offset below which the log has lost records that were read, and what shows it: it ends the process.
-TruncatedHandler: TypeAlias = Callable[[int, str], None]
 _WAITING_CHUNKS: Final = 2  # between Faust's consumer and its agent
 
 
@@ -93,12 +75,12 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(self._put, delivery)
 
-            self.app.reader.start(deliver)
-        return {self.app.partition: self.app.fetch_progress[0]}
+            self.app.runtime.reader.start(deliver)
+        return {self.app.partition: self.app.runtime.fetch_progress[0]}
 
     async def on_stop(self) -> None:
         await super().on_stop()
-        await asyncio.get_running_loop().run_in_executor(None, self.app.reader.close)
+        await asyncio.get_running_loop().run_in_executor(None, self.app.runtime.reader.close)
 
     def _put(self, delivery: Delivery) -> None:
         self._deliveries.append(delivery)
@@ -114,7 +96,7 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
                     self._delivered.clear()
                     await self._delivered.wait()
                 await self._pass_on(self._deliveries.popleft())
-                self.app.reader.taken()
+                self.app.runtime.reader.taken()
         except asyncio.CancelledError:
             if not self.app.should_stop:
                 raise
@@ -124,30 +106,32 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
         Raises:
             Exception: the reader cannot go on.
         """
+        runtime = self.app.runtime
         match delivery:
             case Chunk(offsets):
                 await self.wait_first(
                     self.callback(self._to_message(self.app.partition, delivery)), self.suspend_flow.wait()
                 )
                 next_offset = offsets[-1] + 1
-                self.app.fetch_progress = (next_offset, next_offset)
+                runtime.fetch_progress = (next_offset, next_offset)
             case NoRecordBelow(offset):
-                self.app.fetch_progress = (self.app.fetch_progress[0], offset)
+                runtime.fetch_progress = (runtime.fetch_progress[0], offset)
             case OutOfRange(offset):
                 await self._out_of_range(offset)
             case Truncated(offset, reason):
-                self.app.on_truncated(offset, reason)
+                runtime.deleted_records.refuse_truncated(offset, reason)
             case Exception():
                 raise delivery
 
     async def _out_of_range(self, offset: int) -> None:
-        resume_offset = await self.app.on_out_of_range(self.app.partition, offset)
+        runtime = self.app.runtime
+        resume_offset = await runtime.deleted_records.resume_offset(offset)
         if resume_offset is None:  # the process is about to end
             return
         if resume_offset == offset:
             await asyncio.sleep(_ASK_AGAIN_S)
-        self.app.fetch_progress = (resume_offset, resume_offset)
-        self.app.reader.seek(resume_offset)
+        runtime.fetch_progress = (resume_offset, resume_offset)
+        runtime.reader.seek(resume_offset)
 
     def _to_message(self, tp: TP, record: Chunk) -> ConsumerMessage:
         return ConsumerMessage(
@@ -171,10 +155,10 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
         return self._assigned
 
     def highwater(self, tp: TP) -> int:
-        return int(self.app.fetch_progress[1])
+        return int(self.app.runtime.fetch_progress[1])
 
     async def position(self, tp: TP) -> int | None:
-        return int(self.app.fetch_progress[1])
+        return int(self.app.runtime.fetch_progress[1])
 
     def topic_partitions(self, topic: str) -> int | None:
         return None
@@ -208,17 +192,11 @@ class DollApp(faust.App):  # type: ignore[misc]
     """A Faust app whose transport is `Transport`.
 
     Attributes:
-        reader, partition: what the transport reads.
-        on_out_of_range, on_truncated: see `OutOfRangeHandler` and `TruncatedHandler`.
-        fetch_progress: (delivered, position), kept by the transport: the records below `delivered` have been delivered,
-            and from there to `position` are none (markers of transactions, for instance).
+        partition: what the transport reads, with the reader of `runtime`.
     """
 
-    reader: ChunkReader
     partition: TP
-    on_out_of_range: OutOfRangeHandler
-    on_truncated: TruncatedHandler
-    fetch_progress: tuple[int, int]
+    runtime: WorkerRuntime
 
     def on_init_dependencies(self) -> Any:
         services = super().on_init_dependencies()
@@ -241,113 +219,57 @@ class _NoTables(TableManager):  # type: ignore[misc]
             await self.recovery.start()
 
 
-class FaustStream:
-    """`SampleStream` of one worker: partition n of `samples` through a Faust app."""
+def run_faust(config: JobConfig, services: Services, runtime: WorkerRuntime, folder: Path) -> int:
+    """Run a worker's app until the worker's end; its exit code.
 
-    def __init__(
-        self, config: JobConfig, services: Services, runtime: WorkerRuntime, folder: Path,
-        learned: Learned = NOTHING_LEARNED,
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            folder: Faust's own data folder.
-            learned: what is in the model of this partition.
-        """
-        self._config = config
-        self._runtime = runtime
-        self._tp = TP(config.topic("samples"), runtime.worker)
-        self._faust_worker: _FaustWorker | None = None
-        self._app = self._make_app(services, folder, learned)
-        runtime.stream = self
+    Args:
+        folder: Faust's own data folder.
+    """
+    loop = _new_loop()
+    asyncio.set_event_loop(loop)
+    worker = _FaustWorker(
+        _make_app(config, services, runtime, folder), loop=loop, quiet=True, loglevel="WARN", override_logging=False,
+        redirect_stdouts=False, daemon=True,
+    )  # fmt: skip
+    worker.spinner = None  # it writes control sequences, also to what is no terminal
+    worker.runtime, worker.drain_s = runtime, config.worker.drain_s
+    runtime.main_loop = worker
+    try:
+        worker.execute_from_commandline()
+    except SystemExit as exc:
+        return runtime.exit.code or (exc.code if isinstance(exc.code, int) else 1)
+    return runtime.exit.code
 
-    def run(self) -> int:
-        """Run the app until the worker's end; its exit code."""
-        loop = _new_loop()
-        asyncio.set_event_loop(loop)
-        worker = _FaustWorker(
-            self._app, loop=loop, quiet=True, loglevel="WARN", override_logging=False, redirect_stdouts=False,
-            daemon=True,
-        )  # fmt: skip
-        worker.spinner = None  # it writes control sequences, also to what is no terminal
-        worker.runtime, worker.drain_s = self._runtime, self._config.worker.drain_s
-        self._faust_worker = worker
-        try:
-            worker.execute_from_commandline()
-        except SystemExit as exc:
-            code = exc.code if isinstance(exc.code, int) else 1
-            return self._runtime.exit.code or code
-        return self._runtime.exit.code
 
-    def pause(self) -> None:
-        self._app.reader.pause()
+def _make_app(config: JobConfig, services: Services, runtime: WorkerRuntime, folder: Path) -> DollApp:
+    folder.mkdir(parents=True, exist_ok=True)
+    app = DollApp(
+        f"doll-{config.job}-w{runtime.worker}",
+        broker=[f"doll://{address}" for address in services.kafka.split(",")],
+        topic_allow_declare=False,
+        topic_disable_leader=True,
+        web_enabled=False,
+        value_serializer="raw",
+        key_serializer="raw",
+        table_standby_replicas=0,
+        stream_wait_empty=False,
+        stream_buffer_maxsize=_WAITING_CHUNKS,
+        agent_supervisor="mode.CrashingSupervisor",
+        autodiscover=False,
+        datadir=str(folder),
+        store="memory://",
+        TableManager=_NoTables,
+    )
 
-    def resume(self) -> None:
-        self._app.reader.resume()
-
-    def acknowledge(self, until: int) -> None:
-        self._app.reader.commit(until)
-
-    def fetch_progress(self) -> tuple[int, int]:
-        return self._app.fetch_progress
-
-    def fetched_log_end(self) -> int:
-        return int(self._app.reader.log_end)
-
-    def leave(self) -> None:
-        if self._faust_worker is not None:
-            self._faust_worker.leave()
-
-    def shut_down(self) -> None:
-        if self._faust_worker is not None:
-            self._faust_worker.shut_down()
-
-    def _make_app(self, services: Services, folder: Path, learned: Learned) -> DollApp:
-        config, runtime = self._config, self._runtime
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"doll-{config.job}-w{runtime.worker}"
-        app = DollApp(
-            name,
-            broker=[f"doll://{address}" for address in services.kafka.split(",")],
-            topic_allow_declare=False,
-            topic_disable_leader=True,
-            web_enabled=False,
-            value_serializer="raw",
-            key_serializer="raw",
-            table_standby_replicas=0,
-            stream_wait_empty=False,
-            stream_buffer_maxsize=_WAITING_CHUNKS,
-            agent_supervisor="mode.CrashingSupervisor",
-            autodiscover=False,
-            datadir=str(folder),
-            store="memory://",
-            TableManager=_NoTables,
-        )
-        first = runtime.buffer.batcher.next_offset
-        app.partition = self._tp
-        app.reader = ChunkReader(
-            config, services, Partition(*self._tp), group=name, start=first,
-            fetch_max_wait_ms=config.worker.fetch_max_wait_ms,
-            max_chunk_records=max(1, stream_buffer_records(config) // 2), learned=learned,
-        )  # fmt: skip
-        app.fetch_progress = (first, first)
-        app.on_out_of_range = self._on_out_of_range
-        app.on_truncated = runtime.deleted_records.refuse_truncated
-        samples = app.topic(self._tp.topic, value_serializer="raw")
-        app.agent(samples, name="samples")(self._read_samples)
-        for task in runtime.tasks():
-            app.task(task)
-        return app
-
-    async def _read_samples(self, stream: Any) -> None:
-        feed, watch = self._runtime.buffer.feed, self._runtime.stall_watch
+    async def read_samples(stream: Any) -> None:
         async for event in stream.noack().events():
-            chunk = event.value
-            watch.samples_at_s = time.monotonic()
-            if feed(chunk.offsets, chunk.values, chunk.leader_epoch):
-                self.pause()
+            runtime.feed(event.value)
 
-    async def _on_out_of_range(self, tp: TP, offset: int) -> int | None:
-        return await self._runtime.deleted_records.resume_offset(offset)
+    app.partition, app.runtime = TP(config.topic("samples"), runtime.worker), runtime
+    app.agent(app.topic(app.partition.topic, value_serializer="raw"), name="samples")(read_samples)
+    for task in runtime.tasks():
+        app.task(task)
+    return app
 
 
 class _FaustWorker(faust.Worker):  # type: ignore[misc]

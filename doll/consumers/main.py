@@ -17,14 +17,13 @@ from doll.config import JobConfig
 from doll.config.fingerprint import difference
 from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import JobEndedError, WorkerChannel
-from doll.consumers.compute.compressor import Compressor, DenseCompressor, SparseCompressor
-from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.gradient import CachedVersion, GradientComputer
 from doll.consumers.compute.gradient_engine import GradientEngine, GrantHandler, SetContribution, ThreadGradientEngine
 from doll.consumers.compute.guard import Guard
-from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.compute.task_steps import OwnSteps
-from doll.consumers.faust_app import FaustStream
+from doll.consumers.faust_app import run_faust
+from doll.consumers.intake.batching import stream_buffer_records
 from doll.consumers.intake.dead_letters import DeadLetters, Decoder
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.lifecycle.spot_notices import watch_spot_notices
@@ -36,7 +35,8 @@ from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError, FencedError
 from doll.kafka import topics
-from doll.kafka.chunk_reader import Learned
+from doll.kafka.chunk_reader import ChunkReader, Learned
+from doll.kafka.reader import Partition
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model.flat_model import FlatModel, build, fingerprint
@@ -46,10 +46,11 @@ from doll.pipeline.planner.measured import TaskLog
 from doll.pipeline.profiling.layers import Layer
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
-from doll.records.control import NewVersion, Welcome
+from doll.records.control import Welcome
 from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.blobs import Blobs, scope_of
+from doll.storage.contributions import Compressor
 from doll.storage.stores import open_blobs
 from doll.task.base import Task, load_task
 from doll.telemetry import get_logger
@@ -195,25 +196,29 @@ class _WorkerProcess:
         tables = self._model.tables
         row_client = None if tables is None else RowClient(config, blobs, tables.shapes, scope)
         engine: GradientEngine
-        engine_ended = None
         if self._stages is None:
             engine = self._thread_engine(blobs, dead_letters, row_client, scope)
         else:
             engine = self._pipeline_engine(self._stages, blobs, dead_letters, scope)
-            engine_ended = engine.ended
         link = None
         if config.control.kind != "kafka":
             link = ControlLink(services, config.control.kind, on_refused=channel.report_refused_endpoints)
             link.welcome(welcome)
-        runtime = WorkerRuntime(
-            config, core=core, channel=channel, decoder=decoder, engine=engine, commands_offset=commands_offset,
-            departure=self._departure, heartbeat=self._heartbeat, link=link, row_client=row_client,
-            engine_ended=engine_ended,
+        per_batch = config.data.records_per_batch
+        reader = ChunkReader(
+            config, services, Partition(config.topic("samples"), self._worker),
+            group=f"doll-{config.job}-w{self._worker}", start=welcome.origin + welcome.next_batch * per_batch,
+            learned=Learned(welcome.origin + welcome.included * per_batch, welcome.leader_epoch),
+            fetch_max_wait_ms=config.worker.fetch_max_wait_ms,
+            max_chunk_records=max(1, stream_buffer_records(config) // 2),
         )  # fmt: skip
-        included = welcome.origin + welcome.included * config.data.records_per_batch
-        folder = self._run_folder / "faust" / f"worker-{self._worker}"
+        runtime = WorkerRuntime(
+            config, core=core, channel=channel, reader=reader, decoder=decoder, engine=engine,
+            commands_offset=commands_offset, departure=self._departure, heartbeat=self._heartbeat, link=link,
+            row_client=row_client,
+        )  # fmt: skip
         try:
-            return FaustStream(config, services, runtime, folder, Learned(included, welcome.leader_epoch)).run()
+            return run_faust(config, services, runtime, self._run_folder / "faust" / f"worker-{self._worker}")
         finally:
             decoder.close()
             engine.close()
@@ -224,7 +229,7 @@ class _WorkerProcess:
         config, model = self._config, self._model
         return PipelineGradientEngine(
             config, stages.processes, guard=Guard(config, self._task, self._computer), computer=self._computer,
-            compressor=SparseCompressor(scope, model.num_parameters, {}), blobs=blobs, dead_letters=dead_letters,
+            compressor=Compressor(scope, model.num_parameters), blobs=blobs, dead_letters=dead_letters,
             departure=self._departure, task_log=TaskLog(self._run_folder / "pipeline" / f"worker-{self._worker}.jsonl"),
             check=partial(check_with_samples, self._task, model.module, stages.parts), scope=scope,
         )  # fmt: skip
@@ -242,10 +247,10 @@ class _WorkerProcess:
                 report=self._channel.report_rows,
             )  # fmt: skip
             model.tables.connect(rows.look_up)
-        compressor: Compressor = DenseCompressor(scope)
+        compressor = Compressor(scope)
         if sends_steps or model.tables is not None:
             tables = {} if model.tables is None else model.tables.shapes
-            compressor = SparseCompressor(scope, model.num_parameters, tables)
+            compressor = Compressor(scope, model.num_parameters, tables)
         local_model: CachedVersion | StepModel
         contribution: SetContribution
         if sends_steps:
@@ -265,13 +270,7 @@ class _WorkerProcess:
             rows=rows,
             scope=scope,
         )
-
-        def offer(weights: NewVersion) -> None:
-            if rows is not None:
-                rows.offer(weights)
-            local_model.offer(weights)
-
-        return ThreadGradientEngine(handler.handle, offer, handler.store_rest)
+        return ThreadGradientEngine(handler.handle, handler.offer, handler.store_rest)
 
 
 def process_name() -> str:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -22,8 +21,7 @@ from doll.config import JobConfig
 from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import Commands, WorkerChannel
 from doll.consumers.compute.gradient_engine import GradientEngine
-from doll.consumers.intake.batch_buffer import BatchBuffer, buffer_capacity
-from doll.consumers.intake.batching import Batcher, RawBatch
+from doll.consumers.intake.batching import BatchBuffer, Batcher, RawBatch, buffer_capacity
 from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.intake.deleted_records import DeletedRecords
@@ -43,6 +41,7 @@ from doll.consumers.protocol.worker_core import (
 )
 from doll.consumers.tables.row_client import RowClient
 from doll.errors import DollError, RecordError, ServiceUnavailableError, TaskError
+from doll.kafka.chunk_reader import Chunk, ChunkReader
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
 from doll.records.control import Announce, AnyRecord, GetRows, Grant, Hello, Nack, Push, RowsStored, Welcome, decode
@@ -58,25 +57,8 @@ _DRAIN_POLL_S: Final = 0.02
 _STREAM_STOP_S: Final = 1.5  # what Faust needs to stop, taken off the time to drain
 
 
-class SampleStream(Protocol):
-    """The stream of samples, which owns the process's main loop."""
-
-    def pause(self) -> None:
-        """Fetch nothing more. What is fetched is still delivered."""
-
-    def resume(self) -> None:
-        """Fetch again; may be called when it does."""
-
-    def acknowledge(self, until: int) -> None:
-        """The offsets below `until` are durable and may be committed."""
-
-    def fetch_progress(self) -> tuple[int, int]:
-        """(delivered, position): records below `delivered` have been fed; no record is between there and `position`."""
-        ...
-
-    def fetched_log_end(self) -> int:
-        """Where the log ended at the last fetch, an offset; 0 or less before the first one."""
-        ...
+class MainLoop(Protocol):
+    """The process's main loop: Faust's."""
 
     def leave(self) -> None:
         """Drain, then stop; may be repeated."""
@@ -89,14 +71,16 @@ class WorkerRuntime:
     """One worker's tasks. Everything but the constructor runs on one event loop.
 
     Attributes:
-        buffer: batches that are read and not decoded; the stream feeds it.
-        stall_watch: the stream tells it of every record.
+        reader: of this worker's partition; the stream starts it, and passes on what it delivers.
+        fetch_progress: (delivered, position), kept by the stream: the records below `delivered` have been fed, and from
+            there to `position` there is no record (markers of transactions, for instance).
+        buffer: batches that are read and not decoded.
         deleted_records: the stream asks it where to read on.
         exit: how this process ends, and its code.
-        stream: set before the loop starts.
+        main_loop: set before the loop starts.
     """
 
-    stream: SampleStream
+    main_loop: MainLoop
 
     def __init__(
         self,
@@ -104,6 +88,7 @@ class WorkerRuntime:
         *,
         core: WorkerCore,
         channel: WorkerChannel,
+        reader: ChunkReader,
         decoder: Decoder,
         engine: GradientEngine,
         commands_offset: int,
@@ -111,11 +96,9 @@ class WorkerRuntime:
         heartbeat: Heartbeat,
         link: ControlLink | None = None,
         row_client: RowClient | None = None,
-        engine_ended: Future[None] | None = None,
     ) -> None:
         """
         Args:
-            engine_ended: fails when `engine` cannot go on, also while it has nothing to do; None: it always can.
             link: carries grants, pushes and heartbeats while it is open; None: Kafka does.
             commands_offset: of the first command after the Welcome.
             row_client: asks for rows of tables; None: the model has no tables.
@@ -124,9 +107,9 @@ class WorkerRuntime:
         self._config = config
         self._core = core
         self._channel = channel
+        self.reader = reader
         self._link = link
         self._row_client = row_client
-        self._engine_ended = engine_ended
         self._decoder = decoder
         self._engine = engine
         self._next_command = commands_offset
@@ -141,8 +124,12 @@ class WorkerRuntime:
             align=config.training.policy.batches_per_push,
         )
         self.buffer = BatchBuffer(batcher, buffer_capacity(config))
-        self.stall_watch = StallWatch(config.worker.stall_timeout_s, commands_offset, time.monotonic())
-        self.exit = ProcessExit(config.worker.drain_s, flush=lambda: channel.flush(1.0), stop=self._stop)
+        self.fetch_progress = (batcher.next_offset, batcher.next_offset)
+        self._filled = asyncio.Event()  # something was fed
+        self._stall_watch = StallWatch(config.worker.stall_timeout_s, commands_offset, time.monotonic())
+        self.exit = ProcessExit(
+            config.worker.drain_s, flush=lambda: channel.flush(1.0), stop=lambda: self.main_loop.shut_down()
+        )
         self.deleted_records = DeletedRecords(config, core, batcher, channel, self.exit)
         self._commands: asyncio.Queue[Commands | list[AnyRecord]] = asyncio.Queue()
         self._decoding: asyncio.Queue[tuple[RawBatch[bytes | None], asyncio.Future[Decoded]]] = asyncio.Queue()
@@ -158,24 +145,31 @@ class WorkerRuntime:
     def tasks(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """Coroutines that run beside the stream, until the end."""
         answer = [self.compute] * self._engine.depth
-        tasks = [self.read_commands, self.prepare, self.announce, *answer, self.tick, self.watch]
-        if self._engine_ended is not None:
-            tasks.append(self.watch_engine)
+        tasks = [self.read_commands, self.prepare, self.announce, *answer, self.tick, self.watch, self.watch_engine]
         return tasks if self._link is None else [*tasks, self.keep_link]
 
     # --- Algorithm 1 ------------------------------------------------------------------------------------------------
+
+    def feed(self, chunk: Chunk) -> None:
+        """Take the next records of the stream."""
+        self._stall_watch.samples_at_s = time.monotonic()
+        if self.buffer.feed(*chunk):
+            self.reader.pause()
+        self._filled.set()
 
     async def prepare(self) -> None:
         """Have batches decoded while the core has room; resume the stream when few are left."""
         buffer = self.buffer
         while True:
-            await buffer.wait()
+            while not buffer:
+                self._filled.clear()
+                await self._filled.wait()
             while not self._may_decode:
                 self._room.clear()
                 await self._room.wait()
             raw = buffer.take()
             if buffer.is_half_empty:
-                self.stream.resume()
+                self.reader.resume()
             self._num_decoding += 1
             records = Records(raw.offsets, raw.values) if raw.count == 1 else Records((), ())
             future = asyncio.wrap_future(self._decoder.decode(records))
@@ -213,7 +207,7 @@ class WorkerRuntime:
                         self._do(core.batch_ready(Batch(one.first, decoded, 0, now, (), one.gaps, one.lost)))
             else:
                 self._do(core.batch_ready(_batch(raw, decoded)))
-            self.stall_watch.samples_at_s = time.monotonic()
+            self._stall_watch.samples_at_s = time.monotonic()
 
     # --- Algorithm 2 ------------------------------------------------------------------------------------------------
 
@@ -278,18 +272,8 @@ class WorkerRuntime:
                     done = await asyncio.wrap_future(
                         self._engine.submit(grant, batches, partial(self._goes_on, grant.term))
                     )
-                except ServiceUnavailableError as exc:
-                    self.exit.request(1, str(exc))
-                    return
-                except TaskError as exc:
-                    self.exit.request(exc.exit_code, f"{what}: {exc}")
-                    return
-                except DollError as exc:  # such as a stage that has ended
-                    self.exit.request(1, f"{what}: {exc}")
-                    return
-                except Exception as exc:  # a bug, or this machine's memory or disk
-                    log.error("task_failed", batches=[first, last], error=f"{type(exc).__name__}: {exc}", exc_info=True)
-                    self.exit.request(1, f"{self._config.task.cls} failed on {what}: {exc}")
+                except Exception as exc:
+                    self._fail(exc, what)
                     return
                 if done is None:
                     self._do(core.weights_missing(grant))
@@ -305,16 +289,20 @@ class WorkerRuntime:
 
     async def watch_engine(self) -> None:
         """End when the engine has ended."""
-        assert self._engine_ended is not None
         try:
-            await asyncio.wrap_future(self._engine_ended)
-        except TaskError as exc:
-            self.exit.request(exc.exit_code, str(exc))
-        except DollError as exc:
-            self.exit.request(1, str(exc))
-        except Exception as exc:  # a bug, or this machine's memory or disk
-            log.error("engine_failed", error=f"{type(exc).__name__}: {exc}", exc_info=True)
-            self.exit.request(1, str(exc))
+            await asyncio.wrap_future(self._engine.ended)
+        except Exception as exc:
+            self._fail(exc)
+
+    def _fail(self, error: Exception, what: str = "") -> None:
+        """End because the engine, or `what` it has computed, has failed."""
+        if isinstance(error, DollError):
+            place = f"{what}: " if what and not isinstance(error, ServiceUnavailableError) else ""
+            self.exit.request(error.exit_code if isinstance(error, TaskError) else 1, f"{place}{error}")
+        else:  # a bug, or this machine's memory or disk
+            event = "task_failed" if what else "engine_failed"
+            log.error(event, what=what, error=f"{type(error).__name__}: {error}", exc_info=error)
+            self.exit.request(1, f"{self._config.task.cls} failed on {what}: {error}" if what else str(error))
 
     def _goes_on(self, term: int, batch: int, grant_id: int) -> bool:
         ends = self._core.draining or self.exit.is_requested
@@ -340,7 +328,7 @@ class WorkerRuntime:
                     self._engine.offer(weights)
                 case Acknowledge(until):
                     fault_point("worker.after_durable")
-                    self.stream.acknowledge(self._core.origin + until * self._config.data.records_per_batch)
+                    self.reader.commit(self._core.origin + until * self._config.data.records_per_batch)
                     self._room.set()
                 case Exit(code, reason):
                     if self._link is not None:
@@ -366,23 +354,24 @@ class WorkerRuntime:
             self._channel.poll()
             self._skip_recordless_offsets()
             if self.departure():
-                self.stream.leave()
+                self.main_loop.leave()
             self._do(self._core.tick(time.monotonic()))
 
     def _skip_recordless_offsets(self) -> None:
         """Where all delivered records are fed, there is no record between them and the next fetch."""
-        delivered, position = self.stream.fetch_progress()
+        delivered, position = self.fetch_progress
         if self.buffer.batcher.next_offset == delivered < position:
             self.buffer.skip_to(position)
+            self._filled.set()
 
     async def watch(self) -> None:
         """Measure the lag, and end where records are there and none comes."""
-        watch = self.stall_watch
+        watch = self._stall_watch
         high, asked_at_s = 0, float("-inf")
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if time.monotonic() - asked_at_s < min(ASK_KAFKA_EVERY_S, self._config.worker.stall_timeout_s / 4):
-                self._measure_lag(max(high, self.stream.fetched_log_end()))
+                self._measure_lag(max(high, self.reader.log_end))
                 continue
             asked_at_s = time.monotonic()
             try:
@@ -408,7 +397,7 @@ class WorkerRuntime:
 
     def _measure_lag(self, high: int) -> int:
         """Records that are not read, where the log of samples ends at `high`; those in the buffer are lag as well."""
-        unread = self.stall_watch.unread(self.buffer.batcher.next_offset, high)
+        unread = self._stall_watch.unread(self.buffer.batcher.next_offset, high)
         self._core.lag = unread + (len(self.buffer) + self._num_decoding) * self._config.data.records_per_batch
         return unread
 
@@ -449,9 +438,6 @@ class WorkerRuntime:
             self._core.rest_not_stored(order)
             return
         self._do(self._core.rest_stored(order, done))
-
-    def _stop(self) -> None:
-        self.stream.shut_down()
 
 
 def _one_by_one(order: Compute) -> list[Compute]:

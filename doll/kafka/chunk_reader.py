@@ -22,9 +22,9 @@ from confluent_kafka import TopicPartition as _TopicPartition
 
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import make_consumer
-from doll.kafka.reader import Partition
+from doll.kafka.reader import Partition, end_of_unreadable, unreadable
 from doll.kafka.topic_plan import batch_limit_bytes
-from doll.kafka.unread import UnreadValue, end_of_unreadable, unreadable
+from doll.records.refusals import UnreadValue
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:

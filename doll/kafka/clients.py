@@ -1,19 +1,21 @@
-"""Clients of Kafka: the one place that builds producers, consumers and admin clients, from job file and environment.
+"""Clients of Kafka: the one place that builds producers, consumers and admin clients, from job file and environment,
+and that translates their library's errors.
 
 A job's clients share `kafka_settings`: addresses, security, how soon they reconnect. Secrets come from the environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from confluent_kafka import Consumer, KafkaException, Producer, cimpl
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, cimpl
 from confluent_kafka.admin import AdminClient
 
-from doll.errors import ConfigError
+from doll.errors import ConfigError, ServiceUnavailableError
 from doll.services import KAFKA_CA_ENV, KAFKA_ENV, KAFKA_PASSWORD_ENV, KAFKA_USER_ENV, Services
 from doll.telemetry import get_logger
 
@@ -22,6 +24,15 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
+
+_NEW_TOPIC_S: Final = 10.0
+# What brokers answer about a topic that was created a moment ago.
+_LEADERLESS: Final = (
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+)
 # For control records: records that are sent together (the grants of a group, an announcement and a push) share one
 # request. A request costs the broker more than this wait costs a round.
 LINGER_MS: Final = 0.5
@@ -31,6 +42,43 @@ _LIBRDKAFKA_CRITICAL: Final = 2
 _UNDERSCORED: Final = frozenset({"log_level", "on_commit", "on_delivery"})
 _REPEAT_AFTER_S: Final = 30.0
 _METADATA_WAIT_S: Final = 0.5
+
+
+def error_of(exc: KafkaException) -> KafkaError:
+    """The error that an exception carries."""
+    return exc.args[0]
+
+
+@contextlib.contextmanager
+def translate_errors(address: str, what: str, hint: str = "is it running, and the address right?") -> Iterator[None]:
+    """Within the context, raise KafkaException as `Kafka at ADDRESS does not WHAT (reason): HINT`.
+
+    Args:
+        what: "describe topic t", "accept records".
+
+    Raises:
+        ServiceUnavailableError: in place of KafkaException.
+    """
+    try:
+        yield
+    except KafkaException as exc:
+        raise ServiceUnavailableError(f"Kafka at {address} does not {what} ({error_of(exc).str()}): {hint}") from exc
+
+
+def retry_while_leaderless(call: Callable[[], T]) -> T:
+    """What `call` returns; a topic that was just created may not have a leader yet, which is waited for.
+
+    Raises:
+        KafkaException: as `call` raises it, when waiting does not help.
+    """
+    deadline_s = time.monotonic() + _NEW_TOPIC_S
+    while True:
+        try:
+            return call()
+        except KafkaException as exc:
+            if error_of(exc).code() not in _LEADERLESS or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.1)
 
 
 def make_producer(config: JobConfig, services: Services, **extra: Any) -> Producer:

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from doll.errors import RecordError, ServiceUnavailableError
-from doll.kafka.clients import make_consumer
-from doll.kafka.errors import translate_errors
-from doll.kafka.reader import Message, Partition, as_message, partition_bounds
+from doll.kafka.clients import make_consumer, translate_errors
+from doll.kafka.reader import Message, Partition, as_message, end_of_unreadable, partition_bounds, unreadable
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
-from doll.kafka.unread import end_of_unreadable, unreadable
 from doll.records.control import decode
 from doll.services import Services
 from doll.telemetry import get_logger

@@ -9,8 +9,7 @@ from typing import Any, Final
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from doll.kafka.clients import ProbeClients
-from doll.kafka.errors import error_of
+from doll.kafka.clients import ProbeClients, error_of
 
 READY_TOPIC: Final = "doll-ready"  # the probe writes to it
 # 3 s on an idle machine; 50 s were measured with 20 processes per core, or with a log to recover.

@@ -23,8 +23,7 @@ from confluent_kafka.admin import (
 
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topic_settings
-from doll.kafka.clients import kafka_credentials, make_admin
-from doll.kafka.errors import error_of, retry_while_leaderless, translate_errors
+from doll.kafka.clients import error_of, kafka_credentials, make_admin, retry_while_leaderless, translate_errors
 from doll.kafka.topic_plan import MIN_ISR_SETTING, TOPIC_KINDS, TopicKind, TopicPlan, plan_topics
 from doll.services import Services
 from doll.telemetry import get_logger

@@ -12,15 +12,184 @@ refused may be applied then. The letter of an offset that was applied is superse
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
+from doll.ledger import offset_ranges
 from doll.ledger.lineage import UpdatesRecord
-from doll.ledger.partition_account import OffsetState, PartitionAccount
-from doll.ledger.report import LedgerReport, PartitionCounts, Range
+from doll.ledger.offset_ranges import Span
+from doll.ledger.report import LedgerReport, PartitionCounts, Range, named
 from doll.ledger.valid_updates import DurableModel, ValidUpdates
-from doll.records.control import DeadLetter, Update
+from doll.records.control import DeadLetter, Member, Update
 
+OffsetState = Literal["pending", "applied", "partly", "dead", "absent"]
 __all__ = ["DurableModel", "Ledger", "LedgerReport", "OffsetState", "PartitionCounts", "Range", "balance"]
+
+
+class PartitionResult(NamedTuple):
+    """The counts of a partition, and the ranges behind four of them."""
+
+    line: PartitionCounts
+    missing: list[Range]
+    twice: list[Range]
+    gaps: list[Range]
+    lost: list[Range]
+
+
+class PartitionAccount:
+    """The account of one partition: what the durable model's updates and the dead letters say."""
+
+    def __init__(self, partition: int, durable: DurableModel) -> None:
+        self.partition = partition
+        self.origin = durable.origins[partition]
+        self.until = self.origin + durable.applied[partition] * durable.records_per_batch
+        self._records_per_batch = durable.records_per_batch
+        self._spans: list[Span] = []
+        self._dead = array("q")
+        self._gaps: list[Span] = []
+        self._lost: list[Span] = []
+        self._partly: list[Span] = []  # batches with records that were refused in part
+        self._whole_letters = array("q")
+        self._part_letters = array("q")
+
+    def add_batch(self, member: Member, name: str, problems: list[str]) -> None:
+        """Count one applied batch, or several without a record."""
+        lo = self.origin + member.batch * self._records_per_batch
+        hi = lo + max(member.batches, 1) * self._records_per_batch
+        if (member.lo, member.hi) != (lo, hi) or member.batch < 0:
+            problems.append(
+                f"{name}: batch {member.batch} of partition {self.partition} is offsets {lo}-{hi - 1}, got "
+                f"{member.lo}-{member.hi - 1}"
+            )
+        inside = [*((offset, offset + 1) for offset in member.dead), *member.gaps, *member.lost]
+        if any(not member.lo <= a < b <= member.hi for a, b in inside):
+            problems.append(f"{name}: batch {member.batch} of partition {self.partition} names offsets outside itself")
+        _append(self._spans, member.lo, member.hi)
+        self._dead.extend(member.dead)
+        for gap in member.gaps:
+            _append(self._gaps, *gap)
+        for gap in member.lost:
+            _append(self._lost, *gap)
+        if member.dead_samples:
+            self._partly.append((member.lo, member.hi))
+
+    def finish_updates(self) -> None:
+        """All updates were added."""
+        self._covered, self._doubled = offset_ranges.union(self._spans), offset_ranges.overlaps(self._spans)
+        self._dead_spans, self._gap_spans = offset_ranges.points(self._dead), offset_ranges.union(self._gaps)
+        self._lost_spans = offset_ranges.union(self._lost)
+        self._partly_spans = offset_ranges.union(self._partly)
+        self._dead, self._gaps, self._lost, self._spans = array("q"), [], [], []
+
+    def add_dead_letter(self, letter: DeadLetter) -> None:
+        (self._whole_letters if letter.whole else self._part_letters).append(letter.offset)
+
+    def offset_state(self, offset: int) -> OffsetState:
+        if not self.origin <= offset < self.until or not offset_ranges.contains(self._covered, offset):
+            return "pending"
+        if offset_ranges.contains(self._dead_spans, offset):
+            return "dead"
+        if offset_ranges.contains(self._gap_spans, offset) or offset_ranges.contains(self._lost_spans, offset):
+            return "absent"
+        return "partly" if offset_ranges.contains(self._partly_spans, offset) else "applied"
+
+    def evaluate(
+        self, low: int | None, end: int, present: Iterable[Span], finished: bool, problems: list[str]
+    ) -> PartitionResult:
+        """Sort each offset below the durable model's end into one of missing, twice, gap, lost, dead and applied, and
+        each one above it into lost (no longer in the log) or pending.
+
+        Args:
+            low: first offset that the log still holds; None: it is not known.
+            end: one above the last offset of the log.
+            present: offsets that do hold records although an update says that they hold none.
+            finished: the job has ended, so that what it left unread may be deleted.
+            problems: what does not fit is added here, one sentence each.
+        """
+        end = max(end, self.origin)
+        if self.until > end:
+            problems.append(
+                f"partition {self.partition}: the durable model reaches offset {self.until - 1}, but the log ends at "
+                f"{end}: was the topic deleted and created again?"
+            )
+        low, known = (self.origin, False) if low is None else (low, True)
+        prefix = _span(self.origin, self.until)
+        covered, doubled = self._covered, self._doubled
+        dead, gaps, lost = self._dead_spans, self._gap_spans, self._lost_spans
+        letters, present = offset_ranges.points(self._whole_letters), offset_ranges.union(present)
+        unlettered, filled = offset_ranges.subtract(dead, letters), offset_ranges.intersect(gaps, present)
+        applied_letters = offset_ranges.intersect(letters, offset_ranges.intersect(prefix, covered))
+        superseded = offset_ranges.subtract(applied_letters, offset_ranges.union([*dead, *gaps, *lost]))
+        strays = offset_ranges.subtract(letters, _span(self.origin, max(end, self.until)))
+        for spans, what in (
+            (offset_ranges.subtract(covered, prefix), "applied by updates, but not counted in the checkpoint"),
+            (unlettered, "dead by their update, but there is no dead letter"),
+            (self._unlettered_parts(), "refused in part by their update, but there is no dead letter"),
+            (strays, "dead-lettered, but outside the job's part of the log"),
+            (offset_ranges.intersect(offset_ranges.union([*gaps, *lost]), dead), "both dead and without a record"),
+            (
+                offset_ranges.intersect(lost, _span(low, end)) if known else [],
+                "deleted by their update, but still in the log",
+            ),
+            (filled, "without a record by their update, but the log holds records"),
+        ):
+            if spans:
+                problems.append(f"{what}: {named(self._ranges(spans))}")
+        rest = prefix
+        parts = []
+        absent = offset_ranges.union([*offset_ranges.subtract(prefix, covered), *unlettered, *filled])
+        for kind in (absent, doubled, lost, gaps, dead):
+            parts.append(offset_ranges.intersect(rest, kind))
+            rest = offset_ranges.subtract(rest, kind)
+        missing, twice, lost, empty, dead = parts
+        # Not in the durable model, and not in the log any more.
+        unread = [] if finished else _span(self.until, min(low, end))
+        line = PartitionCounts(
+            partition=self.partition,
+            origin=self.origin,
+            applied_until=self.until,
+            end=end,
+            produced=max(end, self.until) - self.origin,
+            applied=offset_ranges.size(rest),
+            pending=max(end - self.until, 0) - offset_ranges.size(unread),
+            dead=offset_ranges.size(dead),
+            gaps=offset_ranges.size(empty),
+            missing=offset_ranges.size(missing),
+            twice=offset_ranges.size(twice),
+            superseded=offset_ranges.size(superseded),
+            lost=offset_ranges.size(lost) + offset_ranges.size(unread),
+        )
+        return PartitionResult(
+            line, self._ranges(missing), self._ranges(twice), self._ranges(empty),
+            self._ranges(offset_ranges.union([*lost, *unread])),
+        )  # fmt: skip
+
+    def _unlettered_parts(self) -> list[Span]:
+        """Batches that say that samples of theirs were refused, and have no letter at all."""
+        letters = sorted({*self._part_letters, *self._whole_letters}) if self._partly else []
+        unlettered = []
+        for lo, hi in self._partly:
+            at = bisect_left(letters, lo)
+            if at == len(letters) or letters[at] >= hi:
+                unlettered.append((lo, hi))
+        return offset_ranges.union(unlettered)
+
+    def _ranges(self, spans: Iterable[Span]) -> list[Range]:
+        return [Range(self.partition, lo, hi) for lo, hi in spans]
+
+
+def _append(spans: list[Span], lo: int, hi: int) -> None:
+    """Batches come in order, so a sound history of any length is one span."""
+    if spans and spans[-1][1] == lo < hi:
+        spans[-1] = (spans[-1][0], hi)
+    else:
+        spans.append((lo, hi))
+
+
+def _span(lo: int, hi: int) -> list[Span]:
+    return [(lo, hi)] if lo < hi else []
 
 
 def balance(

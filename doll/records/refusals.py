@@ -1,4 +1,4 @@
-"""How many records of a job were refused and why: over the whole job, and as a share of its last records. Pure."""
+"""Records that are refused: why, how many of a job were, over all of it and among the last ones. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,34 @@ from typing import Final
 import msgspec
 
 from doll.records.bounded import short
+from doll.records.control import DeadLetterCode
 
 MAX_REASONS: Final = 20  # distinct ones that are kept; letters with others are counted as `OTHER`
 MAX_REASON_CHARS: Final = 200
 OTHER: Final = "other reasons"
 _BUCKETS: Final = 20
 _NUMBER: Final = re.compile(r"\d+")
+
+
+class UnreadValue(bytes):
+    """Stands for a value that was not read, or not kept: as bytes it is empty, so it is never decoded.
+
+    Attributes:
+        code, reason: of its dead letter.
+        num_bytes: of the value; 0 where it is not known.
+        head: its first bytes.
+    """
+
+    code: DeadLetterCode
+    reason: str
+    num_bytes: int
+    head: bytes
+
+    @classmethod
+    def of(cls, code: DeadLetterCode, reason: str, num_bytes: int = 0, head: bytes = b"") -> UnreadValue:
+        self = cls()
+        self.code, self.reason, self.num_bytes, self.head = code, reason, num_bytes, head
+        return self
 
 
 class ReasonCounts:

@@ -1,4 +1,8 @@
-"""Contributions as blobs: dense, or the values that are not zero where these are few, and rows of tables. Pure."""
+"""Contributions as blobs: dense, or the values that are not zero where these are few, and rows of tables. Pure.
+
+A gradient is sent as it is, dense float32. A step has many zeros where its worker holds insignificant values back, or
+where a batch touches few of the parameters: then only the others are sent.
+"""
 
 from __future__ import annotations
 
@@ -37,35 +41,50 @@ class DecodedContribution(NamedTuple):
     rows: Mapping[str, Rows] = _NO_ROWS
 
 
-def encode_contribution(
-    values: Vector, num_parameters: int, *, job: str, version: int, rows: Mapping[str, Rows] = _NO_ROWS,
-    tables: Tables = _NO_TABLES,
-) -> list[Buffer]:  # fmt: skip
-    """The blob of a contribution, the shorter one of its two forms.
+class Compressor(NamedTuple):
+    """Makes the blobs of one worker's contributions.
 
-    Args:
-        values: float32, shape (numel,), laid out as `doll.model.flat_model` says. The parts are views of it where they
-        can be. num_parameters: the first so many may be left out where they are zero. version: of the weights that it
-        was computed at. rows: of tables, by name. tables: shapes of all tables of the model.
+    Attributes:
+        num_parameters: the first so many values may be left out where they are zero; None: every value is sent.
+        tables: shapes of all tables of the model, by name.
     """
-    parameters = values[:num_parameters]
-    ids = np.flatnonzero(parameters)
-    is_dense = len(ids) > _MAX_SHARE * num_parameters
-    if is_dense and not rows:
-        return encode_blob(values, job=job, kind="g", version=version)
-    pieces: dict[str, Vector | Rows] = {}
-    if num_parameters:
-        pieces[_PARAMETERS] = parameters if is_dense else Rows(ids, parameters[ids].reshape(-1, 1))
-    if len(values) > num_parameters:
-        pieces[_TAIL] = values[num_parameters:]
-    shapes = _shapes(len(values), num_parameters, tables)
-    return encode_push({**pieces, **rows}, shapes, job=job, version=version).parts
+
+    job: str
+    num_parameters: int | None = None
+    tables: Tables = _NO_TABLES
+
+    def compress(self, values: Vector, *, version: int, rows: Mapping[str, Rows] = _NO_ROWS) -> list[Buffer]:
+        """The blob of a contribution, the shorter one of its two forms, in parts as `Blobs.put` takes them.
+
+        Args:
+            values: float32, shape (numel,), laid out as `doll.model.flat_model` says. The parts may be views of it:
+                they are stored before it changes.
+            version: of the weights that it was computed at.
+            rows: of tables, by name.
+        """
+        n = self.num_parameters
+        if n is None:
+            assert not rows, "a dense contribution has no rows"
+            return encode_blob(values, job=self.job, kind="g", version=version)
+        parameters = values[:n]
+        ids = np.flatnonzero(parameters)
+        is_dense = len(ids) > _MAX_SHARE * n
+        if is_dense and not rows:
+            return encode_blob(values, job=self.job, kind="g", version=version)
+        pieces: dict[str, Vector | Rows] = {}
+        if n:
+            pieces[_PARAMETERS] = parameters if is_dense else Rows(ids, parameters[ids].reshape(-1, 1))
+        if len(values) > n:
+            pieces[_TAIL] = values[n:]
+        return encode_push(
+            {**pieces, **rows}, _shapes(len(values), n, self.tables), job=self.job, version=version
+        ).parts
 
 
 def decode_contribution(
     data: Buffer, num_parameters: int, *, job: str, version: int, numel: int, tables: Tables = _NO_TABLES
 ) -> DecodedContribution:
-    """What `encode_contribution` was given; views of `data` where they can be.
+    """What `Compressor.compress` was given; views of `data` where they can be.
 
     Raises:
         BlobError: torn, changed on the way, of another job, version or size, of a table that is not in `tables`, or

@@ -17,7 +17,7 @@ from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, G
 from doll.ps.model.local_host import LocalModelHost
 from doll.ps.model.model_host import ModelHost
 from doll.storage.blobs import Blobs, blob_info, decode_blob, decode_latest, encode_blob, latest_key
-from doll.storage.contributions import encode_contribution
+from doll.storage.contributions import Compressor
 from doll.storage.shm_blobs import ShmBlobs
 from memory_stores import MemoryBlobs
 from pushes import applied_set, push_of
@@ -289,7 +289,7 @@ def test_a_sparse_gradient_of_another_model_is_lost_and_not_added_in_part(rig: R
 
 
 def store_sparse(rig: Rig, values: np.ndarray) -> FetchGradient:
-    parts = encode_contribution(values, len(values), job="unit", version=0)
+    parts = Compressor("unit", len(values)).compress(values, version=0)
     assert blob_info(b"".join(parts)).kind == "p", "the sparse form"
     rig.blobs.put("g1", parts, 60.0)
     return FetchGradient(1, "g1", 0, in_order=False)

@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from doll.consumers.compute.compressor import Compressor, DenseCompressor, SparseCompressor
-from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.gradient import CachedVersion, GradientComputer, LocalModel
 from doll.consumers.compute.gradient_engine import GoesOn, GradientEngine, Handle, ThreadGradientEngine
-from doll.consumers.compute.local_model import CachedVersion, LocalModel
 from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
@@ -19,6 +17,7 @@ from doll.errors import ServiceUnavailableError, TaskError
 from doll.model.flat_model import FlatModel
 from doll.records.control import Grant
 from doll.storage.blobs import decode_blob, encode_blob
+from doll.storage.contributions import Compressor
 from doll.task.base import Task
 from memory_stores import MemoryBlobs
 from worker_records import grant
@@ -263,8 +262,8 @@ def test_weights_that_are_not_whole_are_never_used(replica: Replica, damage: str
 # --- Compressor -----------------------------------------------------------------------------------------------------
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
-    "dense": lambda: DenseCompressor("unit"),
-    "sparse": lambda: SparseCompressor("unit", 90, {}),
+    "dense": lambda: Compressor("unit"),
+    "sparse": lambda: Compressor("unit", 90),
 }
 
 
@@ -283,7 +282,7 @@ def test_compressing_does_not_change_the_gradient(compressor: Compressor) -> Non
 
 def test_the_dense_form_is_the_gradient_to_the_bit_and_names_its_version() -> None:
     gradient = np.random.default_rng(0).normal(size=100).astype(np.float32)
-    parts = DenseCompressor("unit").compress(gradient, version=9, rows={})
+    parts = Compressor("unit").compress(gradient, version=9, rows={})
     assert np.shares_memory(np.frombuffer(parts[-1], np.float32), gradient), "the hot path copies nothing"
     stored = decode_blob(b"".join(parts), job="unit", kind="g", version=9, numel=100)
     assert stored.tobytes() == gradient.tobytes()

@@ -17,7 +17,7 @@ from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
 from doll.ledger import dead_letters
-from doll.ledger.dead_letter_replay import replay, replay_publisher
+from doll.ledger.dead_letters import replay, replay_publisher
 from doll.records.control import DeadLetter
 from typer.testing import CliRunner
 

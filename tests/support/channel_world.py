@@ -25,11 +25,9 @@ import numpy.typing as npt
 from doll.config import JobConfig, parse
 from doll.config.policy import POLICIES as REGISTERED
 from doll.config.policy import policy_section
-from doll.consumers.compute.compressor import DenseCompressor, SparseCompressor
-from doll.consumers.compute.gradient import Gradient, GradientComputer
+from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
 from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import GuardedGradient
-from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.protocol.worker_core import (
     Batch,
@@ -69,6 +67,7 @@ from doll.records.control import (
     Welcome,
 )
 from doll.storage.checkpoints import Checkpoint
+from doll.storage.contributions import Compressor
 from doll.tables.rows import Ids, Rows
 from doll.task.base import Task, load_task
 from memory_stores import MemoryBlobs
@@ -278,9 +277,9 @@ class Process:
         is_sparse = self.sends_steps or bool(shapes)
         self.handler = GrantHandler(
             config, local_model=self, guard=self,
-            compressor=SparseCompressor(config.job, self.num_parameters, shapes)
+            compressor=Compressor(config.job, self.num_parameters, shapes)
             if is_sparse
-            else DenseCompressor(config.job),
+            else Compressor(config.job),
             blobs=world.blobs, dead_letters=None,  # type: ignore[arg-type]  # no sample is refused
             contribution=Recorder(self, inner), rows=self.tables,
         )  # fmt: skip

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from doll.config import parse
-from doll.consumers.compute.compressor import SparseCompressor
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.step_model import StepModel
@@ -27,7 +26,7 @@ from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.pipeline.planner.measured import TaskLog
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
-from doll.storage.contributions import decode_contribution
+from doll.storage.contributions import Compressor, decode_contribution
 from doll.task.base import load_task
 from memory_stores import MemoryBlobs
 from stage_models import samples
@@ -76,7 +75,7 @@ class Rig:
         self.log = folder / "tasks.jsonl"
         self.engine = PipelineGradientEngine(
             self.config, self.stages, guard=Guard(self.config, self.task, computer), computer=computer,
-            compressor=SparseCompressor("unit", self.model.num_parameters, {}), blobs=self.blobs,
+            compressor=Compressor("unit", self.model.num_parameters), blobs=self.blobs,
             dead_letters=self.refusals, departure=self.departure, task_log=TaskLog(self.log),
             check=partial(check_with_samples, self.task, self.model.module, parts),
         )  # fmt: skip

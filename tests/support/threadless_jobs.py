@@ -10,11 +10,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from doll.config import parse
-from doll.consumers.compute.compressor import DenseCompressor, SparseCompressor
-from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.gradient import CachedVersion, GradientComputer
 from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import Guard
-from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import Records
@@ -30,6 +28,7 @@ from doll.ps.model.model_parts import make_parts
 from doll.ps.start import Start, make_engine
 from doll.records.control import Announce, GetRows, Grant, Join, NewVersion, Push, RowsStored, Welcome
 from doll.storage.blobs import scope_of
+from doll.storage.contributions import Compressor
 from doll.task.base import load_task
 from memory_stores import MemoryBlobs
 from worker_fakes import FakeChannel
@@ -69,14 +68,14 @@ class Worker:
         self.letters = DeadLetters(config, self.task, self.channel, number, term=lambda: 1)
         local: Any
         contribution: Any
-        compressor: Any = DenseCompressor(job.scope)
+        compressor: Any = Compressor(job.scope)
         if config.training.policy.sends_steps:
             local = contribution = StepModel(job.scope, job.blobs, config.training, model, computer, rows=self.rows)
         else:
             local, contribution = CachedVersion(job.scope, job.blobs, computer), computer.new_sum()
         if config.training.policy.sends_steps or model.tables is not None:
             tables = {} if model.tables is None else model.tables.shapes
-            compressor = SparseCompressor(job.scope, model.num_parameters, tables)
+            compressor = Compressor(job.scope, model.num_parameters, tables)
         self.local = local
         self.handler = GrantHandler(
             config, local_model=local, guard=Guard(config, self.task, computer), compressor=compressor, blobs=job.blobs,

@@ -13,6 +13,7 @@ from doll.consumers.compute.gradient_engine import GoesOn
 from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.protocol.worker_core import Batch, GradientDone
+from doll.kafka.chunk_reader import ChunkReader
 from doll.records.control import AnyRecord, DeadLetter, Grant, NewVersion, encode
 
 
@@ -73,15 +74,12 @@ class FakeChannel(WorkerChannel):
 
 
 @dataclass
-class FakeStream:
-    """What the runtime asked of its stream."""
+class FakeReader(ChunkReader):
+    """What the runtime asked of its reader."""
 
     paused: bool = False
-    acknowledged: list[int] = field(default_factory=list)
-    progress: tuple[int, int] = (0, 0)
-    end: int = 0
-    left: int = 0
-    stopped: int = 0
+    committed: list[int] = field(default_factory=list)
+    log_end: int = 0
 
     def pause(self) -> None:
         self.paused = True
@@ -89,14 +87,16 @@ class FakeStream:
     def resume(self) -> None:
         self.paused = False
 
-    def acknowledge(self, until: int) -> None:
-        self.acknowledged.append(until)
+    def commit(self, offset: int) -> None:
+        self.committed.append(offset)
 
-    def fetch_progress(self) -> tuple[int, int]:
-        return self.progress
 
-    def fetched_log_end(self) -> int:
-        return self.end
+@dataclass
+class FakeMainLoop:
+    """What the runtime asked of Faust."""
+
+    left: int = 0
+    stopped: int = 0
 
     def leave(self) -> None:
         self.left += 1
@@ -132,6 +132,7 @@ class FakeEngine:
     """A gradient is done when the test says so."""
 
     depth: int = 1
+    ended: Future[None] = field(default_factory=Future)
     submitted: deque[tuple[Grant, Sequence[Batch], Future[GradientDone | None]]] = field(default_factory=deque)
     goes_on: GoesOn = lambda batch, grant_id: True
     offered: list[NewVersion] = field(default_factory=list)

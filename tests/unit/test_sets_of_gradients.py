@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from doll.config import JobConfig, parse
-from doll.consumers.compute.compressor import DenseCompressor
-from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.gradient import CachedVersion, GradientComputer
 from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import Guard
-from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import Records
 from doll.consumers.protocol.worker_core import Batch, Compute, Send, WorkerCore
@@ -23,6 +21,7 @@ from doll.ps.model.model_parts import make_parts
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records.control import AnyRecord, Join, ServerStatus, Welcome
+from doll.storage.contributions import Compressor
 from doll.task.base import Task
 from examples.synthetic.task import Gaussian
 from memory_stores import MemoryBlobs, MemoryCheckpointStore
@@ -80,7 +79,7 @@ class Job:
         letters = DeadLetters(self.config, task, FakeChannel(), number, term=lambda: 1)
         handler = GrantHandler(
             self.config, local_model=CachedVersion("unit", self.blobs, computer),
-            guard=Guard(self.config, task, computer), compressor=DenseCompressor("unit"), blobs=self.blobs,
+            guard=Guard(self.config, task, computer), compressor=Compressor("unit"), blobs=self.blobs,
             dead_letters=letters, contribution=computer.new_sum(),
         )  # fmt: skip
         return WorkerCore(welcome, max_pending=8, now=0.0), handler, letters

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy.typing as npt
 
 from doll.config import JobConfig
-from doll.consumers.compute.compressor import Compressor
-from doll.consumers.compute.local_model import LocalModel
 from doll.consumers.intake.dead_letters import DeadLetters, usable_samples, without_samples
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import BlobError
@@ -26,11 +24,12 @@ from doll.optim.contribution import Contribution
 from doll.process.fault_points import fault_point
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, gradient_key
+from doll.storage.contributions import Compressor
 from doll.tables.rows import Rows
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
-    from doll.consumers.compute.gradient import Gradient
+    from doll.consumers.compute.gradient import Gradient, LocalModel
     from doll.consumers.compute.guard import GuardedGradient
     from doll.consumers.tables.table_rows import TableRows
 
@@ -46,7 +45,10 @@ class GradientEngine(Protocol):
 
     Attributes:
         depth: how many grants may be under way at once. An engine that takes several is given one batch at a time.
+        ended: fails when the engine cannot go on, also while nothing is submitted.
     """
+
+    ended: Future[None]
 
     @property
     def depth(self) -> int: ...
@@ -97,6 +99,7 @@ class ThreadGradientEngine:
         self._handle = handle
         self._offer = offer
         self._store_rest = store_rest
+        self.ended: Future[None] = Future()  # it never is
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
 
     def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
@@ -225,6 +228,12 @@ class GrantHandler:
         self._limit_s = config.worker.set_limit_s
         self._batches_per_push = config.training.policy.batches_per_push
         self._last = (0, 0, 0)  # term, grant id and version of the batch that was computed last
+
+    def offer(self, weights: NewVersion) -> None:
+        """See `GradientEngine.offer`. May be called from any thread."""
+        if self._rows is not None:
+            self._rows.offer(weights)
+        self._local_model.offer(weights)
 
     def handle(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> GradientDone | None:
         """Compute the gradients of `batches`, one after the other, and store their sum; None: the weights, or rows of

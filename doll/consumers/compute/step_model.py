@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import TrainingConfig
-from doll.consumers.compute.gradient import Gradient, GradientComputer
-from doll.consumers.compute.local_model import CachedVersion
+from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
 from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.protocol.worker_core import grant_id_of
 from doll.consumers.tables.table_rows import TableRows

@@ -11,10 +11,9 @@ from doll.config import JobConfig
 from doll.consumers.channels.kafka_channel import WorkerChannel
 from doll.consumers.intake.decoding import Decoded, Records, Refused, decode_records, refuse
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch
-from doll.kafka.unread import UnreadValue
 from doll.process.fault_points import fault_point
 from doll.records.control import DeadLetter
-from doll.records.refusals import ReasonCounts
+from doll.records.refusals import ReasonCounts, UnreadValue
 from doll.task.base import Task
 from doll.telemetry import get_logger
 

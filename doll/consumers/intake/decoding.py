@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import BadRecordsError, SampleError
-from doll.kafka.unread import UnreadValue
 from doll.records.control import DeadLetterCode
 from doll.records.packing import Packed, unpack
+from doll.records.refusals import UnreadValue
 from doll.task.base import Sample, Task, as_features, as_target
 
 NUMERIC_KINDS: Final = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex

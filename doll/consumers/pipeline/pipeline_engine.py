@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import JobConfig
-from doll.consumers.compute.compressor import Compressor
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.consumers.compute.gradient_engine import GoesOn
 from doll.consumers.compute.guard import Guard, Samples
@@ -64,6 +63,7 @@ from doll.pipeline.runtime.virtual_worker import (
 from doll.process.fault_points import fault_point
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, decode_blob, gradient_key
+from doll.storage.contributions import Compressor
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

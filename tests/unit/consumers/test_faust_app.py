@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.config import parse
-from doll.consumers.faust_app import FaustStream
+from doll.consumers.faust_app import run_faust
 from doll.consumers.intake import deleted_records
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.consumers.runtime import WorkerRuntime
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange, Truncated
+from doll.kafka.chunk_reader import Chunk, ChunkReader, Delivery, NoRecordBelow, OutOfRange, Truncated
 from doll.process.health import Heartbeat
 from doll.records.control import Durable, Stop
 from doll.services import Services
@@ -35,8 +35,10 @@ pytestmark = pytest.mark.slow  # loads Faust
 JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
 
 
-class ScriptedReader:
+class ScriptedReader(ChunkReader):
     """Delivers what the test says from a thread of its own, and remembers what it was told."""
+
+    log_end = -1
 
     def __init__(self, script: Callable[[ScriptedReader], None]) -> None:
         self._script = script
@@ -45,7 +47,6 @@ class ScriptedReader:
         self.sought = threading.Event()
         self.calls: list[str] = []
         self.closed = False
-        self.log_end = -1
 
     def start(self, deliver: Callable[[Delivery], object]) -> None:
         self.deliver = deliver
@@ -80,13 +81,14 @@ class ScriptedReader:
 class Rig:
     """Worker 1 from batch 5 on (offset 110): two records a batch, at most four batches that are not durable."""
 
-    def __init__(self, *overrides: str) -> None:
+    def __init__(self, script: Callable[[ScriptedReader, Rig], None], *overrides: str) -> None:
+        self.reader = ScriptedReader(lambda reader: script(reader, self))
         self.config = parse(JOB, ["worker.max_pending_batches=4", *overrides])
         self.channel = FakeChannel()
         self.core = WorkerCore(welcome(), max_pending=4, now=0.0)
         self.runtime = WorkerRuntime(
-            self.config, core=self.core, channel=self.channel, decoder=FakeDecoder(decode), engine=FakeEngine(1),
-            commands_offset=50, departure=Departure(end_within=lambda seconds, code: None),
+            self.config, core=self.core, channel=self.channel, reader=self.reader, decoder=FakeDecoder(decode),
+            engine=FakeEngine(1), commands_offset=50, departure=Departure(end_within=lambda seconds, code: None),
             heartbeat=Heartbeat("worker-1"),
         )  # fmt: skip
 
@@ -112,11 +114,8 @@ def run(
     tmp_path: Path, services: Services, script: Callable[[ScriptedReader, Rig], None], *overrides: str
 ) -> tuple[int, ScriptedReader, Rig]:
     """Exit code, reader and rig (worker 1, from offset 110 on, two records a batch)."""
-    rig = Rig(*overrides)
-    stream = FaustStream(rig.config, services, rig.runtime, tmp_path)
-    reader = ScriptedReader(lambda reader: script(reader, rig))
-    stream._app.reader = reader  # type: ignore[assignment]
-    return stream.run(), reader, rig
+    rig = Rig(script, *overrides)
+    return run_faust(rig.config, services, rig.runtime, tmp_path), rig.reader, rig
 
 
 def test_chunks_become_batches_and_what_is_durable_is_committed(tmp_path: Path, nowhere: Services) -> None:

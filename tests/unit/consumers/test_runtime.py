@@ -19,9 +19,10 @@ from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.protocol.worker_core import ComputedBatch, GradientDone, Send, WorkerCore
 from doll.consumers.runtime import WorkerRuntime
 from doll.errors import DollError, ServiceUnavailableError, TaskError
+from doll.kafka.chunk_reader import Chunk
 from doll.process.health import Heartbeat
 from doll.records.control import Alive, Announce, AnyRecord, Durable, Leave, Nack, Push, Stop
-from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeStream
+from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeMainLoop, FakeReader
 from worker_records import grant, welcome
 
 JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
@@ -61,23 +62,22 @@ class Rig:
 
     def __init__(self, *overrides: str, depth: int = 1, decoder: Decoder | None = None) -> None:
         self.config = parse(JOB, ["worker.max_pending_batches=4", *overrides])
-        self.channel, self.stream = FakeChannel(), FakeStream()
+        self.channel, self.reader, self.main_loop = FakeChannel(), FakeReader(), FakeMainLoop()
         self.engine = FakeEngine(depth)
         self.core = WorkerCore(welcome(), max_pending=4, now=0.0)
         self.departure = Departure(end_within=lambda seconds, code: None)
         self.heartbeat = Heartbeat("worker-1")
         self.runtime = WorkerRuntime(
-            self.config, core=self.core, channel=self.channel, commands_offset=50,
+            self.config, core=self.core, channel=self.channel, reader=self.reader, commands_offset=50,
             decoder=decoder or FakeDecoder(decode_records), engine=self.engine, departure=self.departure,
             heartbeat=self.heartbeat,
         )  # fmt: skip
-        self.runtime.stream = self.stream
+        self.runtime.main_loop = self.main_loop
 
     def feed(self, *values: bytes | None) -> None:
         """The next records of the stream, as one chunk."""
         first = self.runtime.buffer.batcher.next_offset
-        if self.runtime.buffer.feed(range(first, first + len(values)), values):
-            self.stream.pause()
+        self.runtime.feed(Chunk(range(first, first + len(values)), list(values)))
 
     async def announce(self, count: int) -> None:
         """`count` good batches, announced."""
@@ -144,7 +144,7 @@ async def test_no_more_is_decoded_than_the_core_has_room_for(start: Callable[...
     assert (rig.core.retained, len(rig.runtime.buffer)) == (4, 2)
     rig.channel.command(Durable(term=3, worker=1, until=6))
     await rig.until(lambda: len(rig.runtime.buffer) == 1)
-    assert rig.stream.acknowledged == [112]
+    assert rig.reader.committed == [112]
 
 
 async def test_batches_are_decoded_side_by_side_and_announced_in_order(start: Callable[..., Rig]) -> None:
@@ -188,15 +188,15 @@ async def test_the_stream_pauses_when_the_buffer_is_full_and_resumes_when_it_is_
     rig = start("worker.stream_buffer_records=8")  # four batches
     for _ in range(8):
         rig.feed(b"x", b"x")
-    assert rig.stream.paused
+    assert rig.reader.paused
     await rig.until(lambda: rig.core.retained == 4)
-    assert rig.stream.paused  # four are left
+    assert rig.reader.paused  # four are left
     rig.channel.command(Durable(term=3, worker=1, until=6))
     await rig.until(lambda: rig.core.retained == 4 and len(rig.runtime.buffer) == 3)
-    assert rig.stream.paused
+    assert rig.reader.paused
     rig.channel.command(Durable(term=3, worker=1, until=7))
     await rig.until(lambda: len(rig.runtime.buffer) == 2)
-    assert not rig.stream.paused
+    assert not rig.reader.paused
 
 
 async def test_a_grant_is_answered_with_a_push_that_names_the_version_used(start: Callable[..., Rig]) -> None:
@@ -311,7 +311,7 @@ async def test_a_gradient_that_fails_ends_the_process(start: Callable[..., Rig],
     await rig.until(lambda: rig.engine.submitted)
     rig.engine.submitted.popleft()[2].set_exception(error)
     await rig.until(lambda: rig.runtime.exit.is_requested)
-    assert (rig.runtime.exit.code, rig.stream.stopped, rig.channel.of(Push)) == (code, 1, [])
+    assert (rig.runtime.exit.code, rig.main_loop.stopped, rig.channel.of(Push)) == (code, 1, [])
 
 
 @pytest.mark.parametrize(
@@ -320,13 +320,10 @@ async def test_a_gradient_that_fails_ends_the_process(start: Callable[..., Rig],
 )
 async def test_an_engine_that_ends_ends_the_process(start: Callable[..., Rig], error: Exception, code: int) -> None:
     rig = start()
-    ended: Future[None] = Future()
-    rig.runtime._engine_ended = ended
-    watching = asyncio.ensure_future(rig.runtime.watch_engine())
     await asyncio.sleep(0)
     assert not rig.runtime.exit.is_requested
-    ended.set_exception(error)
-    await watching
+    rig.engine.ended.set_exception(error)
+    await rig.until(lambda: rig.runtime.exit.is_requested)
     assert (rig.runtime.exit.code, rig.runtime.exit.is_requested) == (code, True)
 
 
@@ -363,18 +360,18 @@ async def test_commands_that_are_none_are_skipped_and_stop_ends_the_process(star
     rig.channel.command(b"garbage")
     rig.channel.command(Stop(term=3, reason="updates: 10 reached"))
     await rig.until(lambda: rig.runtime.exit.is_requested)
-    assert (rig.runtime.exit.code, rig.stream.stopped) == (0, 1)
+    assert (rig.runtime.exit.code, rig.main_loop.stopped) == (0, 1)
 
 
 async def test_each_tick_beats_skips_offsets_without_records_and_leaves_in_time(start: Callable[..., Rig]) -> None:
     rig = start(without=("watch",))
-    rig.stream.progress = (110, 113)  # three offsets without a record
+    rig.runtime.fetch_progress = (110, 113)  # three offsets without a record
     await rig.until(lambda: rig.core.next_batch == 6)
     assert rig.runtime.buffer.batcher.next_offset == 113
     assert rig.heartbeat.report()["ready"]
-    assert rig.stream.left == 0
+    assert rig.main_loop.left == 0
     rig.departure.leave_within(100.0, "notice")
-    await rig.until(lambda: rig.stream.left)
+    await rig.until(lambda: rig.main_loop.left)
 
 
 class OpenLink:
@@ -448,16 +445,16 @@ async def test_between_two_questions_to_kafka_the_lag_follows_what_fetches_say(
     await rig.until(lambda: rig.core.lag == 10)
     monkeypatch.setattr(runtime, "ASK_KAFKA_EVERY_S", 1000.0)
     rig.channel.bounds = (0, 500)
-    rig.stream.end = 130
+    rig.reader.log_end = 130
     await rig.until(lambda: rig.core.lag == 20)
-    rig.stream.end = 115  # of a fetch before Kafka was asked
+    rig.reader.log_end = 115  # of a fetch before Kafka was asked
     await rig.until(lambda: rig.core.lag == 10)
 
 
 @pytest.mark.parametrize("records_left", [True, False])
 async def test_records_that_do_not_come_end_the_process(start: Callable[..., Rig], records_left: bool) -> None:
     rig = start(without=("tick", "watch"))
-    rig.runtime.stall_watch._timeout_s = 0.0
+    rig.runtime._stall_watch._timeout_s = 0.0
     rig.channel.bounds, rig.channel.records_left = (0, 120), records_left
     task = asyncio.ensure_future(rig.runtime.watch())
     await rig.until(lambda: rig.runtime.exit.is_requested or (rig.core.lag == 0 and not records_left))

@@ -20,8 +20,8 @@ from doll.kafka.chunk_reader import Chunk, ChunkReader, Delivery, Learned, NoRec
 from doll.kafka.clients import kafka_settings, make_admin, make_consumer
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import Partition
-from doll.kafka.unread import UnreadValue
 from doll.local.kafka_broker import LocalKafka
+from doll.records.refusals import UnreadValue
 from doll.services import Services
 from waiting import until
 

@@ -8,8 +8,8 @@ import pytest
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.publisher import TransactionalPublisher
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.transactions import TransactionalPublisher
 from doll.services import Services
 from job_files import job
 

@@ -175,7 +175,7 @@ def views(world: Recorded) -> tuple[list[tuple[int, int]], int]:
 
     Returns:
         Of each grant its worker and the version that this worker has (the rule of
-        `doll.consumers.compute.local_model`); and how many offers were made.
+        `doll.consumers.compute.gradient`); and how many offers were made.
     """
     cached, offered, processes = [-1] * 3, [-1] * 3, [""] * 3
     views: list[tuple[int, int]] = []

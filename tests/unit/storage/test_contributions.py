@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from doll.errors import BlobError
 from doll.storage.blobs import blob_info, encode_blob
-from doll.storage.contributions import decode_contribution, encode_contribution
+from doll.storage.contributions import Compressor, decode_contribution
 from doll.storage.sections import encode_push
 from doll.tables.rows import Rows
 from hypothesis import given
@@ -17,7 +17,7 @@ PARAMETERS, NUMEL = 40, 46
 
 
 def encoded(values: npt.NDArray[np.float32], num_parameters: int = PARAMETERS) -> bytes:
-    return b"".join(encode_contribution(values, num_parameters, job="j", version=3))
+    return b"".join(Compressor("j", num_parameters).compress(values, version=3))
 
 
 def decoded(data: bytes, num_parameters: int = PARAMETERS, numel: int = NUMEL) -> npt.NDArray[np.float32]:
@@ -46,7 +46,7 @@ def test_the_sparse_form_is_much_shorter() -> None:
 
 def test_the_dense_form_is_not_copied() -> None:
     values = np.ones(NUMEL, np.float32)
-    parts = encode_contribution(values, PARAMETERS, job="j", version=3)
+    parts = Compressor("j", PARAMETERS).compress(values, version=3)
     assert np.shares_memory(np.frombuffer(parts[-1], np.float32), values)
 
 

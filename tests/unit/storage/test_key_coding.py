@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from doll.errors import BlobError
-from doll.storage.key_coding import decode_keys, encode_keys
+from doll.storage.sections import decode_keys, encode_keys
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 from doll.config import parse
-from doll.consumers.compute.compressor import DenseCompressor
-from doll.consumers.compute.gradient import GradientComputer
+from doll.consumers.compute.gradient import CachedVersion, GradientComputer
 from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import Guard
-from doll.consumers.compute.local_model import CachedVersion
 from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import Records
 from doll.consumers.protocol.worker_core import Batch
 from doll.model.flat_model import build
 from doll.storage.blobs import decode_blob, encode_blob
+from doll.storage.contributions import Compressor
 from doll.task.base import Sample, load_task
 from memory_stores import MemoryBlobs
 from worker_fakes import FakeChannel
@@ -47,7 +46,7 @@ class Rig:
             self.config,
             local_model=CachedVersion("unit", self.blobs, self.computer),
             guard=Guard(self.config, self.task, self.computer),
-            compressor=DenseCompressor("unit"),
+            compressor=Compressor("unit"),
             blobs=self.blobs,
             dead_letters=self.letters,
             contribution=self.computer.new_sum(),

@@ -12,8 +12,8 @@ import pytest
 import torch
 from doll.consumers.intake.decoding import MAX_REASON_CHARS, Decoded, Records, Refused, decode_records, refuse
 from doll.errors import SampleError
-from doll.kafka.unread import UnreadValue
 from doll.records.packing import pack
+from doll.records.refusals import UnreadValue
 from doll.task.base import Sample, Task, stack
 from examples.synthetic.task import Gaussian
 from hypothesis import given
