@@ -1,8 +1,9 @@
-"""Money and time as text for people: no more digits than the figure is worth. JSON keeps all of them. Pure."""
+"""Figures as text for people: money and time, no more digits than they are worth, and tables. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 _MOST_DECIMALS: Final = 4  # of a dollar
@@ -73,3 +74,19 @@ def _range(value: float, sd: float, most_decimals: int = _MOST_DECIMALS) -> str:
 def _decimals_of(value: float, digits: int) -> int:
     """The decimal places that show so many significant digits."""
     return 0 if value == 0 else min(_MOST_DECIMALS, digits - 1 - math.floor(math.log10(abs(value))))
+
+
+def aligned(rows: Sequence[Sequence[str]], columns: str = "<>") -> list[str]:
+    """The rows of a table as lines of text, two spaces between columns. A line is as long as its cells need.
+
+    Args:
+        rows: cells, as many in each row; the first may be a header.
+        columns: `<` or `>` for each column: cells to the left or to the right; the last one also holds for all others.
+
+    >>> aligned([("fault", "count"), ("kill", "7")])
+    ['fault  count', 'kill       7']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = columns.ljust(len(widths), columns[-1])
+    forms = [f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=False)]
+    return ["  ".join(forms).format(*row).rstrip() for row in rows]

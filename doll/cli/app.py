@@ -12,9 +12,8 @@ from doll.cli.backtest import backtest
 from doll.cli.calibrate import calibrate
 from doll.cli.compare import compare
 from doll.cli.dead import dead_app
-from doll.cli.errors import DollGroup
-from doll.cli.examples import example_app
-from doll.cli.job_file import config_app
+from doll.cli.groups import Commands
+from doll.cli.job_files import config_app, example_app
 from doll.cli.plan import plan
 from doll.cli.profile import profile
 from doll.cli.provision import provision_app
@@ -36,13 +35,10 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or job file, 3 infeasible plan,
 logs to standard error. DOLL_DEBUG=1 shows tracebacks.
 """
 
-app = typer.Typer(
-    cls=DollGroup,
+app = Commands(
     help=_HELP,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 

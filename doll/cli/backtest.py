@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from doll.cli import options
-from doll.cli.errors import usage
 from doll.cli.output import emit, progress_bar
 
 
@@ -78,7 +77,7 @@ def backtest(
         return
     ratios = tuple(deadline_ratio or (1.05, 1.1, 1.5))
     if not all(1 <= ratio < 1e6 for ratio in ratios) or job_length <= 0 or tick < 1:
-        raise usage(
+        raise typer.BadParameter(
             f"expected deadlines of at least 1 times the job's length, a length above 0 and ticks of 1 s or more, got "
             f"{', '.join(map(str, ratios))}, {job_length:g} s and {tick:g} s"
         )

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from doll.cli.errors import usage
 from doll.cli.options import JsonOption
 from doll.cli.output import emit
 
@@ -39,7 +38,7 @@ def calibrate(
     from doll.monitor.state.pilot_run import calibrate_run
 
     if measure not in (None, "error_rate", "loss"):
-        raise usage(f"--measure: expected error_rate or loss, got {measure!r}")
+        raise typer.BadParameter(f"--measure: expected error_rate or loss, got {measure!r}")
     folder = run if run.is_dir() else _newest(run, runs_folder)
     calibration = calibrate_run(folder, measure, target_error)  # type: ignore[arg-type]  # checked above
     emit(as_json, {"run": str(folder), **calibration.to_dict()}, f"{folder}\n{calibration.text()}")

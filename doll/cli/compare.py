@@ -9,14 +9,11 @@ from typing import Annotated
 import typer
 
 from doll.cli import options
-from doll.cli.described_job import stream_rates
 from doll.cli.output import emit
 
 
 def compare(
-    job: options.JobArgument = None,
-    job_option: options.JobOption = None,
-    overrides: options.SetOption = None,
+    job: options.JobOptions,
     policies: Annotated[
         list[str] | None,
         typer.Option(
@@ -64,16 +61,17 @@ def compare(
     from doll.run.local.compare import compare_live, compare_simulated
     from doll.run.policy_choice import parse_choices
 
-    job_target = options.target(job, job_option, overrides)
+    job_file = job.target().path
+    overrides = job.overrides or []
     choices = parse_choices(policies or [])
     if simulate:
         comparison, code = compare_simulated(
-            job_target.path, overrides or [], choices, service_s=service, say=_say,
-            rates_per_s=lambda config: stream_rates(config, None, None),
+            job_file, overrides, choices, service_s=service, say=_say,
+            rates_per_s=options.StreamOptions().rates_per_s,
         )  # fmt: skip
     else:
         comparison, code = compare_live(
-            job_target.path, overrides or [], choices, runs_folder, loss=loss, say=_say
+            job_file, overrides, choices, runs_folder, loss=loss, say=_say
         )  # fmt: skip
     emit(as_json, comparison.to_dict(), comparison.text())
     raise typer.Exit(code)

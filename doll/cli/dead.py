@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from doll.cli.errors import DollGroup, usage
-from doll.cli.options import JobOption, JsonOption, RunFolderOption, SetOption, TargetArgument, target
+from doll.amounts import aligned
+from doll.cli.groups import Commands
+from doll.cli.options import JsonOption, RunFolderOption, RunOptions
 from doll.cli.output import emit
 
 if TYPE_CHECKING:
@@ -17,31 +20,47 @@ if TYPE_CHECKING:
     from doll.run.target import Target
     from doll.services import Services
 
-dead_app = typer.Typer(
-    cls=DollGroup, help="Inspect dead letters, and replay their records.", no_args_is_help=True, rich_markup_mode=None
-)
+dead_app = Commands(help="Inspect dead letters, and replay their records.")
 
-ReasonOption = Annotated[
-    str, typer.Option("--reason", metavar="TEXT", help="Only records whose reason contains this.", show_default=False)
-]
-OffsetsOption = Annotated[
-    list[str] | None,
-    typer.Option("--offset", metavar="PARTITION/OFFSET", help="Only this record; may be repeated.", show_default=False),
-]
-CodeOption = Annotated[
-    Literal["empty", "too_long", "unreadable", "not_packed", "undecodable", "harmful"] | None,
-    typer.Option("--code", help="Only records refused with this code.", show_default=False),
-]
 _SHOWN_BYTES = 1024
+_NONE = "no dead records"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LetterOptions:
+    """Which dead letters of a job."""
+
+    offsets: Annotated[
+        list[str] | None,
+        typer.Option("--offset", metavar="PARTITION/OFFSET", help="Only this record; may be repeated."),
+    ] = None
+    reason: Annotated[
+        str, typer.Option(metavar="TEXT", help="Only records whose reason contains this.", show_default=False)
+    ] = ""
+    code: Annotated[
+        Literal["empty", "too_long", "unreadable", "not_packed", "undecodable", "harmful"] | None,
+        typer.Option(help="Only records refused with this code."),
+    ] = None
+
+    def filters(self) -> dict[str, Any]:
+        """As `dead_records` takes them.
+
+        Raises:
+            BadParameter: an offset is not in its form.
+        """
+        places = []
+        for text in self.offsets or ():
+            match = re.fullmatch(r"(\d{1,9})/(\d{1,18})", text)
+            if match is None:
+                raise typer.BadParameter(f"--offset: expected PARTITION/OFFSET, as in 0/1234, got {text!r}")
+            places.append((int(match[1]), int(match[2])))
+        return {"reason": self.reason, "code": self.code, "at": places}
 
 
 @dead_app.command("list")
 def list_(
-    job: TargetArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
-    reason: ReasonOption = "",
-    code: CodeOption = None,
+    job: RunOptions,
+    letters: LetterOptions,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -57,18 +76,14 @@ def list_(
 
     Example: doll dead list my.yaml --reason "expected x of shape"
     """
-    dead_records = _read_dead_records(target(job, job_option, overrides, run_folder), reason, code, None)
+    dead_records = _read_dead_records(job.target(run_folder), letters)
     emit(as_json, [_fields(dead) for dead in dead_records], _table(dead_records))
 
 
 @dead_app.command("show")
 def show(
-    job: TargetArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
-    offsets: OffsetsOption = None,
-    reason: ReasonOption = "",
-    code: CodeOption = None,
+    job: RunOptions,
+    letters: LetterOptions,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,19 +91,15 @@ def show(
 
     Example: doll dead show my.yaml --offset 0/1234
     """
-    dead_records = _read_dead_records(target(job, job_option, overrides, run_folder), reason, code, offsets)
+    dead_records = _read_dead_records(job.target(run_folder), letters)
     content = [{**_fields(dead), "payload_hex": dead.letter.payload.hex()} for dead in dead_records]
     emit(as_json, content, "\n\n".join(_details(dead) for dead in dead_records) or _NONE)
 
 
 @dead_app.command("replay")
 def replay_(
-    job: TargetArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
-    offsets: OffsetsOption = None,
-    reason: ReasonOption = "",
-    code: CodeOption = None,
+    job: RunOptions,
+    letters: LetterOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and send nothing.")] = False,
     include_replayed: Annotated[
         bool, typer.Option("--include-replayed", help="Also records that were replayed before.")
@@ -106,17 +117,14 @@ def replay_(
     from doll.ledger.dead_letters import replay
     from doll.run.status import reachable_kafka
 
-    job_target = target(job, job_option, overrides, run_folder)
+    job_target = job.target(run_folder)
     services = reachable_kafka(job_target)
-    selected = _dead_records(job_target, services, reason, code, offsets)
+    selected = _dead_records(job_target, services, letters)
     replays = replay(job_target.config, services, selected, dry_run=dry_run, again=include_replayed)
     emit(as_json, [_replay_fields(item, dry_run) for item in replays], _replay_text(replays, dry_run))
 
 
-_NONE = "no dead records"
-
-
-def _read_dead_records(job_target: Target, reason: str, code: Any, offsets: list[str] | None) -> list[DeadRecord]:
+def _read_dead_records(job_target: Target, letters: LetterOptions) -> list[DeadRecord]:
     """From the topic; of a run that has ended and whose broker is gone, from its folder."""
     from doll.errors import ServiceUnavailableError
     from doll.ledger.dead_letters import MAX_SAVED, saved_dead_records
@@ -130,28 +138,16 @@ def _read_dead_records(job_target: Target, reason: str, code: Any, offsets: list
         sys.stderr.write(
             f"doll: the broker of this run is gone: these are the first {MAX_SAVED:,} of {job_target.run.dead}\n"
         )
-        return saved_dead_records(job_target.run.dead, reason=reason, code=code, at=_places(offsets))
-    return _dead_records(job_target, services, reason, code, offsets)
+        return saved_dead_records(job_target.run.dead, **letters.filters())
+    return _dead_records(job_target, services, letters)
 
 
-def _dead_records(
-    job_target: Target, services: Services, reason: str, code: Any, offsets: list[str] | None
-) -> list[DeadRecord]:
+def _dead_records(job_target: Target, services: Services, letters: LetterOptions) -> list[DeadRecord]:
     from doll.ledger.dead_letters import dead_records
     from doll.storage.stores import open_store
 
     store = open_store(job_target.config, job_target.run.path)
-    return dead_records(job_target.config, services, store, reason=reason, code=code, at=_places(offsets))
-
-
-def _places(texts: list[str] | None) -> list[tuple[int, int]]:
-    places = []
-    for text in texts or ():
-        match = re.fullmatch(r"(\d{1,9})/(\d{1,18})", text)
-        if match is None:
-            raise usage(f"--offset: expected PARTITION/OFFSET, as in 0/1234, got {text!r}")
-        places.append((int(match[1]), int(match[2])))
-    return places
+    return dead_records(job_target.config, services, store, **letters.filters())
 
 
 def _fields(dead: DeadRecord) -> dict[str, Any]:
@@ -174,24 +170,25 @@ def _fields(dead: DeadRecord) -> dict[str, Any]:
 def _table(dead_records: list[DeadRecord]) -> str:
     if not dead_records:
         return _NONE
-    lines = [f"{'at':>14}  {'bytes':>8}  {'time':<19}  {'state':<10}  {'code':<11}  reason"]
-    for dead in dead_records:
-        letter = dead.letter
-        part = "" if letter.whole else f"{letter.samples} of its samples: "
-        again = f" (replayed as offset {', '.join(map(str, dead.replayed_as))})" if dead.replayed_as else ""
-        at = f"{letter.partition}/{letter.offset}"
-        lines.append(
-            f"{at:>14}  {letter.payload_bytes:>8}  {_time(letter.time_s)}  {dead.state:<10}  "
-            f"{letter.code:<11}  {part}{printable(letter.reason)}{again}"
-        )
-    return "\n".join(lines)
+    rows = [("at", "bytes", "time", "state", "code", "reason"), *map(_cells, dead_records)]
+    return "\n".join(aligned(rows, ">><"))
+
+
+def _cells(dead: DeadRecord) -> tuple[str, ...]:
+    letter = dead.letter
+    part = "" if letter.whole else f"{letter.samples} of its samples: "
+    again = f" (replayed as offset {', '.join(map(str, dead.replayed_as))})" if dead.replayed_as else ""
+    return (
+        f"{letter.partition}/{letter.offset}", str(letter.payload_bytes), _time(letter.time_s), dead.state, letter.code,
+        f"{part}{printable(letter.reason)}{again}",
+    )  # fmt: skip
 
 
 def _details(dead: DeadRecord) -> str:
     letter = dead.letter
     kept = letter.payload
     shown = kept[:_SHOWN_BYTES]
-    lines = [_table([dead]).splitlines()[1].strip()]
+    lines = ["  ".join(_cells(dead))]
     if len(shown) < letter.payload_bytes:
         lines.append(
             f"  the first {len(shown)} of {letter.payload_bytes} bytes"
@@ -209,12 +206,10 @@ def printable(text: str) -> str:
 
 
 def _time(time_s: float) -> str:
-    import datetime
-
     try:
         return f"{datetime.datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M:%S}"
     except (ValueError, OverflowError, OSError):
-        return f"{time_s:<19g}"
+        return f"{time_s:g}"
 
 
 def _replay_fields(item: Replay, dry_run: bool) -> dict[str, Any]:

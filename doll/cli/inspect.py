@@ -7,14 +7,12 @@ from typing import Annotated
 
 import typer
 
-from doll.cli.options import JobOption, JsonOption, RunFolderOption, SetOption, TargetArgument, target
+from doll.cli.options import JsonOption, RunFolderOption, RunOptions
 from doll.cli.output import emit
 
 
 def audit(
-    job: TargetArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: RunOptions,
     run_folder: RunFolderOption = None,
     finished: Annotated[
         bool, typer.Option("--finished", help="Fail also if the job has not ended, or has ended with an error.")
@@ -27,7 +25,7 @@ def audit(
     """
     from doll.run.status import audit_target, require_finished
 
-    job_target = target(job, job_option, overrides, run_folder)
+    job_target = job.target(run_folder)
     report = audit_target(job_target)
     details = [*report.violations(), *(report.losses() if report.loss_allowed else ())]
     emit(as_json, report.to_dict(), "\n  ".join([report.summary(), *details]))
@@ -38,9 +36,7 @@ def audit(
 
 
 def topics(
-    job: TargetArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: RunOptions,
     create: Annotated[bool, typer.Option("--create", help="Create the topics that are missing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -50,14 +46,12 @@ def topics(
     """
     from doll.run.status import topics_of
 
-    job_topics = topics_of(target(job, job_option, overrides), create=create)
+    job_topics = topics_of(job.target(), create=create)
     emit(as_json, [dataclasses.asdict(topic) for topic in job_topics.topics], job_topics.text())
 
 
 def status(
-    job: TargetArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: RunOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Show the state of a job: updates, error, rates, workers. For a run that has ended: its report.
@@ -66,5 +60,5 @@ def status(
     """
     from doll.run.status import status_of
 
-    job_status = status_of(target(job, job_option, overrides))
+    job_status = status_of(job.target())
     emit(as_json, job_status.to_dict(), job_status.text())

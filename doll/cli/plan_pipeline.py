@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from doll.cli.errors import usage
 from doll.cli.output import emit
 
 if TYPE_CHECKING:
@@ -15,19 +15,41 @@ if TYPE_CHECKING:
     from doll.pipeline.profiling.profile import Network
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """What `--pipeline` plans."""
+
+    pipeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FLEET", help="Plan pipelines of stages on the devices of this table (YAML or CSV)."),
+    ] = None
+    profile: Annotated[
+        Path | None, typer.Option(help="With --pipeline: file of doll profile [default: worker.pipeline.profile].")
+    ] = None
+    stages: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --pipeline: devices of each worker [default: worker.pipeline.stages]."),
+    ] = None
+    clock_distance: Annotated[
+        int | None, typer.Option(min=0, help="With --pipeline: D, in waves [default: the job file's, or 0].")
+    ] = None
+    in_flight: Annotated[
+        int | None, typer.Option(min=1, help="With --pipeline: N_m, minibatches in flight [default: the best one].")
+    ] = None
+    optimizer_copies: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="With --pipeline: arrays of the weights' size besides them [default: as DOLL runs it]."
+        ),
+    ] = None
+    within_node: Annotated[
+        float | None, typer.Option(min=1e-6, help="With --pipeline: GB/s between devices of one node.")
+    ] = None
+    between_nodes: Annotated[float | None, typer.Option(min=1e-6, help="With --pipeline: GB/s between nodes.")] = None
+
+
 def plan_pipeline(
-    fleet_path: Path,
-    config: JobConfig | None,
-    *,
-    profile_path: Path | None,
-    stages: int | None,
-    clock_distance: int | None,
-    in_flight: int | None,
-    optimizer_copies: float | None,
-    within_node_gb_per_s: float | None,
-    between_nodes_gb_per_s: float | None,
-    plot: Path | None,
-    as_json: bool,
+    fleet_path: Path, config: JobConfig | None, given: PipelineOptions, *, plot: Path | None, as_json: bool
 ) -> None:
     """Compare the allocations of a fleet and print the best one. Exit 3 if the model fits in no way.
 
@@ -46,24 +68,26 @@ def plan_pipeline(
 
     section = config.worker.pipeline if config is not None else None
     job_profile = config.path(section.profile) if config is not None and section and section.profile else None
-    path = profile_path or job_profile
+    path = given.profile or job_profile
     if path is None:
-        raise usage("--pipeline: expected --profile, or a job file with worker.pipeline.profile")
-    k = stages or (section.stages if section is not None else None)
+        raise typer.BadParameter("--pipeline: expected --profile, or a job file with worker.pipeline.profile")
+    k = given.stages or (section.stages if section is not None else None)
     if k is None:
-        raise usage("--pipeline: expected --stages, or a job file with worker.pipeline.stages")
+        raise typer.BadParameter("--pipeline: expected --stages, or a job file with worker.pipeline.stages")
     policy = config.training.policy if config is not None else None
-    distance = clock_distance if clock_distance is not None else int(getattr(policy, "clock_distance", 0))
+    distance = given.clock_distance
+    if distance is None:
+        distance = int(getattr(policy, "clock_distance", 0))
     fleet, network = load_fleet(fleet_path)
-    network = _network(network, within_node_gb_per_s, between_nodes_gb_per_s)
+    network = _network(network, given.within_node, given.between_nodes)
     profile = Profile.load(path)
 
     def memory(number: int) -> MemoryRule:
         """As DOLL runs it: the last stage keeps as many copies of its weights as the others."""
         rule = live_rule(config.training.optimizer if config is not None else SgdConfig(), number)
-        return rule if optimizer_copies is None else MemoryRule(optimizer_copies, stash_last=number)
+        return rule if given.optimizer_copies is None else MemoryRule(given.optimizer_copies, stash_last=number)
 
-    plan = plan_fleet(profile, fleet, network, memory, k=k, clock_distance=distance, in_flight=in_flight)
+    plan = plan_fleet(profile, fleet, network, memory, k=k, clock_distance=distance, in_flight=given.in_flight)
     notes = _notes(plan.best.in_flight if plan.best else None, getattr(policy, "wave_batches", None), network)
     if plot is not None and plan.best is not None:
         from doll.pipeline.planner.plots import save_allocation
@@ -76,13 +100,8 @@ def plan_pipeline(
 
 
 def _network(network: Network, within_gb_per_s: float | None, between_gb_per_s: float | None) -> Network:
-    from dataclasses import replace
-
-    if within_gb_per_s is not None:
-        network = replace(network, within_node_bytes_per_s=within_gb_per_s * 1e9)
-    if between_gb_per_s is not None:
-        network = replace(network, between_nodes_bytes_per_s=between_gb_per_s * 1e9)
-    return network
+    given = {"within_node_bytes_per_s": within_gb_per_s, "between_nodes_bytes_per_s": between_gb_per_s}
+    return replace(network, **{name: value * 1e9 for name, value in given.items() if value is not None})
 
 
 def _notes(in_flight: int | None, wave_batches: int | None, network: Network) -> list[str]:

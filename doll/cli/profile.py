@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from doll.amounts import aligned
 from doll.cli import options
 from doll.cli.output import emit, progress_bar
 from doll.process.files import refuse_unwritable, write_atomically
@@ -16,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def profile(
-    job: options.JobArgument = None,
-    job_option: options.JobOption = None,
-    overrides: options.SetOption = None,
+    job: options.JobOptions,
     out: Annotated[
         Path | None, typer.Option(metavar="JSON", help="Write the profile to this file, for worker.pipeline.profile.")
     ] = None,
@@ -43,7 +42,7 @@ def profile(
     from doll.pipeline.profiling.profiler import profile_layers, sample_batch
     from doll.task.base import load_task
 
-    config = options.target(job, job_option, overrides).config
+    config = job.target().config
     torch.set_num_threads(config.worker.torch_threads)
     task = load_task(config)
     module = build(config, task, with_rows=False).module
@@ -75,26 +74,25 @@ def _content(profile: Profile, notes: list[str]) -> dict[str, Any]:
 
 def _table(profile: Profile) -> str:
     """A line for each layer, and one for all."""
-    width = max(5, *(len(layer.name) for layer in profile.layers))
-    total_s = sum(layer.compute_s for layer in profile.layers)
-    lines = [
-        f"{profile.model}: {len(profile.layers)} layers, {profile.batch_size} samples, on {profile.device}",
-        f"{'layer':<{width}} {'forward':>10} {'backward':>10} {'share':>6} {'parameters':>11} {'activations':>12} "
-        f"{'output':>10}",
-    ]
-    for layer in profile.layers:
+    layers = profile.layers
+    total_s = sum(layer.compute_s for layer in layers)
+    rows = [("layer", "forward", "backward", "share", "parameters", "activations", "output")]
+    for layer in layers:
         share = layer.compute_s / total_s if total_s else 0.0
-        lines.append(
-            f"{layer.name:<{width}} {1e3 * layer.forward_s:>7.3f} ms {1e3 * layer.backward_s:>7.3f} ms {share:>6.1%} "
-            f"{_size(layer.parameter_bytes):>11} {_size(layer.activation_bytes):>12} {_size(layer.output_bytes):>10}"
-        )
-    lines.append(
-        f"{'all':<{width}} {1e3 * sum(layer.forward_s for layer in profile.layers):>7.3f} ms "
-        f"{1e3 * sum(layer.backward_s for layer in profile.layers):>7.3f} ms {'':>6} "
-        f"{_size(sum(layer.parameter_bytes for layer in profile.layers)):>11} "
-        f"{_size(sum(layer.activation_bytes for layer in profile.layers)):>12}"
-    )
-    return "\n".join(lines)
+        rows.append(
+            (layer.name, _ms(layer.forward_s), _ms(layer.backward_s), f"{share:.1%}",
+             _size(layer.parameter_bytes), _size(layer.activation_bytes), _size(layer.output_bytes))
+        )  # fmt: skip
+    forward_s, backward_s = sum(layer.forward_s for layer in layers), sum(layer.backward_s for layer in layers)
+    parameter_bytes = sum(layer.parameter_bytes for layer in layers)
+    activation_bytes = sum(layer.activation_bytes for layer in layers)
+    rows.append(("all", _ms(forward_s), _ms(backward_s), "", _size(parameter_bytes), _size(activation_bytes), ""))
+    title = f"{profile.model}: {len(layers)} layers, {profile.batch_size} samples, on {profile.device}"
+    return "\n".join([title, *aligned(rows)])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f} ms"
 
 
 def _size(num_bytes: float) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from doll.cli.errors import DollGroup, usage
-from doll.cli.options import JobArgument, JobOption, JsonOption, RunFolderOption, SetOption, target
+from doll.cli.groups import Commands
+from doll.cli.options import JobOption, JobOptions, JsonOption, RunFolderOption, SetOption
 from doll.cli.output import emit
 
 if TYPE_CHECKING:
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from doll.provisioner.main import ProvisionerProcess
     from doll.run.target import Target
 
-provision_app = typer.Typer(
-    cls=DollGroup,
-    help="Provision machines for the workers: meet the deadline at the least cost.",
-    rich_markup_mode=None,
+provision_app = Commands(
+    help="Provision machines for the workers: meet the deadline at the least cost.", no_args_is_help=False
 )
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print decisions without acting on them.")]
 
@@ -42,16 +40,16 @@ def provision(
     Example: doll provision --job my.yaml --dry-run
     """
     if context.invoked_subcommand is None:
-        run(None, job_option, overrides, run_folder, dry_run)
+        run(JobOptions(job_option=job_option, overrides=overrides), run_folder, dry_run)
     elif job_option is not None or overrides or run_folder is not None or dry_run:
-        raise usage(f"expected options after the sub-command, as in: doll provision {context.invoked_subcommand} --job")
+        raise typer.BadParameter(
+            f"expected options after the sub-command, as in: doll provision {context.invoked_subcommand} --job"
+        )
 
 
 @provision_app.command(short_help="Provision until the job has finished.")
 def run(
-    job: JobArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: JobOptions,
     run_folder: RunFolderOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
@@ -62,8 +60,8 @@ def run(
 
     Example: doll provision run my.yaml
     """
-    at = target(job, job_option, overrides, run_folder)
-    with _provisioner(at, overrides or [], dry_run=dry_run) as (provisioner, interrupts):
+    at = job.target(run_folder)
+    with _provisioner(at, job.overrides or [], dry_run=dry_run) as (provisioner, interrupts):
         decision = provisioner.run(lambda: interrupts.stop_requested)
         if decision is not None:
             _print(decision, as_json=False)
@@ -74,9 +72,7 @@ def run(
 
 @provision_app.command(short_help="Run one iteration.")
 def once(
-    job: JobArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: JobOptions,
     run_folder: RunFolderOption = None,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
@@ -85,16 +81,14 @@ def once(
 
     Example: doll provision once my.yaml --dry-run
     """
-    at = target(job, job_option, overrides, run_folder)
-    with _provisioner(at, overrides or [], dry_run=dry_run) as (provisioner, _):
+    at = job.target(run_folder)
+    with _provisioner(at, job.overrides or [], dry_run=dry_run) as (provisioner, _):
         _print(provisioner.run_once(), as_json=as_json)
 
 
 @provision_app.command(short_help="Terminate all machines of the job.")
 def drain(
-    job: JobArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: JobOptions,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -114,7 +108,7 @@ def drain(
     from doll.run.spot.provisioning import machines_of
     from doll.services import Services
 
-    at = target(job, job_option, overrides, run_folder)
+    at = job.target(run_folder)
     nowhere = Services(kafka="", redis="")  # workers are started with them, and none is
     with Interrupts() as interrupts, machines_of(at.config, nowhere, at.run.path) as machines:
         lease = Lease(claims_of(at.config, at.run.path))
@@ -129,9 +123,7 @@ def drain(
 
 @provision_app.command(short_help="Show slots, markets, machines, cost and reasons.")
 def status(
-    job: JobArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: JobOptions,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -141,7 +133,7 @@ def status(
     """
     from doll.provisioner.status import last_decision, status_text
 
-    at = target(job, job_option, overrides, run_folder)
+    at = job.target(run_folder)
     decision = last_decision(at.run.path, at.config.job, f"doll provision run {at.path}")
     emit(as_json, decision, status_text(decision, time.time()))
 

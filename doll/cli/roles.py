@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from doll.cli.errors import usage
+from doll.cli.groups import usage
 from doll.cli.options import FRESH_HELP, JobArgument, JobOption, RunFolderOption, SetOption, target
 
 _PROBE_TIMEOUT_S = 5.0

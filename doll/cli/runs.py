@@ -9,23 +9,19 @@ import typer
 
 from doll.cli.options import (
     FreshOption,
-    JobArgument,
-    JobOption,
+    JobOptions,
     JsonOption,
     RunFolderOption,
+    RunOptions,
     RunsFolderOption,
     SeedOption,
     SetOption,
-    TargetArgument,
-    target,
 )
 from doll.cli.output import emit
 
 
 def up(
-    job: JobArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: JobOptions,
     runs_folder: RunsFolderOption = Path("runs"),
     fresh: FreshOption = False,
     as_json: JsonOption = False,
@@ -38,13 +34,11 @@ def up(
     """
     from doll.run.local.up import run_up
 
-    _finish(run_up(target(job, job_option, overrides).config, runs_folder, fresh=fresh), as_json)
+    _finish(run_up(job.target().config, runs_folder, fresh=fresh), as_json)
 
 
 def drill(
-    job: JobArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: JobOptions,
     faults: Annotated[int, typer.Option("--faults", min=1, help="Number of faults.")] = 50,
     seed: SeedOption = 0,
     standby: Annotated[
@@ -81,16 +75,9 @@ def drill(
     from doll.errors import AuditError
 
     report, failure = run_drill(
-        target(job, job_option, overrides).config,
-        runs_folder,
-        faults=faults,
-        seed=seed,
-        standby=standby,
-        brokers=brokers,
-        fresh=fresh,
-        replay=replay,
-        every_s=every_s,
-    )
+        job.target().config, runs_folder, faults=faults, seed=seed, standby=standby, brokers=brokers, fresh=fresh,
+        replay=replay, every_s=every_s,
+    )  # fmt: skip
     if failure is None:
         _finish(report, as_json)
     _print(report, as_json)
@@ -115,9 +102,7 @@ def resume(
 
 
 def export(
-    job: TargetArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: RunOptions,
     out: Annotated[
         Path | None, typer.Option("--out", help="Output folder [default: model/ in the run folder].")
     ] = None,
@@ -130,7 +115,7 @@ def export(
     """
     from doll.run.export import export_model
 
-    job_target = target(job, job_option, overrides, run_folder)
+    job_target = job.target(run_folder)
     folder = out or job_target.run.model
     exported = export_model(job_target.config, job_target.run.path, folder)
     emit(as_json, exported, f"version {exported['version']} of {exported['job']}: {folder / 'model.safetensors'}")

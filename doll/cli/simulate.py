@@ -2,78 +2,58 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from doll.cli import options
-from doll.cli.described_job import optional_job, stream_rates
-from doll.cli.errors import usage
 from doll.cli.output import emit, progress_bar
 
 
-class ComputeTime(StrEnum):
-    exponential = "exponential"
-    constant = "constant"
+@dataclass(frozen=True, kw_only=True)
+class SettingOptions:
+    """Settings of the simulation, under their names in `doll.simulation.settings`."""
 
-
-def simulate(
-    job: options.JobArgument = None,
-    job_option: options.JobOption = None,
-    overrides: options.SetOption = None,
-    workers: options.WorkersOption = None,
-    rate: options.RateOption = None,
-    batch_size: options.BatchSizeOption = None,
-    group_size: options.GroupSizeOption = None,
-    updates: Annotated[
-        int | None, typer.Option("--updates", "-J", min=1, help="Stop after this many updates.", show_default=False)
-    ] = None,
-    duration: Annotated[
-        float | None,
-        options.duration("Stop at this virtual time."),
-    ] = None,
-    service: options.ServiceOption = None,
-    compute: Annotated[ComputeTime, typer.Option(help="Distribution of gradient times.")] = ComputeTime.exponential,
+    updates: Annotated[int | None, typer.Option("--updates", "-J", min=1, help="Stop after this many updates.")] = None
+    seconds: Annotated[float | None, options.duration("Stop at this virtual time.", "--duration")] = None
+    compute: Annotated[Literal["exponential", "constant"], typer.Option(help="Distribution of gradient times.")] = (
+        "exponential"
+    )
     arrival_scv: Annotated[
         float, typer.Option(min=0, help="Squared coefficient of variation of arrivals: 1 Poisson, 0 regular.")
-    ] = 1.0,
-    spot: Annotated[int, typer.Option(min=0, help="Slots on spot, the slowest streams first.")] = 0,
-    alpha: options.AlphaOption = None,
-    cycle: options.CycleOption = None,
-    machines_per_worker: options.MachinesOption = None,
-    availability_of: options.AvailabilityOfOption = None,
-    trace: options.TraceOption = None,
-    pool: options.PoolOption = None,
-    deadline: options.DeadlineOption = None,
-    replan: Annotated[
-        float,
-        options.duration("Interval between plans [default: 1m]."),
-    ] = 60.0,
-    boot: options.BootOption = None,
-    spot_price: options.SpotPriceOption = None,
-    on_demand_price: options.OnDemandPriceOption = None,
-    instance: options.InstanceOption = None,
-    region: options.RegionOption = None,
+    ] = 1.0
     replacement: Annotated[
         bool,
         typer.Option("--replacement/--no-replacement", help="Requeue batches of lost workers, or wait for them."),
-    ] = True,
+    ] = True
     arrivals_pause: Annotated[
         bool,
         typer.Option(
             "--arrivals-pause/--arrivals-queue",
             help="Samples for a worker that is down: none arrive, or they queue up.",
         ),
-    ] = True,
+    ] = True
     random_phase: Annotated[
         bool, typer.Option("--random-phase/--synchronized", help="Start with batches filled at random, or all empty.")
-    ] = True,
-    seed: options.SeedOption = 0,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for summary.json, updates.csv and simulation.png.")
-    ] = None,
+    ] = True
+    seed: options.SeedOption = 0
+
+
+def simulate(
+    job: options.JobOptions,
+    stream: options.StreamOptions,
+    settings: SettingOptions,
+    market: options.MarketOptions,
+    spot: Annotated[int, typer.Option(min=0, help="Slots on spot, the slowest streams first.")] = 0,
+    trace: options.TraceOption = None,
+    pool: options.PoolOption = None,
+    deadline: options.DeadlineOption = None,
+    replan: Annotated[float, options.duration("Interval between plans [default: 1m].")] = 60.0,
+    instance: options.InstanceOption = None,
+    region: options.RegionOption = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for summary.json, updates.csv and simulation.png.")] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Simulate a job in virtual time: arrivals, batches, groups, gradients, preemptions, the planner.
@@ -93,47 +73,43 @@ def simulate(
     from doll.simulation import job as jobs
     from doll.simulation.report import summarise, write_report
 
-    config = optional_job(job, job_option, overrides)
-    if machines_per_worker is None:
-        machines_per_worker = 1 if config is None else config.machines_per_worker
-    if availability_of is None and config is not None:
-        availability_of = options.AvailabilityOf(config.plan.availability_of)
+    config = job.config_if_named()
     papers = {"spot_usd_per_h": jobs.PAPER_SPOT_USD_PER_H, "on_demand_usd_per_h": jobs.PAPER_ON_DEMAND_USD_PER_H}
-    stated = config.plan if config is not None else changed_plan(PlanConfig(), **papers)
-    stated = changed_plan(stated, spot_usd_per_h=spot_price, on_demand_usd_per_h=on_demand_price)
+    plan = config.plan if config is not None else changed_plan(PlanConfig(), **papers)
+    stated = changed_plan(plan, spot_usd_per_h=market.spot_usd_per_h, on_demand_usd_per_h=market.on_demand_usd_per_h)
     notes: list[str] = []
     prices = with_prices(config, stated, instance, region, notes)
-    settings = jobs.simulation_settings(
-        config, stream_rates(config, workers, rate, default=(jobs.PAPER_RATE_PER_S, jobs.PAPER_WORKERS)),
-        batch_size=batch_size, group_size=group_size, updates=updates, seconds=duration, arrival_scv=arrival_scv,
-        compute_s=jobs.PAPER_SERVICE_S if service is None else service, compute=compute.value,
-        random_phase=random_phase, replacement=replacement, arrivals_pause=arrivals_pause,
+    simulated = jobs.simulation_settings(
+        config, stream.rates_per_s(config, default=(jobs.PAPER_RATE_PER_S, jobs.PAPER_WORKERS)),
+        batch_size=stream.batch_size, group_size=stream.group_size,
+        compute_s=jobs.PAPER_SERVICE_S if market.service_s is None else market.service_s,
         spot_usd_per_hour=prices.spot_usd_per_h or 0.0, on_demand_usd_per_hour=prices.on_demand_usd_per_h or 0.0,
-        machines_per_worker=machines_per_worker, seed=seed,
+        machines_per_worker=market.machines_per_worker or (1 if config is None else config.machines_per_worker),
+        **vars(settings),
     )  # fmt: skip
-    if spot > settings.num_workers:
-        raise usage(f"--spot: expected 0 .. {settings.num_workers} (the workers), got {spot}")
+    if spot > simulated.num_workers:
+        raise typer.BadParameter(f"--spot: expected 0 .. {simulated.num_workers} (the workers), got {spot}")
     if pool is not None and trace is None:
-        raise usage("--pool: expected --trace too")
+        raise typer.BadParameter("--pool: expected --trace too")
     preemption, availability = jobs.preemptions(
-        settings, jobs.PAPER_ALPHA if alpha is None else alpha, jobs.PAPER_CYCLE_S if cycle is None else cycle,
-        trace, pool, one_by_one=availability_of is not options.AvailabilityOf.worker,
+        simulated, jobs.PAPER_ALPHA if market.alpha is None else market.alpha,
+        jobs.PAPER_CYCLE_S if market.cycle_s is None else market.cycle_s, trace, pool,
+        one_by_one=(market.availability_of or plan.availability_of) != "worker",
     )  # fmt: skip
+    boot_s = market.boot_s or 0.0
     if deadline is None:
-        system = jobs.fixed_mix(settings, spot, preemption, boot_s=boot or 0.0, measure=True)
+        system = jobs.fixed_mix(simulated, spot, preemption, boot_s=boot_s, measure=True)
     else:
-        system = jobs.planned(
-            settings, preemption, deadline_s=deadline, replan_s=replan, boot_s=boot or 0.0, measure=True
-        )
-    with progress_bar("simulating", settings.updates if settings.updates is not None else settings.seconds) as bar:
+        system = jobs.planned(simulated, preemption, deadline_s=deadline, replan_s=replan, boot_s=boot_s, measure=True)
+    with progress_bar("simulating", simulated.updates if simulated.updates is not None else simulated.seconds) as bar:
         system.run(
             lambda done, now_s: bar(
-                completed=done if settings.updates is not None else now_s,
+                completed=done if simulated.updates is not None else now_s,
                 description=f"{done} updates, {now_s:.0f} s simulated",
             )
         )
     summary = summarise(system, availability)
-    text = "\n".join([summary.text(deadline, settings.updates), *(f"- {note}" for note in notes)])
+    text = "\n".join([summary.text(deadline, simulated.updates), *(f"- {note}" for note in notes)])
     if out is not None:
         write_report(system, summary, out)
         text += f"\nwritten: {out / 'summary.json'}, updates.csv, simulation.png"

@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from doll.cli.options import (
-    AlphaOption,
-    CycleOption,
-    DeadlineOption,
-    FreshOption,
-    JobArgument,
-    JobOption,
-    JsonOption,
-    PoolOption,
-    RunsFolderOption,
-    SeedOption,
-    SetOption,
-    TraceOption,
-    target,
-)
+from doll.cli import options
 from doll.cli.output import emit
 
 
 def spot(
-    job: JobArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
-    trace: TraceOption = None,
-    pool: PoolOption = None,
-    alpha: AlphaOption = None,
-    cycle: CycleOption = None,
+    job: options.JobOptions,
+    trace: options.TraceOption = None,
+    pool: options.PoolOption = None,
+    alpha: options.AlphaOption = None,
+    cycle: options.CycleOption = None,
     speed_up: Annotated[
         float | None, typer.Option(help="Market seconds per second of real time.", show_default=False)
     ] = None,
-    deadline: DeadlineOption = None,
-    seed: SeedOption = 0,
+    deadline: options.DeadlineOption = None,
+    seed: options.SeedOption = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and predict; start nothing.")] = False,
-    runs_folder: RunsFolderOption = Path("runs"),
-    fresh: FreshOption = False,
-    as_json: JsonOption = False,
+    runs_folder: options.RunsFolderOption = Path("runs"),
+    fresh: options.FreshOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Run a whole job on this machine with workers on a spot market, which preempts them with or without a notice.
 
@@ -64,7 +49,7 @@ def spot(
         "plan.cycle_s": cycle, "fleet.speed_up": speed_up, "plan.deadline_s": deadline,
     }  # fmt: skip
     changes = [f"{key}={value}" for key, value in given.items() if value is not None]
-    config = target(job, job_option, [*(overrides or []), *changes]).config
+    config = replace(job, overrides=[*(job.overrides or []), *changes]).target().config
     spot_run = SpotRun.of(config, seed)
     problem = spot_run.assessment.problem
     if problem is not None or dry_run:

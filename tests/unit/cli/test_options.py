@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import typer.main
 from doll.cli.app import app
-from doll.cli.durations import METAVAR, seconds
-from doll.cli.options import target
+from doll.cli.options import METAVAR, JobOptions, seconds
 from doll.telemetry import get_logger
 from paths import EXAMPLES
 from typer import BadParameter
 from typer.testing import CliRunner
 
 # What an option is about, by the variable that takes it, where the name of the variable does not say so.
-MEANING = {"overrides": "set", "job_option": "job", "as_json": "json"}
-TIMES = {"deadline", "cycle", "boot", "service", "replan", "tick", "duration", "job_length"}
+MEANING = {
+    "overrides": "set", "job_option": "job", "as_json": "json", "deadline_s": "deadline", "boot_s": "boot",
+    "cycle_s": "cycle", "service_s": "service",
+}  # fmt: skip
+TIMES = {"deadline", "cycle", "boot", "service", "replan", "tick", "seconds", "job_length"}
 
 
 def options() -> Iterator[tuple[str, Any]]:
@@ -58,7 +60,9 @@ def test_every_time_is_written_in_the_same_way() -> None:
     for command, option in options():
         for spelling in option.opts:
             assert not spelling.endswith(("-s", "-hours", "-seconds")), f"{command} {spelling}: the value has the unit"
-        assert (option.metavar == METAVAR) == (option.name in TIMES), f"{command} {option.opts}"
+        assert (option.metavar == METAVAR) == (MEANING.get(option.name, option.name) in TIMES), (
+            f"{command} {option.opts}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_a_deadline_in_minutes_is_taken_by_plan_and_spot_alike() -> None:
 
 def test_a_command_logs_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     """Its standard output is a result; `--json` writes it as one document."""
-    target(EXAMPLES / "digits" / "job.yaml", None, ["log.format=json"])
+    JobOptions(job=EXAMPLES / "digits" / "job.yaml", overrides=["log.format=json"]).target()
     get_logger("doll").info("resumed_with_changes", changes="loss")
     out, err = capsys.readouterr()
     assert out == ""

@@ -1,11 +1,15 @@
-"""How a command fails: one message and an exit code for every `DollError`."""
+"""Groups of commands: how a command gets its options, how its help looks, and how it fails."""
 
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 import os
 import sys
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, Final, get_type_hints
 
 import typer
 import typer.core
@@ -67,6 +71,44 @@ class DollGroup(typer.core.TyperGroup):
             raise
 
 
+class Commands(typer.Typer):
+    """Commands, whose parameters may be dataclasses: each field is then an option or an argument of the command."""
+
+    def __init__(self, *, help: str, **more: Any) -> None:
+        super().__init__(cls=DollGroup, help=help, rich_markup_mode=None, **{"no_args_is_help": True, **more})
+
+    def command(self, *args: Any, **more: Any) -> Callable[[Any], Any]:
+        """Register a function as a command; the function itself stays as it is."""
+        register = super().command(*args, **more)
+
+        def registered(function: Callable[..., None]) -> Callable[..., None]:
+            register(_with_fields_as_parameters(function))
+            return function
+
+        return registered
+
+
+def _with_fields_as_parameters(function: Callable[..., None]) -> Callable[..., None]:
+    """`function` as typer reads it, with a parameter for each field of its dataclasses."""
+    hints = get_type_hints(function, include_extras=True)
+    dataclasses = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        for name, cls in dataclasses.items():
+            values[name] = cls(**{field.name: values.pop(field.name) for field in fields(cls)})
+        function(**values)
+
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        cls = dataclasses.get(parameter.name)
+        types = hints if cls is None else get_type_hints(cls, include_extras=True)
+        for part in [parameter] if cls is None else inspect.signature(cls).parameters.values():
+            parameters.append(part.replace(kind=part.KEYWORD_ONLY, annotation=types[part.name]))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
 def usage(message: str) -> typer.BadParameter:
-    """The error of a wrong command line: message, hint, exit code 2."""
     return typer.BadParameter(message)

@@ -1,0 +1,104 @@
+"""`doll example` and `doll config`: the job files that ship with DOLL, and a job file shown or checked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from doll.amounts import aligned
+from doll.cli.groups import Commands
+from doll.cli.options import JsonOption, RunOptions
+from doll.cli.output import emit
+
+example_app = Commands(help="List or copy the examples that ship with DOLL.")
+config_app = Commands(help="Show or check a job file.")
+
+
+@example_app.command("list")
+def list_examples(as_json: JsonOption = False) -> None:
+    """Show the examples that ship with DOLL. Each name can be used in place of a job file.
+
+    Example: doll example list
+    """
+    from doll.run.examples import examples
+
+    shipped = [(example, example.lacks_data()) for example in examples()]
+    rows = [
+        (example.command, f"{example.description}{' Needs data of your own.' * lacks_data}")
+        for example, lacks_data in shipped
+    ]
+    content = [
+        {
+            "name": example.name,
+            "description": example.description,
+            "command": example.command,
+            "files": [str(file) for file in example.files],
+            "lacks_data": lacks_data,
+        }
+        for example, lacks_data in shipped
+    ]
+    emit(as_json, content, "\n".join([*aligned(rows, "<"), "", "To change one: doll example copy NAME FOLDER"]))
+
+
+@example_app.command("copy")
+def copy_example(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As doll example list shows it.", show_default=False)],
+    to: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Target folder; created if needed.")] = Path("."),
+) -> None:
+    """Copy an example and the files that it needs, to be changed. Existing files are not overwritten.
+
+    Example: doll example copy stdin mine
+    """
+    from doll.run.examples import copy
+
+    for path in copy(name, to):
+        sys.stdout.write(f"{path}\n")
+
+
+@config_app.command("show")
+def show(job: RunOptions, as_json: JsonOption = False) -> None:
+    """Print the job file with all defaults and overrides.
+
+    Example: doll config show my.yaml --set data.workers=8
+    """
+    from doll.config import dump
+
+    config = job.target().config
+    emit(as_json, config.model_dump(mode="json", by_alias=True, exclude_none=True), dump(config))
+
+
+@config_app.command("check")
+def check(
+    job: RunOptions,
+    build_model: Annotated[
+        bool, typer.Option("--build-model", help="Also import the task and build its model; takes seconds.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a job file: keys, values, and the files and task class that it names. Exit code 2 if it is invalid.
+
+    Example: doll config check my.yaml
+    """
+    from doll.run.local.preflight import check_files, check_pipeline, check_task, count_parameters
+
+    config = job.target().config
+    check_files(config)
+    check_task(config)
+    content = {
+        "job": config.job,
+        "workers": config.data.workers,
+        "batch_size": config.data.batch_size,
+        "group_size": config.group_size,
+    }
+    text = (
+        f"{config.job}: valid. {config.data.workers} workers, batches of {config.data.batch_size}, "
+        f"{config.group_size} batches per update"
+    )
+    if build_model:
+        content["parameters"] = count_parameters(config)
+        check_pipeline(config)
+        text += f", {content['parameters']} parameters"
+    emit(as_json, content, text)
