@@ -21,7 +21,6 @@ from doll import config as jobfile
 from doll.config import JobConfig
 from doll.kafka import topics
 from doll.kafka.reader import Partition, Reader, from_end
-from doll.kafka.tail import RecordReader
 from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.local import processes
 from doll.local.forks import ForkServer, Role
@@ -243,8 +242,7 @@ class Bench:
         # the end at once.
         watch = {} if observer is not None else {"fetch_min_bytes": 1 << 20, "fetch_wait_max_ms": _WATCH_MS}
         topic = Partition(config.topic("updates"))
-        reader = Reader(config, self.stack.services, "benchmark", [topic], from_end, **watch)
-        with RecordReader(reader) as tail:
+        with Reader(config, self.stack.services, "benchmark", [topic], from_end, **watch) as tail:
             roles.append(self.start("ps", "benchmarks.probes:ps_role", [messages, *args], fresh))
             roles += [
                 self.start(f"worker-{n}", "benchmarks.probes:worker_role", [log, *args, n], fresh)
@@ -280,7 +278,7 @@ class Bench:
         return result
 
     def _collect(
-        self, tail: RecordReader, config: JobConfig, roles: list[Role], warm_s: float, observer: Observer | None
+        self, tail: Reader, config: JobConfig, roles: list[Role], warm_s: float, observer: Observer | None
     ) -> tuple[list[Update], Usage]:
         updates: list[Update] = []
         came_s: list[float] = []  # by this process's clock: a server's wall clock may be set during the run

@@ -16,12 +16,12 @@ import torch
 from doll.config import JobConfig, parse
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.guard import Guard
-from doll.consumers.intake.dead_letters import DeadLetters, UsableSamples
+from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import Decoded
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
 from doll.consumers.pipeline.stage_processes import StageProcesses, start_stages
-from doll.consumers.protocol.worker_core import Batch, GradientDone
+from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.model.flat_model import build
 from doll.pipeline.planner.cut import cut
 from doll.pipeline.planner.measured import TaskLog, read_tasks
@@ -39,7 +39,7 @@ class _NoDeadLetters(DeadLetters):
     def __init__(self) -> None:
         pass
 
-    def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> UsableSamples:
+    def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> ComputedBatch:
         raise AssertionError(f"a sample of a benchmark is refused: {bad}")
 
 

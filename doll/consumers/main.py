@@ -46,6 +46,7 @@ from doll.pipeline.planner.measured import TaskLog
 from doll.pipeline.profiling.layers import Layer
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
+from doll.process.metric_names import CONTROL_REFUSED_TOTAL
 from doll.records.control import Welcome
 from doll.service_checks import require_services
 from doll.services import Services
@@ -202,7 +203,10 @@ class _WorkerProcess:
             engine = self._pipeline_engine(self._stages, blobs, dead_letters, scope)
         link = None
         if config.control.kind != "kafka":
-            link = ControlLink(services, config.control.kind, on_refused=channel.report_refused_endpoints)
+            link = ControlLink(
+                services, config.control.kind,
+                on_refused=lambda count: channel.report({CONTROL_REFUSED_TOTAL: float(count)}),
+            )  # fmt: skip
             link.welcome(welcome)
         per_batch = config.data.records_per_batch
         reader = ChunkReader(
@@ -242,9 +246,9 @@ class _WorkerProcess:
         rows = None
         if model.tables is not None and row_client is not None:
             rows = TableRows(
-                scope, blobs, row_client, model.tables.shapes, config.worker.row_cache_bytes,
+                row_client, config.worker.row_cache_bytes,
                 optimizer=row_optimizer(config.training.optimizer) if sends_steps else None,
-                report=self._channel.report_rows,
+                report=self._channel.report,
             )  # fmt: skip
             model.tables.connect(rows.look_up)
         compressor = Compressor(scope)

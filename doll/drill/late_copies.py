@@ -16,7 +16,6 @@ from doll.control.local_socket import next_frame
 from doll.errors import RecordError
 from doll.kafka.publisher import Delivery, Publisher
 from doll.kafka.reader import Partition, Reader, from_end
-from doll.kafka.tail import RecordReader
 from doll.records.control import AnyRecord, Grant, Settle, encode
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class LateCopies:
         self._topic = config.topic("commands")
         self._kept: dict[tuple[int, type], deque[bytes]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._due: list[tuple[float, int, bytes, Callable[[Delivery], None]]] = []
-        self._reader: RecordReader | None = None
+        self._reader: Reader | None = None
         self._publisher: Publisher | None = None
 
     def watch(self, worker: int) -> Callable[[bytes], None]:
@@ -62,7 +61,7 @@ class LateCopies:
             ServiceUnavailableError: Kafka does not answer.
         """
         partitions = [Partition(self._topic, worker) for worker in range(self._config.data.workers)]
-        self._reader = RecordReader(Reader(self._config, services, "watch", partitions, from_end))
+        self._reader = Reader(self._config, services, "watch", partitions, from_end)
         self._publisher = Publisher(self._config, services)
 
     def close(self) -> None:

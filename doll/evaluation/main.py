@@ -16,6 +16,7 @@ from doll.config import JobConfig
 from doll.evaluation.evaluator import Evaluation, Evaluator
 from doll.evaluation.stored_weights import newest_weights
 from doll.kafka.publisher import Publisher
+from doll.kafka.reader import Partition
 from doll.kafka.tail import Tail
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
@@ -89,7 +90,7 @@ def _follow(
     stop: threading.Event,
     heartbeat: Heartbeat,
 ) -> None:
-    topic = config.topic("updates")
+    updates = Partition(config.topic("updates"))
     started_s = evaluate_at_s = check_kafka_at_s = heartbeat_at_s = time.monotonic()
     grace_s = config.ps.lease_s + RESUME_GRACE_S
     heartbeat.expect("loop", within_s=MAX_EVALUATION_S)
@@ -99,7 +100,7 @@ def _follow(
         heartbeat.beat("loop")
         if time.monotonic() >= check_kafka_at_s:
             check_kafka_at_s = time.monotonic() + CHECK_KAFKA_EVERY_S
-            if tail.partition_ends(topic, 1) is not None:
+            if tail.partition_ends(updates.topic, 1) is not None:
                 heartbeat.beat("kafka")
         if time.monotonic() >= heartbeat_at_s:
             heartbeat_at_s = time.monotonic() + HEARTBEAT_EVERY_S
@@ -109,15 +110,15 @@ def _follow(
         publisher.poll()
         finished = evaluator.history.finished
         # A Finished record from before this process counts only if nothing follows it.
-        is_current = tail.has_read_history(topic) and (
-            any(entry.offset >= tail.ends[topic] for entry in entries) or time.monotonic() - started_s > grace_s
+        is_current = tail.has_read_history(updates) and (
+            any(entry.offset >= tail.ends[updates] for entry in entries) or time.monotonic() - started_s > grace_s
         )
         if finished is not None and is_current:
             _publish(config, evaluator, publisher, evaluator.evaluate_final(finished.term, finished.version))
             log.info("job_finished", version=finished.version, reason=finished.reason)
             return
         now_s = time.monotonic()
-        if now_s < evaluate_at_s or not tail.has_read_history(topic):
+        if now_s < evaluate_at_s or not tail.has_read_history(updates):
             continue
         _publish(config, evaluator, publisher, evaluator.evaluate_newest())
         # At most half of one processor, however large the model or the held-out set is.

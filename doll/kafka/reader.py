@@ -1,4 +1,4 @@
-"""Reading partitions from explicit offsets: what every reader of a job's topics shares.
+"""Reading partitions from explicit offsets, as messages or as records: what every reader of a job's topics shares.
 
 No consumer group and no committed offsets: many may read, none disturbs another, and where each stands is its own.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
@@ -90,6 +90,15 @@ class Message(NamedTuple):
     headers: Sequence[tuple[str, bytes | None]] = ()
 
 
+class TimedRecord(NamedTuple):
+    """A record, when it was written (Unix seconds), and where it stands."""
+
+    record: AnyRecord
+    at_s: float
+    topic: str
+    offset: int
+
+
 def as_message(partition: Partition, message: Any) -> Message:
     """A message of the client library, without an error, as `Message`."""
     kind, stamp_ms = message.timestamp()
@@ -108,10 +117,10 @@ def from_end(partition: Partition, low: int, high: int) -> int:
 
 
 class Reader:
-    """Messages of some partitions, in order within each. Use as a context manager. Not thread-safe.
+    """Messages or records of some partitions, in order within each. Use as a context manager. Not thread-safe.
 
     An unreachable broker is waited for: `poll` then returns nothing. Where retention has deleted what was to be read
-    next, it goes on at the first record that is left.
+    next, it goes on at the first record that is left. Records that do not decode are logged, counted and skipped.
 
     Args:
         purpose: names the consumer on the broker.
@@ -121,6 +130,7 @@ class Reader:
     Attributes:
         ends: per partition, the offset behind its last record when this reader was opened: before it is history.
         positions: per partition, the next offset: all before it has been returned.
+        refused: values that did not decode.
 
     Raises:
         ServiceUnavailableError: a topic does not exist, or the broker does not answer.
@@ -146,6 +156,7 @@ class Reader:
         self._consumer = make_consumer(config, services, purpose, **{"fetch_wait_max_ms": _FETCH_WAIT_MS, **settings})
         self.ends: dict[Partition, int] = {}
         self.positions: dict[Partition, int] = {}
+        self.refused = 0
         try:
             for partition in partitions:
                 low, high = partition_bounds(self._consumer, services.kafka, *partition, lookup_timeout_s)
@@ -158,7 +169,7 @@ class Reader:
         # Always with explicit offsets: without them a broker that has just started may deliver nothing.
         self._consumer.assign([TopicPartition(*partition, offset) for partition, offset in self.positions.items()])
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -169,7 +180,7 @@ class Reader:
         if self._lookup is not None:
             self._lookup.close()
 
-    def poll(self, timeout_s: float, limit: int = 1000) -> list[Message]:
+    def messages(self, timeout_s: float, limit: int = 1000) -> list[Message]:
         """The next messages; as soon as there are any, at the latest after `timeout_s`.
 
         Raises:
@@ -189,6 +200,60 @@ class Reader:
             self.positions[partition] = int(message.offset()) + 1
             messages.append(as_message(partition, message))
         return messages
+
+    def decode(self, message: Message) -> AnyRecord | None:
+        """The record in a message, or None where it holds no record."""
+        try:
+            return decode(message.value)
+        except RecordError as exc:
+            self.refused += 1
+            log.warning("record_refused", topic=message.partition.topic, offset=message.offset, reason=str(exc))
+            return None
+
+    def poll(self, timeout_s: float) -> list[TimedRecord]:
+        """The next records; as soon as there are any, at the latest after `timeout_s`."""
+        return [
+            TimedRecord(record, self._written_s(message), message.partition.topic, message.offset)
+            for message in self.messages(timeout_s)
+            if (record := self.decode(message)) is not None
+        ]
+
+    def read_history(self, timeout_s: float = 30.0) -> list[TimedRecord]:
+        """Everything that the partitions held when this reader was opened.
+
+        Raises:
+            ServiceUnavailableError: the broker did not send it within `timeout_s`.
+        """
+        records: list[TimedRecord] = []
+        deadline_s = time.monotonic() + timeout_s
+        while unread := [partition for partition in self.ends if not self.has_read_history(partition)]:
+            if time.monotonic() > deadline_s:
+                raise ServiceUnavailableError(
+                    f"Kafka did not send all records of {', '.join(map(str, unread))} within {timeout_s:g} s: is it "
+                    "overloaded, or a broker down?"
+                )
+            records += self.poll(0.2)
+        return records
+
+    def read_to_end(self, timeout_s: float = 10.0) -> list[TimedRecord]:
+        """What the partitions hold by now and was not returned yet; less of it if `timeout_s` is over before."""
+        records: list[TimedRecord] = []
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            ends = {partition: self.bounds(partition)[1] for partition in self.ends}
+        except ServiceUnavailableError as exc:
+            log.warning("topic_error", reason=str(exc))
+            return records
+        while any(self.positions[at] < end for at, end in ends.items()) and time.monotonic() < deadline_s:
+            records += self.poll(0.2)
+        return records
+
+    def _written_s(self, message: Message) -> float:
+        """Of history the writer's clock; of what comes while we read our own, because clocks need not agree."""
+        now_s = time.time()
+        if message.offset >= self.ends[message.partition] or not message.written_s:
+            return now_s
+        return min(now_s, message.written_s)
 
     def has_read_history(self, partition: Partition) -> bool:
         """Whether everything that `partition` held when this reader was opened has been returned."""
@@ -219,26 +284,6 @@ class Reader:
         if self._lookup is None:
             self._lookup = self._make_lookup()
         return self._lookup
-
-
-class RecordDecoder:
-    """Decodes control records; what does not decode is logged, counted and skipped.
-
-    Attributes:
-        refused: values that did not decode.
-    """
-
-    def __init__(self) -> None:
-        self.refused = 0
-
-    def decode(self, topic: str, offset: int, value: bytes | None) -> AnyRecord | None:
-        """The record, or None where the value is no record."""
-        try:
-            return decode(value)
-        except RecordError as exc:
-            self.refused += 1
-            log.warning("record_refused", topic=topic, offset=offset, reason=str(exc))
-            return None
 
 
 def unreadable(error: Any) -> bool:

@@ -25,7 +25,7 @@ from doll.ledger.valid_updates import DurableModel, ValidUpdates
 from doll.records.control import DeadLetter, Member, Update
 
 OffsetState = Literal["pending", "applied", "partly", "dead", "absent"]
-__all__ = ["DurableModel", "Ledger", "LedgerReport", "OffsetState", "PartitionCounts", "Range", "balance"]
+__all__ = ["DurableModel", "Ledger", "LedgerReport", "OffsetState", "PartitionCounts", "Range"]
 
 
 class PartitionResult(NamedTuple):
@@ -192,28 +192,6 @@ def _span(lo: int, hi: int) -> list[Span]:
     return [(lo, hi)] if lo < hi else []
 
 
-def balance(
-    *,
-    durable: DurableModel,
-    ends: Sequence[int],
-    records: Iterable[UpdatesRecord],
-    dead_letters: Iterable[DeadLetter],
-    present: Sequence[Range] = (),
-    lows: Sequence[int] | None = None,
-    loss_allowed: bool = False,
-) -> LedgerReport:
-    """The report of a job's ledger: a `Ledger` with its letters, evaluated; see there."""
-    if len(ends) != len(durable.origins):
-        raise ValueError(_SHAPES.format(len(durable.origins), len(durable.applied), len(ends)))
-    ledger = Ledger(durable, records)
-    for letter in dead_letters:
-        ledger.add_dead_letter(letter)
-    return ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed)
-
-
-_SHAPES = "expected {} partitions, got {} counts of applied batches and {} ends"
-
-
 class Ledger:
     """The accounts of a job: one for each partition, and what does not fit.
 
@@ -233,7 +211,7 @@ class Ledger:
         """
         num = len(durable.origins)
         if len(durable.applied) != num:
-            raise ValueError(_SHAPES.format(num, len(durable.applied), num))
+            raise ValueError(f"expected {num} counts of applied batches, got {len(durable.applied)}")
         self._durable = durable
         self._accounts = [PartitionAccount(n, durable) for n in range(num)]
         self._partly_dead_samples = 0
@@ -314,8 +292,8 @@ class Ledger:
         ]
         first = [None] * len(self._accounts) if lows is None else lows
         results = [
-            account.evaluate(first[n], ends[n], present_spans[n], self._valid.finished, problems)
-            for n, account in enumerate(self._accounts)
+            account.evaluate(low, end, spans, self._valid.finished, problems)
+            for account, low, end, spans in zip(self._accounts, first, ends, present_spans, strict=True)
         ]
         lines = [item.line for item in results]
         return LedgerReport(

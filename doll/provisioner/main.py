@@ -203,7 +203,7 @@ class ProvisionerProcess:
         ends = self._job_records.sample_ends()
         if ends is not None:
             self._controller.observe_ends(now_s, ends)
-        self._controller.positions = self._job_records.positions
+        self._controller.positions = self._job_records.named_positions()
         decision = self._controller.turn(now_s)
         if self._publisher is not None:
             self._publisher.publish(decision, last=last or decision.finished)

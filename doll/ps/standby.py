@@ -16,7 +16,6 @@ from typing import Final, Self
 from doll.config import JobConfig
 from doll.errors import FencedError, ServiceUnavailableError
 from doll.kafka.reader import Partition, Reader, from_end
-from doll.kafka.tail import RecordReader
 from doll.records.control import AnyRecord, Finished, ServerStatus, TermStarted, Update
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -75,13 +74,12 @@ class _ServerListener:
 
     def __init__(self, config: JobConfig, services: Services) -> None:
         topics = [Partition(config.topic(kind)) for kind in ("updates", "metrics")]
-        reader = Reader(config, services, "standby", topics, from_end, lookup_timeout_s=_LOOKUP_S)
-        self.topics_empty = not any(reader.ends.values())  # no server has ever served this job
-        self._records = RecordReader(reader)
+        self._reader = Reader(config, services, "standby", topics, from_end, lookup_timeout_s=_LOOKUP_S)
+        self.topics_empty = not any(self._reader.ends.values())  # no server has ever served this job
 
     def listen(self, lease: LeaderLease) -> None:
         """Wait a moment for records, and renew `lease` with them."""
-        for timed in self._records.poll(_POLL_S):
+        for timed in self._reader.poll(_POLL_S):
             lease.feed(timed.record, time.monotonic())
 
     def is_caught_up(self) -> bool:
@@ -90,13 +88,13 @@ class _ServerListener:
         Raises:
             ServiceUnavailableError: Kafka does not answer.
         """
-        return self._records.is_caught_up()
+        return self._reader.is_caught_up()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._records.close()
+        self._reader.close()
 
 
 def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[[], bool]) -> bool:

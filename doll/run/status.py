@@ -10,6 +10,7 @@ from typing import Any
 from doll.config import JobConfig
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.reader import Partition
 from doll.kafka.tail import Tail
 from doll.ledger.admission import read_lineage
 from doll.ledger.audit import audit
@@ -111,7 +112,7 @@ def status_of(target: Target) -> JobStatus | EndedRun:
         for record in _of_this_run(target, [entry.record for entry in tail.read_history()]):
             model.feed(record)
             heartbeats.feed(record)
-        low = [tail.partition_bounds(config.topic("samples"), n)[0] for n in range(config.data.workers)]
+        low = [tail.bounds(Partition(config.topic("samples"), n))[0] for n in range(config.data.workers)]
     for partition, first in enumerate(low):
         next_offset = model.next_offsets.get(partition, first)
         if next_offset < first and model.history.finished is None:

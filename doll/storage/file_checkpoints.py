@@ -23,16 +23,17 @@ from typing import Final
 from doll import telemetry
 from doll.errors import CheckpointError
 from doll.process.fault_points import fault_point
-from doll.storage.base_checkpoint_store import (
-    BaseCheckpointStore,
+from doll.storage.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
     checkpoint_name,
     checkpoints_among,
     claim_name,
     claims_among,
+    encode_checkpoint,
     is_forgotten,
     old_claims,
 )
-from doll.storage.checkpoints import Checkpoint, CheckpointStore, encode_checkpoint
 
 log = telemetry.get_logger(__name__)
 
@@ -40,11 +41,10 @@ LOCK_TIMEOUT_S: Final = 10.0
 _TEMPORARY: Final = re.compile(r"checkpoint-(\d{8,})-\d{10,}\.doll\.\d+\.tmp")
 
 
-class FileCheckpointStore(BaseCheckpointStore):
+class FileCheckpointStore(CheckpointStore):
     """`CheckpointStore` in `folder`, which is created when it is first written to.
 
     Args:
-        keep: newest checkpoints that are kept, at least 2, so that a damaged one has a predecessor.
         lock_timeout_s: how long another process may hold the folder's lock, which it needs for milliseconds.
     """
 
@@ -54,7 +54,6 @@ class FileCheckpointStore(BaseCheckpointStore):
         self._lock_timeout_s = lock_timeout_s
 
     def claim_term(self, above: int = 0) -> int:
-        """A term that is the caller's own; every lower one is fenced from here on."""
         with self._translate_errors("claim a term in"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._locked():
@@ -72,18 +71,10 @@ class FileCheckpointStore(BaseCheckpointStore):
                         return term
 
     def newest_term(self) -> int:
-        """The highest term claimed or saved, 0 without one."""
         terms = [term for term, _ in self.versions()]
         return max([*terms, *claims_among(self._names())], default=0)
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Store `checkpoint`, whole or not at all; durable on return.
-
-        Raises:
-            FencedError: a higher term has been claimed. Nothing is stored.
-            CheckpointError: another job's, a version below one that this term has saved, or the folder cannot be
-                written.
-        """
         self._check_owner(checkpoint)
         path = self._path(checkpoint.term, checkpoint.version)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -110,7 +101,6 @@ class FileCheckpointStore(BaseCheckpointStore):
             return self._path(term, version).read_bytes()
 
     def versions(self) -> list[tuple[int, int]]:
-        """(term, version) of each checkpoint held, oldest first."""
         return checkpoints_among(self._names())
 
     def _path(self, term: int, version: int) -> Path:
@@ -176,6 +166,3 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-_: type[CheckpointStore] = FileCheckpointStore

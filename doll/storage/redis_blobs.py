@@ -35,6 +35,8 @@ _FIRST_READ_BYTES: Final = 4096
 class RedisBlobs:
     """`Blobs` over one synchronous Redis client, which this object closes. Safe to share between threads.
 
+    Calls raise ServiceUnavailableError also where Redis refuses them (memory, access).
+
     Args:
         client: without `decode_responses`.
         give_up: called before each new attempt while Redis is unreachable; True ends the wait with
@@ -59,12 +61,6 @@ class RedisBlobs:
         self._prefetched: dict[str, memoryview] = {}
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
-        """Store `parts`, joined, under `key` for `ttl_s` seconds. May be repeated.
-
-        Raises:
-            BlobError: above `MAX_BLOB_BYTES`.
-            ServiceUnavailableError: Redis refuses (memory, access), or is unreachable and waiting was given up.
-        """
         self._prefetched.pop(key, None)
         size = sum(map(len, parts))
         if size > MAX_BLOB_BYTES:
@@ -81,11 +77,6 @@ class RedisBlobs:
         """None: what goes to Redis is copied into a socket."""
 
     def get(self, key: str) -> Buffer | None:
-        """What is under `key`, or None. May be repeated.
-
-        Raises:
-            ServiceUnavailableError: Redis refuses, or is unreachable and waiting was given up.
-        """
         if (value := self._prefetched.pop(key, None)) is not None:
             return value
         return self._wait_for(lambda: self._call([_get_command(key)], lambda connection: _read_value(connection)[0]))
@@ -110,14 +101,13 @@ class RedisBlobs:
             self._prefetched = self._call([_get_command(key) for key in keys], read)
 
     def delete(self, *keys: str) -> None:
-        """Forget `keys`. May be repeated. Redis frees the memory in its background thread."""
+        """Redis frees the memory in its background thread."""
         for key in keys:
             self._prefetched.pop(key, None)
         if keys:
             self._wait_for(lambda: self._client.unlink(*keys))
 
     def close(self) -> None:
-        """Close the client's connections."""
         self._release_all()
         self._client.close()
 

@@ -23,16 +23,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from doll import telemetry
 from doll.errors import CheckpointError
-from doll.storage.base_checkpoint_store import (
-    BaseCheckpointStore,
+from doll.storage.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
     checkpoint_name,
     checkpoints_among,
     claim_name,
     claims_among,
+    encode_checkpoint,
     is_forgotten,
     old_claims,
 )
-from doll.storage.checkpoints import Checkpoint, CheckpointStore, encode_checkpoint
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
@@ -66,14 +67,11 @@ class _Listing(NamedTuple):
         return [key for key in self.checkpoints if self.counts(key)]
 
 
-class S3CheckpointStore(BaseCheckpointStore):
+class S3CheckpointStore(CheckpointStore):
     """`CheckpointStore` under `s3://bucket/prefix`. Credentials, region and endpoint are found as boto3 finds them.
 
     The user needs s3:ListBucket on the bucket and s3:GetObject, s3:PutObject and s3:DeleteObject under the prefix. No
     request is sent before the first call.
-
-    Args:
-        keep: newest checkpoints that are kept, at least 2, so that a damaged one has a predecessor.
 
     Raises:
         CheckpointError: the URL is not of this form, or boto3 lacks what it needs to make a client.
@@ -92,7 +90,6 @@ class S3CheckpointStore(BaseCheckpointStore):
             self._client = _client()
 
     def claim_term(self, above: int = 0) -> int:
-        """A term that is the caller's own; every lower one is fenced from here on."""
         with self._translate_errors("claim a term in"):
             listing = self._list()
             while True:
@@ -119,17 +116,11 @@ class S3CheckpointStore(BaseCheckpointStore):
         return term
 
     def newest_term(self) -> int:
-        """The highest term claimed or saved, 0 without one."""
         with self._translate_errors("look into"):
             return self._list().newest_term
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Store `checkpoint`, whole or not at all; durable on return.
-
-        Raises:
-            FencedError: a higher term has been claimed. What may be stored counts only if that claim has seen it.
-            CheckpointError: another job's, a version below one that this term has saved, or S3 does not take it.
-        """
+        """See `CheckpointStore`; what is stored before a FencedError counts only if the higher claim has seen it."""
         self._check_owner(checkpoint)
         name = checkpoint_name(checkpoint.term, checkpoint.version)
         with self._translate_errors("save a checkpoint in"):
@@ -153,7 +144,6 @@ class S3CheckpointStore(BaseCheckpointStore):
         return data
 
     def versions(self) -> list[tuple[int, int]]:
-        """(term, version) of each checkpoint held, oldest first."""
         with self._translate_errors("look into"):
             return self._list().versions()
 
@@ -234,6 +224,3 @@ def _client() -> Any:
 
 def _code(exc: ClientError) -> str:
     return str(exc.response.get("Error", {}).get("Code", ""))
-
-
-_: type[CheckpointStore] = S3CheckpointStore

@@ -43,10 +43,9 @@ _MORE: Final = 0x80
 _BITS: Final = 0x7F
 _MAX_BYTES: Final = 10  # of one difference: 64 bits, 7 a byte
 Vector: TypeAlias = npt.NDArray[np.float32]
-# A vector's number of values, or a table's shape, by name. A model's flat vector has the name FLAT.
+# A vector's number of values, or a table's shape, by name.
 Shapes: TypeAlias = Mapping[str, int | TableShape]
 
-FLAT: Final = ""
 _COUNT: Final = struct.Struct("<II")
 _HEAD: Final = struct.Struct("<cBHIQQQq")
 _ALIGNMENT: Final = 8
@@ -131,17 +130,10 @@ def _cut_off(is_last: npt.NDArray[np.bool_]) -> str:
 
 
 class WireSize(NamedTuple):
-    """Bytes of what a blob holds.
+    """Bytes of what a blob holds."""
 
-    Attributes:
-        dense_bytes: as dense float32 of the whole vectors and tables.
-        plain_bytes: with 8 bytes for each key.
-        coded_bytes: of the blob, header included.
-    """
-
-    dense_bytes: int
-    plain_bytes: int
-    coded_bytes: int
+    plain_bytes: int  # with 8 bytes for each key
+    coded_bytes: int  # of the blob, header included
 
 
 class Encoded(NamedTuple):
@@ -277,7 +269,7 @@ def decode_rows(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[str, Ro
 
 def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version: int) -> Encoded:
     parts: list[Buffer] = [_COUNT.pack(len(sections), 0)]
-    dense = plain = 0
+    plain = 0
     for form, name, shape, since, ids, values in sections:
         keys = np.empty(0, np.uint8) if ids is None else _coded(name, ids, shape.num_rows)
         count = shape.num_rows if ids is None else len(ids)
@@ -286,7 +278,6 @@ def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version:
                 f"{name!r}: expected float32 values of shape {(count, shape.width)}, got {values.dtype} of "
                 f"{values.shape}"
             )
-        dense += 4 * shape.num_rows * shape.width
         plain += (0 if ids is None else 8 * count) + (0 if values is None else 4 * values.size)
         title = name.encode()
         parts.append(_HEAD.pack(form.encode(), 0, len(title), shape.width, shape.num_rows, count, len(keys), since))
@@ -294,7 +285,7 @@ def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version:
         for part in (title, keys.data, body):
             parts += [part, bytes(-len(part) % _ALIGNMENT)]
     blob = encode_bytes([part for part in parts if len(part)], job=job, kind=kind, version=version)
-    return Encoded(blob, WireSize(dense, plain, sum(map(len, blob))))
+    return Encoded(blob, WireSize(plain, sum(map(len, blob))))
 
 
 def _coded(name: str, ids: Ids, num_rows: int) -> npt.NDArray[np.uint8]:

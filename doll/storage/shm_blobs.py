@@ -77,12 +77,6 @@ class ShmBlobs:
         self._make_folder()
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
-        """Store `parts`, joined, under `key` for `ttl_s` seconds. May be repeated.
-
-        Raises:
-            BlobError: above `MAX_BLOB_BYTES`.
-            ServiceUnavailableError: it does not fit, and `fallback` does not take it.
-        """
         size = sum(map(len, parts))
         if size > MAX_BLOB_BYTES:
             raise BlobError(f"{key}: expected at most {MAX_BLOB_BYTES} bytes, got {size}")
@@ -101,10 +95,7 @@ class ShmBlobs:
         self._unlink(key)
 
     def reserve(self, size_bytes: int) -> memoryview | None:
-        """Memory that `put` stores without a copy, as the only part; None: no such memory, or it would not pay.
-
-        What is in it may be read for as long as a view of it is held; after `put` it must not be written.
-        """
+        """None also where it would not pay."""
         if size_bytes < self._reused_from_bytes:
             return None
         segment = self._take_segment(size_bytes)
@@ -119,7 +110,7 @@ class ShmBlobs:
             segment.busy = False
 
     def get(self, key: str) -> Buffer | None:
-        """What is under `key`, read-only, or None. May be repeated."""
+        """What is returned is read-only."""
         path = self._path(key)
         try:
             for _ in range(_ATTEMPTS):
@@ -138,7 +129,7 @@ class ShmBlobs:
         """Nothing: they are in memory."""
 
     def delete(self, *keys: str) -> None:
-        """Delete `keys`. May be repeated. The memory is free when nobody reads it any more."""
+        """The memory is free when nobody reads it any more."""
         if elsewhere := [key for key in keys if not self._unlink(key)]:
             self._fallback.delete(*elsewhere)
 

@@ -12,7 +12,8 @@ from confluent_kafka.admin import AdminClient
 from doll.config import load
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
-from doll.kafka.tail import JobRecords, TimedRecord
+from doll.kafka.reader import TimedRecord
+from doll.kafka.tail import JobRecords
 from doll.records.control import Evaluated, Hello, Leave, Metric, encode
 from record_builders import update
 
@@ -66,7 +67,7 @@ def test_history_is_every_topic_and_every_slot_and_a_successor_goes_on_behind_it
         records = [timed_record.record for timed_record in reader.read_history()]
         assert sorted(map(repr, records)) == sorted(map(repr, [*written, hello(10), hello(11)]))
         assert reader.poll(0.1) == []
-        positions = reader.positions
+        positions = reader.named_positions()
     assert positions == {
         f"{job.config.topic(kind)}/{part}": 1
         for kind, part in (("updates", 0), ("events", 0), ("metrics", 0), ("commands", 0), ("commands", 1))
@@ -76,7 +77,7 @@ def test_history_is_every_topic_and_every_slot_and_a_successor_goes_on_behind_it
         assert [timed_record.record for timed_record in successor.read_history()] == [update(1, 2)]
         job.control("commands", hello(12), 1)
         assert [timed_record.record for timed_record in until(successor, 1)] == [hello(12)]
-        assert successor.positions[f"{job.config.topic('commands')}/1"] == 2
+        assert successor.named_positions()[f"{job.config.topic('commands')}/1"] == 2
 
 
 def test_what_does_not_decode_is_counted_and_passed(job: Any) -> None:
@@ -87,7 +88,7 @@ def test_what_does_not_decode_is_counted_and_passed(job: Any) -> None:
     with job_records(job) as reader:
         assert [timed_record.record for timed_record in reader.read_history()] == [update(1, 1), update(1, 2)]
         assert reader.refused == 3
-        positions = reader.positions
+        positions = reader.named_positions()
     assert (positions[f"{job.config.topic('updates')}/0"], positions[f"{job.config.topic('events')}/0"]) == (4, 1)
     with JobRecords(job.config, job.services, positions) as successor:
         assert (successor.read_history(), successor.refused) == ([], 0)

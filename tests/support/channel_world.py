@@ -264,7 +264,7 @@ class Process:
             self.client = AtOnce(config, world.blobs, dict(shapes))
             self.client.connect(lambda request: world.get_rows(self, request))
             self.tables = TableRows(
-                config.job, world.blobs, self.client, shapes, 2000,
+                self.client, 2000,
                 optimizer=row_optimizer(config.training.optimizer) if self.sends_steps else None,
             )  # fmt: skip
         self.local: Any

@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from doll.errors import BlobError
-from doll.storage.base_checkpoint_store import BaseCheckpointStore, checkpoint_name
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
-from doll.storage.checkpoints import Checkpoint, CheckpointStore, encode_checkpoint
+from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, encode_checkpoint
 
 
 class MemoryBlobs:
@@ -69,7 +68,7 @@ class MemoryBlobs:
             raise self._failures.popleft()
 
 
-class MemoryCheckpointStore(BaseCheckpointStore):
+class MemoryCheckpointStore(CheckpointStore):
     """`CheckpointStore` in a dict, thread-safe. `damage` flips a bit, `fail_next` makes the next saves raise.
 
     Attributes:
@@ -137,4 +136,3 @@ class MemoryCheckpointStore(BaseCheckpointStore):
 
 
 _blobs: type[Blobs] = MemoryBlobs
-_store: type[CheckpointStore] = MemoryCheckpointStore

@@ -15,12 +15,12 @@ from doll.config import parse
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.step_model import StepModel
-from doll.consumers.intake.dead_letters import DeadLetters, UsableSamples
+from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import Decoded
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
 from doll.consumers.pipeline.stage_processes import start_stages
-from doll.consumers.protocol.worker_core import Batch, GradientDone
+from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.model.flat_model import build
 from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.pipeline.planner.measured import TaskLog
@@ -53,9 +53,9 @@ class Refusals(DeadLetters):
     def __init__(self) -> None:
         self.bad: dict[int, Mapping[int, str]] = {}
 
-    def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> UsableSamples:
+    def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> ComputedBatch:
         self.bad[batch.number] = bad
-        return UsableSamples(batch.num_samples - len(bad), tuple(bad), 0)
+        return ComputedBatch(batch.num_samples - len(bad), dead=tuple(bad))
 
 
 class Rig:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range
+from doll.ledger.lineage import UpdatesRecord
 from doll.records.control import DeadLetter, Finished, Member, TermStarted, Update
 
 
@@ -64,3 +66,20 @@ def dead_letter(partition: int, offset: int, *, whole: bool = True) -> DeadLette
         payload_bytes=1,
         whole=whole,
     )
+
+
+def balance(
+    *,
+    durable: DurableModel,
+    ends: Sequence[int],
+    records: Iterable[UpdatesRecord],
+    dead_letters: Iterable[DeadLetter],
+    present: Sequence[Range] = (),
+    lows: Sequence[int] | None = None,
+    loss_allowed: bool = False,
+) -> LedgerReport:
+    """The report of a `Ledger` with its letters."""
+    ledger = Ledger(durable, records)
+    for letter in dead_letters:
+        ledger.add_dead_letter(letter)
+    return ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed)

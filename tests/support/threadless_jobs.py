@@ -60,7 +60,7 @@ class Worker:
             self.client = RowClient(config, job.blobs, model.tables.shapes, job.scope)
             self.client.connect(lambda request: job.send_rows(self.client, request))
             self.rows = TableRows(
-                job.scope, job.blobs, self.client, model.tables.shapes, config.worker.row_cache_bytes,
+                self.client, config.worker.row_cache_bytes,
                 optimizer=row_optimizer(config.training.optimizer) if config.training.policy.sends_steps else None,
             )  # fmt: skip
             model.tables.connect(self.rows.look_up)

@@ -14,6 +14,7 @@ from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.protocol.worker_core import Batch, GradientDone
 from doll.kafka.chunk_reader import ChunkReader
+from doll.process.metric_names import LOST_FROM, LOST_UNTIL
 from doll.records.control import AnyRecord, DeadLetter, Grant, NewVersion, encode
 
 
@@ -43,8 +44,8 @@ class FakeChannel(WorkerChannel):
     def send_dead_letters(self, letters: list[DeadLetter]) -> None:
         self.letters += letters
 
-    def report_lost(self, lo: int, hi: int) -> None:
-        self.lost.append((lo, hi))
+    def report(self, values: dict[str, float]) -> None:
+        self.lost.append((int(values[LOST_FROM]), int(values[LOST_UNTIL])))
 
     def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
         return {offset: self.values[offset] for offset in offsets if offset in self.values}

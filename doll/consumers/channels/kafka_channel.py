@@ -17,8 +17,8 @@ from doll.errors import FencedError, ServiceUnavailableError
 from doll.kafka.clients import make_consumer
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.reader import Partition, Reader, RecordDecoder, partition_bounds
-from doll.process.metric_names import CONTROL_REFUSED_TOTAL, LOST_FROM, LOST_UNTIL, worker_source
+from doll.kafka.reader import Partition, Reader, partition_bounds
+from doll.process.metric_names import worker_source
 from doll.records.control import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -54,7 +54,6 @@ class WorkerChannel:
         # On a connection of its own: a request for watermarks would wait behind the fetch of commands, and librdkafka
         # would poll for its answer a thousand times a second.
         self._metadata_consumer = make_consumer(config, services, "metadata")
-        self._decoder = RecordDecoder()
         self._reader: Reader | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -79,19 +78,8 @@ class WorkerChannel:
                 "not learned before Kafka takes it"
             )
 
-    def report_lost(self, lo: int, hi: int) -> None:
-        """Report on `metrics` that offsets [lo, hi) were deleted before this worker could read them."""
-        self._send_metric({LOST_FROM: float(lo), LOST_UNTIL: float(hi)})
-
-    def report_refused_endpoints(self, count: int) -> None:
-        """Report on `metrics` how often an endpoint of the control link was another user's."""
-        self._send_metric({CONTROL_REFUSED_TOTAL: float(count)})
-
-    def report_rows(self, values: dict[str, float]) -> None:
-        """Report on `metrics` what this worker keeps of tables (`TableRows.measures`). From any thread."""
-        self._send_metric(values)
-
-    def _send_metric(self, values: dict[str, float]) -> None:
+    def report(self, values: dict[str, float]) -> None:
+        """Report measurements of this worker on `metrics` (`Metric`). From any thread."""
         metric = Metric(source=worker_source(self._worker), values=values, time_s=time.time())
         self._publisher.send(self._config.topic("metrics"), metric, key=self._key)
 
@@ -175,8 +163,8 @@ class WorkerChannel:
                     "waiting_for_parameter_server", waited_s=round(now - started_s), start="doll ps --job JOB.yaml"
                 )
                 logged_s = now
-            for message in reader.poll(_POLL_S, limit=1):
-                record = self._decoder.decode(self._commands.topic, message.offset, message.value)
+            for message in reader.messages(_POLL_S, limit=1):
+                record = reader.decode(message)
                 if message.offset < first_new:
                     ended = record if isinstance(record, Stop) and record.term > after_term else None
                     continue
@@ -205,7 +193,7 @@ class WorkerChannel:
 
     def _read_commands(self, reader: Reader, deliver: Callable[[Commands], object]) -> None:
         while not self._closed.is_set():
-            if messages := reader.poll(_POLL_S):
+            if messages := reader.messages(_POLL_S):
                 deliver([(message.offset, message.value) for message in messages])
 
     def close(self) -> None:

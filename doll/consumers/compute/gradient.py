@@ -286,6 +286,19 @@ class GradientSum:
         return not self._is_kept and self._last is None
 
 
+def stored_weights(
+    blobs: Blobs, key: str, *, job: str, version: int, numel: int
+) -> npt.NDArray[np.float32] | None:  # fmt: skip
+    """The weights under `key`, shape (numel,), which may be a view; None where the store does not hold them whole."""
+    if (blob := blobs.get(key)) is None:
+        return None
+    try:
+        return decode_blob(blob, job=job, kind="w", version=version, numel=numel)
+    except BlobError as exc:
+        log.warning("weights_refused", key=key, reason=str(exc))
+        return None
+
+
 class LocalModel(Protocol):
     """Port: the weights of one worker's replica. Policies of exact versions allow one; others the newest and those down
     to a minimum. Workers that see their own steps add them on top of the published weights (docs/decisions/0020).
@@ -362,14 +375,9 @@ class CachedVersion:
         return Refreshed(version) if is_allowed else None
 
     def _read(self, source: Grant | NewVersion) -> bool:
-        blob = self._blobs.get(source.key)
-        if blob is None:
-            return False
         numel = self._computer.weights.size
-        try:
-            weights = decode_blob(blob, job=self._job, kind="w", version=source.version, numel=numel)
-        except BlobError as exc:
-            log.warning("weights_refused", key=source.key, reason=str(exc))
+        weights = stored_weights(self._blobs, source.key, job=self._job, version=source.version, numel=numel)
+        if weights is None:
             return False
         self._cached = _NONE
         self._computer.load(weights)

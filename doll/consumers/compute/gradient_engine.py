@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy.typing as npt
 
 from doll.config import JobConfig
-from doll.consumers.intake.dead_letters import DeadLetters, usable_samples, without_samples
+from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import BlobError
 from doll.optim.contribution import Contribution
@@ -263,7 +263,7 @@ class GrantHandler:
                     break  # it is of another push
             if batch.num_samples == 0:
                 self._contribution.skip(batch.number)
-                computed.append(without_samples(batch))
+                computed.append(usable_samples(batch))
                 continue
             begun_s = time.perf_counter()
             if version is None:
@@ -330,7 +330,4 @@ class GrantHandler:
         left = self._dead_letters.refuse_samples(batch, bad) if bad else usable_samples(batch)
         compute_s = time.perf_counter() - begun_s
         loss_sum, metric_sums = (0.0, {}) if gradient is None else (gradient.loss_sum, gradient.metric_sums)
-        return ComputedBatch(
-            left.num_samples, loss_sum, metric_sums, left.dead, left.dead_samples, compute_s, version,
-            left.dead_reasons,
-        )  # fmt: skip
+        return replace(left, loss_sum=loss_sum, metric_sums=metric_sums, compute_s=compute_s, version=version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, NamedTuple
+from typing import Final
 
 from doll.config import JobConfig
 from doll.consumers.channels.kafka_channel import WorkerChannel
@@ -22,26 +22,10 @@ log = get_logger(__name__)
 _MAX_PAYLOAD_BYTES: Final = 65_536  # a dead letter keeps this much of the record; the rest is still at its offset
 
 
-class UsableSamples(NamedTuple):
-    """What is left of a batch. `dead_samples` are those refused in records that are not dead as a whole;
-    `dead_reasons` say why, and how many dead letters have each."""
-
-    num_samples: int
-    dead: tuple[int, ...]
-    dead_samples: int
-    dead_reasons: tuple[tuple[str, int], ...] = ()
-
-
-def usable_samples(batch: Batch) -> UsableSamples:
-    """What decoding has left of a batch."""
+def usable_samples(batch: Batch) -> ComputedBatch:
+    """What decoding has left of a batch, as far as it is known before its gradient."""
     reasons = reasons_of(batch.data.refused) if batch.dead or batch.dead_samples else ()
-    return UsableSamples(batch.num_samples, batch.dead, batch.dead_samples, reasons)
-
-
-def without_samples(batch: Batch) -> ComputedBatch:
-    """What a batch without any usable sample contributes."""
-    usable = usable_samples(batch)
-    return ComputedBatch(0, dead=usable.dead, dead_samples=usable.dead_samples, dead_reasons=usable.dead_reasons)
+    return ComputedBatch(batch.num_samples, dead=batch.dead, dead_samples=batch.dead_samples, dead_reasons=reasons)
 
 
 def reasons_of(refused: Iterable[Refused]) -> tuple[tuple[str, int], ...]:
@@ -82,8 +66,11 @@ class DeadLetters:
             fault_point("worker.after_dead_letter")
         return decoded
 
-    def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> UsableSamples:
-        """Dead-letter the samples at these places of the batch, for these reasons. The batch stays as it is."""
+    def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> ComputedBatch:
+        """Dead-letter the samples at these places of the batch, for these reasons; as `usable_samples`, what is left.
+
+        The batch stays as it is.
+        """
         refused = refuse(batch.data, bad)
         # The values are no longer in memory: they are dropped once a batch is decoded.
         values = self._channel.read_values(self._topic, self._worker, [item.offset for item in refused])
@@ -94,7 +81,10 @@ class DeadLetters:
             partly[item.offset] = 0 if item.whole else partly.get(item.offset, 0) + item.samples
         dead = {*batch.dead, *(item.offset for item in refused if item.whole)}
         reasons = reasons_of([*batch.data.refused, *refused])
-        return UsableSamples(batch.num_samples - len(bad), tuple(sorted(dead)), sum(partly.values()), reasons)
+        return ComputedBatch(
+            batch.num_samples - len(bad), dead=tuple(sorted(dead)), dead_samples=sum(partly.values()),
+            dead_reasons=reasons,
+        )  # fmt: skip
 
     def _send(self, refused: Sequence[Refused], values: Mapping[int, bytes]) -> None:
         heads, sizes = {}, {}

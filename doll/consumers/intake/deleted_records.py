@@ -14,6 +14,7 @@ from doll.consumers.lifecycle.departure import ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
 from doll.kafka.samples_topic import TRUNCATED_ADVICE, lost_records, short_log_message, truncated_message
+from doll.process.metric_names import LOST_FROM, LOST_UNTIL
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -65,7 +66,7 @@ class DeletedRecords:
             return offset
         reason = lost_records(self._topic, worker, offset, low)
         if self._on_data_loss == "stop":
-            self._channel.report_lost(offset, low)
+            self._channel.report({LOST_FROM: float(offset), LOST_UNTIL: float(low)})
             self._exit.request(DataLossError.exit_code, reason)
             return None
         log.error("records_lost", reason=reason, action="going on without them (data.on_data_loss: skip)")

@@ -15,21 +15,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.config import JobConfig
-from doll.consumers.compute.gradient import Gradient, GradientComputer
+from doll.consumers.compute.gradient import Gradient, GradientComputer, stored_weights
 from doll.consumers.compute.gradient_engine import GoesOn
 from doll.consumers.compute.guard import Guard, Samples
-from doll.consumers.intake.dead_letters import DeadLetters, usable_samples, without_samples
+from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.stage_processes import StageLostError, StageProcesses, failure
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
-from doll.errors import BlobError, TaskError
+from doll.errors import TaskError
 from doll.pipeline.links.frames import DTYPES, LinkFrameError
 from doll.pipeline.links.link import LinkClosedError
 from doll.pipeline.planner.measured import TaskLog
@@ -62,7 +62,7 @@ from doll.pipeline.runtime.virtual_worker import (
 )
 from doll.process.fault_points import fault_point
 from doll.records.control import Grant, NewVersion
-from doll.storage.blobs import Blobs, decode_blob, gradient_key
+from doll.storage.blobs import Blobs, gradient_key
 from doll.storage.contributions import Compressor
 from doll.telemetry import get_logger
 
@@ -365,14 +365,8 @@ class PipelineGradientEngine:
             raise TaskError(f"a batch cannot be sent to the first stage: {exc}; set a smaller data.batch_size") from exc
 
     def _pull(self, weights: Weights) -> None:
-        blob = self._blobs.get(weights.key)
-        values = None
-        if blob is not None:
-            numel = self._computer.weights.size
-            try:
-                values = decode_blob(blob, job=self._scope, kind="w", version=weights.version, numel=numel)
-            except BlobError as exc:
-                log.warning("weights_refused", key=weights.key, reason=str(exc))
+        numel = self._computer.weights.size
+        values = stored_weights(self._blobs, weights.key, job=self._scope, version=weights.version, numel=numel)
         if values is None:
             self._do(self._core.pulled(weights, is_there=False))
             return
@@ -409,9 +403,7 @@ class PipelineGradientEngine:
         self._do(self._core.pushed(until))
 
     def _answer(self, flight: Flight, version: int, wave: int | None, holds: tuple[tuple[int, int], ...]) -> None:
-        computed = flight.computed
-        if computed is None:  # no usable sample was in it
-            computed = without_samples(flight.batch)
+        computed = flight.computed or usable_samples(flight.batch)  # of which there are none
         is_kept = (flight.batch.number + 1) % self._wave != 0
         key = "" if wave is None else self._keys.pop(wave, "")
         self._resolve(flight, GradientDone(key, version, (computed,), is_kept=is_kept, holds=holds))
@@ -471,16 +463,14 @@ class PipelineGradientEngine:
         self, flight: Flight, loss_sum: float, metric_sums: dict[str, float], num_samples: int
     ) -> ComputedBatch:
         batch = flight.batch
-        usable = usable_samples(batch)._replace(num_samples=num_samples)
+        usable = replace(usable_samples(batch), num_samples=num_samples)
         if flight.bad:
             usable = self._dead_letters.refuse_samples(batch, flight.bad)
         now = self._clock()
         compute_s = now - max(flight.started_s, self._completed_s)  # batches overlap: what it has added
         self._completed_s = now
-        return ComputedBatch(
-            usable.num_samples, loss_sum, metric_sums, usable.dead, usable.dead_samples, compute_s,
-            self._core.version_of(batch.number), usable.dead_reasons,
-        )  # fmt: skip
+        version = self._core.version_of(batch.number)
+        return replace(usable, loss_sum=loss_sum, metric_sums=metric_sums, compute_s=compute_s, version=version)
 
     def _complete(self, flight: Flight, scale: float, num_samples: int, *, is_void: bool = False) -> None:
         number = flight.batch.number

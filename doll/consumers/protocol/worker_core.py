@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -40,18 +40,6 @@ ALIVE_EVERY_S = 1.0
 ANNOUNCE_EVERY_S = 3.0  # a lost announcement is repeated within this time; one small message per worker
 # An announcement takes milliseconds through Kafka. With so many batches announced, no group waits for one.
 _ENOUGH_ANNOUNCED = 8
-
-
-class Taken(NamedTuple):
-    """What a grant asks for.
-
-    Attributes:
-        answers: pushes that the server may not have.
-        orders: runs of batches that are to be computed, with the grants that they belong to.
-    """
-
-    answers: list[Push]
-    orders: list[tuple[Grant, range]]
 
 
 class Grants:
@@ -83,8 +71,9 @@ class Grants:
         """Whether grant `number` of `batch` is the newest, and is not answered."""
         return batch in self._owed and self._newest.get(batch) == number
 
-    def take(self, grant: Grant) -> Taken:
-        """A grant has come, perhaps not for the first time.
+    def take(self, grant: Grant) -> tuple[list[Push], list[tuple[Grant, range]]]:
+        """A grant has come, perhaps not for the first time: answers that the server may not have; and runs of batches
+        that are to be computed, with the grants that they belong to.
 
         Grants of a stream increase with its batches. So where the grant of a batch is new, earlier grants of later
         batches are void: the server has taken all of these back. Later grants of later batches have overtaken this one:
@@ -106,7 +95,7 @@ class Grants:
             self._newest[batch], self._owed[batch] = grant.grant_ids[batch - grant.first], grant
         orders = [(grant, run) for run in _runs(new)]
         orders += [(self._owed[batch], range(batch, batch + 1)) for batch in overtook if batch not in new]
-        return Taken(list(answers.values()), orders)
+        return list(answers.values()), orders
 
     def _replace_later(self, batch: int, number: int) -> list[int]:
         overtook = []
@@ -201,8 +190,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBatch:
-    """What one batch of a set contributes; `dead`, `dead_samples` and `num_samples` are of this computation: at another
-    version they may differ."""
+    """What one batch of a set contributes, by this computation: at another version other samples may be dead.
+
+    `dead_samples` are refused in records that are not dead as a whole; `dead_reasons`: why, and how many letters each.
+    """
 
     num_samples: int
     loss_sum: float = 0.0

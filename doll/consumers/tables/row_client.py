@@ -13,7 +13,7 @@ from doll.errors import BlobError, NotFiniteError
 from doll.records.control import GetRows, Grant, RowsStored
 from doll.storage.blobs import Blobs, row_request_key
 from doll.storage.sections import RowRequest, decode_rows, encode_row_request
-from doll.tables.rows import TableShape, no_rows
+from doll.tables.rows import Rows, TableShape, no_rows
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -34,7 +34,7 @@ class RowClient:
         self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s
         self._blobs = blobs
-        self._tables = tables
+        self.tables = tables
         self._send: Callable[[GetRows], object] | None = None
         self._answers: queue.SimpleQueue[RowsStored | None] = queue.SimpleQueue()  # None: look whether to wait on
         self._is_waiting = False
@@ -71,7 +71,7 @@ class RowClient:
         assert self._send is not None, "connect() comes first"
         assert self._grant is not None, "begin() comes first"
         grant, begun_s = self._grant, time.monotonic()
-        blob = encode_row_request({name: request}, self._tables, job=self._scope, version=grant.min_version)
+        blob = encode_row_request({name: request}, self.tables, job=self._scope, version=grant.min_version)
         while True:
             self._number += 1
             key = row_request_key(self._scope, grant.term, grant.worker, grant.session, self._number)
@@ -109,17 +109,27 @@ class RowClient:
 
     def _read(self, name: str, answer: RowsStored) -> FetchedRows | None:
         """The rows of an answer; None where the blob store does not hold them whole."""
-        blob = self._blobs.get(answer.key)
         try:
-            if blob is None:
-                raise BlobError("not in the blob store (any more)")
-            tables, version = decode_rows(blob, self._tables, job=self._scope)
+            tables, version = self.take(answer.key)
         except NotFiniteError:
             raise
-        except BlobError as exc:
-            log.warning("rows_refused", key=answer.key, reason=str(exc))
+        except BlobError:
             return None
-        # What is kept of the rows is copied: nobody reads the blob again.
-        self._blobs.delete(answer.key)
-        rows = tables.get(name, no_rows(self._tables[name].width))
-        return FetchedRows(rows, version, answer.included)
+        return FetchedRows(tables.get(name, no_rows(self.tables[name].width)), version, answer.included)
+
+    def take(self, key: str) -> tuple[dict[str, Rows], int]:
+        """The rows under `key`, by table, and the version that they are of. They are deleted: nobody reads them again.
+
+        Raises:
+            BlobError: the blob store does not hold them whole, which is logged.
+            NotFiniteError: a value is NaN or infinite.
+        """
+        try:
+            if (blob := self._blobs.get(key)) is None:
+                raise BlobError("not in the blob store (any more)")
+            rows = decode_rows(blob, self.tables, job=self._scope)
+        except BlobError as exc:
+            log.warning("rows_refused", key=key, reason=str(exc))
+            raise
+        self._blobs.delete(key)
+        return rows

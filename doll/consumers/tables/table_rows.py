@@ -14,9 +14,8 @@ from doll.consumers.tables.row_steps import RowSteps, state_row_bytes
 from doll.errors import BlobError
 from doll.optim.row_optimizer import RowOptimizer
 from doll.records.control import Grant, NewVersion
-from doll.storage.blobs import Blobs
-from doll.storage.sections import RowRequest, decode_rows
-from doll.tables.rows import Floats, Ids, Rows, TableShape
+from doll.storage.sections import RowRequest
+from doll.tables.rows import Floats, Ids, Rows
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -29,26 +28,22 @@ class TableRows:
     """All tables of one worker. Not thread-safe, except `offer`: the thread that computes owns it."""
 
     def __init__(
-        self, job: str, blobs: Blobs, client: RowClient, tables: Mapping[str, TableShape], max_bytes: int,
-        *, optimizer: RowOptimizer | None = None, report: Callable[[dict[str, float]], object] = lambda values: None,
+        self, client: RowClient, max_bytes: int, *, optimizer: RowOptimizer | None = None,
+        report: Callable[[dict[str, float]], object] = lambda values: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """
         Args:
-            tables: shapes, by name.
             max_bytes: of all caches and `steps` together; each table has a share by its size, and holds as many rows as
                 states of rows.
             optimizer: of rows, where this worker steps itself; None: it sends gradients.
             report: is called with `measures` now and then.
         """
-        self._job = job
-        self._blobs = blobs
         self._client = client
-        self._shapes = tables
-        total = sum(shape.num_rows * shape.width for shape in tables.values())
+        total = sum(shape.num_rows * shape.width for shape in client.tables.values())
         self._caches: dict[str, RowCache] = {}
         self.steps: dict[str, RowSteps] = {}
-        for name, shape in tables.items():
+        for name, shape in client.tables.items():
             share = max(_MIN_TABLE_BYTES, max_bytes * shape.num_rows * shape.width // max(total, 1))
             row = cached_row_bytes(shape.width)
             state = 0 if optimizer is None else state_row_bytes(shape.width, len(optimizer.state_names))
@@ -144,14 +139,9 @@ class TableRows:
             weights = self._offered.popleft()
             if weights.term != self._term:
                 continue
-            blob = self._blobs.get(weights.rows_key)
             try:
-                if blob is None:
-                    raise BlobError("not in the blob store (any more)")
-                tables, version = decode_rows(blob, self._shapes, job=self._job)
-            except BlobError as exc:  # rows that are missed are asked for when they are too old
-                log.warning("rows_refused", key=weights.rows_key, reason=str(exc))
+                tables, version = self._client.take(weights.rows_key)
+            except BlobError:  # rows that are missed are asked for when they are too old
                 continue
-            self._blobs.delete(weights.rows_key)
             for name, cache in self._caches.items():
                 cache.merge(weights.rows_since, version, weights.included, tables.get(name, cache.no_rows()))

@@ -76,6 +76,6 @@ def serve_metrics(config: JobConfig, services: Services) -> int:
                 metrics.feed(entry.record)
             if entries or tail.partition_ends(topics[0], 1) is not None:
                 heartbeat.beat("kafka")
-            if all(map(tail.has_read_history, topics)):
+            if all(map(tail.has_read_history, tail.ends)):
                 heartbeat.set_waiting_for("")
     return 0

@@ -64,7 +64,7 @@ class KafkaChannel:
         Raises:
             ServiceUnavailableError: Kafka refuses to serve this process.
         """
-        messages = self._reader.poll(timeout_s, limit=_PER_POLL)
+        messages = self._reader.messages(timeout_s, limit=_PER_POLL)
         self._had_traffic |= bool(messages)
         return [message.value for message in messages]
 

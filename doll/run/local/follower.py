@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from doll.config import JobConfig
+from doll.kafka.reader import Partition
 from doll.kafka.tail import Tail
 from doll.local.processes import describe_exit
 from doll.local.processes import tail as last_lines
@@ -111,5 +112,5 @@ class RunFollower:
         for _, text in self.model.all_events[num_events:]:
             self._display.say(text)
         # On a broker that outlives a run, the topic may hold a Finished record of an earlier run.
-        if topic == self._config.topic("updates") and offset >= self._tail.ends[topic]:
+        if topic == self._config.topic("updates") and offset >= self._tail.ends[Partition(topic)]:
             self.finished = self.model.history.finished is not None

@@ -33,7 +33,7 @@ class Worker:
         self.client = client
         client.connect(self.answer)
         self.rows = TableRows(
-            "j", self.blobs, client, TABLES, max_bytes, optimizer=optimizer, report=self.reports.append,
+            client, max_bytes, optimizer=optimizer, report=self.reports.append,
             clock=lambda: self.now,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from doll.control.link_state import TO_WORKER, LinkState
 from doll.drill import late_copies
 from doll.drill.late_copies import LateCopies
 from doll.kafka.publisher import Delivery
-from doll.kafka.tail import TimedRecord
+from doll.kafka.reader import TimedRecord
 from doll.records.control import AnyRecord, Durable, Grant, Ping, Settle, decode
 from doll.services import Services
 
@@ -57,7 +57,7 @@ class Broker:
 
 def opened(monkeypatch: pytest.MonkeyPatch, broker: Broker) -> LateCopies:
     monkeypatch.setattr(late_copies, "Reader", lambda *args: None)
-    monkeypatch.setattr(late_copies, "RecordReader", lambda reader: broker)
+    monkeypatch.setattr(late_copies, "Reader", lambda *args: broker)
     monkeypatch.setattr(late_copies, "Publisher", lambda *args: broker)
     copies = LateCopies(CONFIG)
     copies.open(Services("", ""))

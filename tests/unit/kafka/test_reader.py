@@ -1,4 +1,4 @@
-"""Reader and RecordReader: positions, history, what does not decode, and where partitions end."""
+"""Reader: positions, history, what does not decode, and where partitions end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.reader import Partition, Reader, RecordDecoder, from_end
-from doll.kafka.tail import RecordReader, Tail
+from doll.kafka.reader import Partition, Reader, from_end
+from doll.kafka.tail import Tail
 from doll.records.control import Hello, encode
 from doll.services import Services
 
@@ -37,7 +37,7 @@ def poll_values(reader: Reader, count: int) -> list[bytes | None]:
     deadline_s = time.monotonic() + 60
     while len(values) < count:
         assert time.monotonic() < deadline_s
-        values += [message.value for message in reader.poll(0.2)]
+        values += [message.value for message in reader.messages(0.2)]
     return values
 
 
@@ -70,36 +70,28 @@ def test_records_come_with_their_time_and_what_does_not_decode_is_counted(
     config: JobConfig, services: Services
 ) -> None:
     written_s = time.time()
-    write(config, services, "events", encode(Hello(term=1)), b"rubbish", encode(Hello(term=2)))
-    with RecordReader(Reader(config, services, "test", (Partition(config.topic("events")),))) as reader:
+    write(config, services, "events", encode(Hello(term=1)), b"rubbish", b"", encode(Hello(term=2)))
+    with Reader(config, services, "test", (Partition(config.topic("events")),)) as reader:
         history = reader.read_history()
-        assert [(timed.record, timed.offset) for timed in history] == [(Hello(term=1), 0), (Hello(term=2), 2)]
+        assert [(timed.record, timed.offset) for timed in history] == [(Hello(term=1), 0), (Hello(term=2), 3)]
         assert all(written_s - 1.0 <= timed.at_s <= time.time() for timed in history)
-        assert reader.refused == 1
+        assert reader.refused == 2
         assert reader.read_history() == []
 
 
 def test_a_tail_reads_to_the_end_of_its_topics(config: JobConfig, services: Services) -> None:
     events = config.topic("events")
     with Tail(config, services, (events, config.topic("metrics"))) as tail:
-        assert tail.has_read_history(events)
+        assert tail.has_read_history(Partition(events))
         write(config, services, "events", encode(Hello(term=1)))
         assert [timed.record for timed in tail.read_to_end()] == [Hello(term=1)]
-        assert tail.ends[events] == 0
+        assert tail.ends[Partition(events)] == 0
         assert tail.is_caught_up()
 
 
 def test_a_topic_that_does_not_exist_is_named(services: Services, config: JobConfig) -> None:
     with pytest.raises(ServiceUnavailableError, match=r"say where doll\.none\.x/0 begins and ends"):
         Reader(config, services, "test", (Partition("doll.none.x"),))
-
-
-def test_a_decoder_counts_what_is_no_record() -> None:
-    decoder = RecordDecoder()
-    assert decoder.decode("t", 0, encode(Hello(term=3))) == Hello(term=3)
-    assert decoder.decode("t", 1, None) is None
-    assert decoder.decode("t", 2, b"rubbish") is None
-    assert decoder.refused == 2
 
 
 def test_a_range_is_read_with_headers_and_ends_at_its_end(config: JobConfig, services: Services) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 from doll.ledger import offset_ranges
-from doll.ledger.balance import DurableModel, LedgerReport, Range, balance
+from doll.ledger.balance import DurableModel, LedgerReport, Range
 from doll.records.control import DeadLetter, Finished, Member, TermStarted, Update
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from record_builders import dead_letter
+from record_builders import balance, dead_letter
 
 
 @dataclass

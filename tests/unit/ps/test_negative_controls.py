@@ -13,7 +13,7 @@ import pytest
 from doll.consumers.intake.batching import Batcher
 from doll.consumers.protocol.worker_core import Acknowledge, Batch, Send
 from doll.errors import IllegalEventError
-from doll.ledger.balance import DurableModel, LedgerReport, balance
+from doll.ledger.balance import DurableModel, LedgerReport
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import BatchId, Policy, PolicyView
@@ -21,6 +21,7 @@ from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll, DollPolicyConfig
 from doll.records.control import Announce, Join, Member, TermStarted, Update, Welcome
 from engine_world import POLICIES, Process, World
+from record_builders import balance
 
 pytestmark = pytest.mark.slow  # long random runs
 

@@ -21,11 +21,11 @@ from distributions import install_wheel
 from doll.config.policy import POLICIES as REGISTERED
 from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.compute.step_model import StepModel
-from doll.consumers.protocol.worker_core import Grants, StoreRest, Taken, WorkerAction, WorkerCore
+from doll.consumers.protocol.worker_core import Grants, StoreRest, WorkerAction, WorkerCore
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import EngineAction
 from doll.ps.engine.settling import Settling
-from doll.records.control import Grant, Settle
+from doll.records.control import Grant, Push, Settle
 from fuzzing import SEED, SHARE
 from paths import SUPPORT
 
@@ -83,7 +83,7 @@ def test_under_the_policies_of_others_too(policy: str, tmp_path: Path, monkeypat
 class Forgetful(Grants):
     """As before ADR 42: forgets the answer to a grant once it is in the model, and computes a late copy."""
 
-    def take(self, grant: Grant) -> Taken:
+    def take(self, grant: Grant) -> tuple[list[Push], list[tuple[Grant, range]]]:
         self._answered = {batch: push for batch, push in self._answered.items() if batch >= grant.included}
         return super().take(grant)
 

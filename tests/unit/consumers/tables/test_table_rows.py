@@ -26,7 +26,7 @@ class Server:
         self.blobs = MemoryBlobs()
         self.client = RowClient(parse(JOB), self.blobs, TABLES)
         self.client.connect(self.answer)
-        self.rows = TableRows("j", self.blobs, self.client, TABLES, 1 << 20)
+        self.rows = TableRows(self.client, 1 << 20)
         self.version = self.included = self.asked = 0
         self.pushes_behind: list[tuple[int, int, int]] = []  # since, version, included: they overtake the next answer
 

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 from doll.config import StopConfig, parse
-from doll.kafka.tail import Tail, TimedRecord
+from doll.kafka.reader import Partition, TimedRecord
+from doll.kafka.tail import Tail
 from doll.local.supervisor import Restart
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import LineDisplay
@@ -23,7 +24,7 @@ class FakeTail:
     """A topic of records; the first `history` of them were there before the run."""
 
     def __init__(self, records: list[AnyRecord], history: int) -> None:
-        self.ends = {UPDATES: history}
+        self.ends = {Partition(UPDATES): history}
         self._entries = [TimedRecord(record, 0.0, UPDATES, offset) for offset, record in enumerate(records)]
 
     def poll(self, timeout_s: float) -> list[TimedRecord]:

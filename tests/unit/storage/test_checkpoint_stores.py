@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import pytest
 from doll.errors import CheckpointError, FencedError
-from doll.storage.base_checkpoint_store import (
-    BaseCheckpointStore,
+from doll.storage.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
     checkpoint_name,
     checkpoints_among,
     claim_name,
     claims_among,
+    encode_checkpoint,
 )
-from doll.storage.checkpoints import Checkpoint, encode_checkpoint
+from memory_stores import MemoryCheckpointStore
 
 
 def checkpoint(term: int, version: int, job: str = "digits") -> Checkpoint:
     return Checkpoint(job=job, fingerprint="f", term=term, version=version, state=b"", tensors={})
 
 
-class Store(BaseCheckpointStore):
+class Store(MemoryCheckpointStore):
     """Lists `listed`; each read of what is not in `held` finds nothing."""
 
     def __init__(self, *listed: tuple[int, int], held: dict[tuple[int, int], Checkpoint] | None = None) -> None:
-        super().__init__("digits", "here", 2)
+        CheckpointStore.__init__(self, "digits", "here", 2)
         self.listed = list(listed)
         self.held = held or {}
         self.reads = 0
@@ -46,7 +48,7 @@ def test_names_sort_as_checkpoints_do_and_are_read_back() -> None:
 
 def test_a_store_keeps_at_least_two() -> None:
     with pytest.raises(ValueError, match="expected keep >= 2, got 1"):
-        BaseCheckpointStore.__init__(Store(), "digits", "here", 1)
+        CheckpointStore.__init__(Store(), "digits", "here", 1)
 
 
 def test_checkpoints_that_vanish_each_time_they_are_read_are_an_error() -> None:
