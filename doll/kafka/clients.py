@@ -1,7 +1,8 @@
 """Clients of Kafka: the one place that builds producers, consumers and admin clients, from job file and environment,
 and that translates their library's errors.
 
-A job's clients share `kafka_settings`: addresses, security, how soon they reconnect. Secrets come from the environment.
+A job's clients share `kafka_settings`: addresses, security, how soon they reconnect. Secrets come from the environment:
+where these are missing, whatever makes a client raises ConfigError.
 """
 
 from __future__ import annotations
@@ -86,9 +87,6 @@ def make_producer(config: JobConfig, services: Services, **extra: Any) -> Produc
 
     Args:
         extra: settings, as in `kafka_settings`.
-
-    Raises:
-        ConfigError: credentials are missing.
     """
     return Producer(kafka_settings(config, services, **{"acks": "all", "enable_idempotence": True, **extra}))
 
@@ -99,9 +97,6 @@ def make_consumer(config: JobConfig, services: Services, purpose: str, **extra: 
     Args:
         purpose: names it on the broker. librdkafka needs a group id also where no group is joined.
         extra: settings, as in `kafka_settings`.
-
-    Raises:
-        ConfigError: credentials are missing.
     """
     defaults = {
         "group_id": f"doll.{config.job}.{purpose}",
@@ -112,11 +107,7 @@ def make_consumer(config: JobConfig, services: Services, purpose: str, **extra: 
 
 
 def make_admin(config: JobConfig, services: Services) -> AdminClient:
-    """A client for topics, settings and permissions.
-
-    Raises:
-        ConfigError: credentials are missing.
-    """
+    """A client for topics, settings and permissions."""
     return AdminClient(kafka_settings(config, services))
 
 
@@ -218,11 +209,7 @@ class _LogErrorsOnce:
 
 
 def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> str | None:
-    """None if Kafka answers with its metadata; else what is wrong and what to do.
-
-    Raises:
-        ConfigError: credentials are missing.
-    """
+    """None if Kafka answers with its metadata; else what is wrong and what to do."""
     errors: list[str] = []
     admin = AdminClient(kafka_settings(config, services, error_cb=lambda error: errors.append(error.str())))
     deadline_s = time.monotonic() + timeout_s

@@ -61,9 +61,6 @@ class Publisher:
 
     Attributes:
         refusals: by topic, why Kafka refused the first record that it did not take.
-
-    Raises:
-        ConfigError: credentials are missing.
     """
 
     def __init__(

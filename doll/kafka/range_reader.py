@@ -27,6 +27,8 @@ STALL_S: Final = 30.0
 class RangeReader:
     """One consumer that reads given ranges of offsets; it joins no group and commits nothing.
 
+    Calls raise ServiceUnavailableError where the broker refuses, or sends nothing for `stall_timeout_s`.
+
     Attributes:
         problems: values that are no record of their topic, one sentence each.
     """
@@ -47,11 +49,7 @@ class RangeReader:
         self._consumer.close()
 
     def bounds(self, topic: str, partition: int) -> tuple[int, int]:
-        """First offset that is kept, and one above the last.
-
-        Raises:
-            ServiceUnavailableError: the broker does not answer.
-        """
+        """First offset that is kept, and one above the last."""
         return partition_bounds(self._consumer, self._services.kafka, topic, partition, self._stall_s)
 
     def records(self, topic: str, kinds: tuple[type, ...], bounds: tuple[int, int] | None = None) -> Iterator[Any]:
@@ -72,20 +70,12 @@ class RangeReader:
                 self.problems.append(f"{topic}, offset {offset}: a {type(record).__name__} does not belong there")
 
     def read(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[tuple[int, bytes | None]]:
-        """Offset and value of each record in [lo, hi) that the log holds, in order.
-
-        Raises:
-            ServiceUnavailableError: as `messages` does.
-        """
+        """Offset and value of each record in [lo, hi) that the log holds, in order."""
         for message in self.messages(topic, partition, lo, hi):
             yield message.offset, message.value
 
     def messages(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[Message]:
-        """The records in [lo, hi) that the log holds, in order, with their headers.
-
-        Raises:
-            ServiceUnavailableError: the broker refuses, or sends nothing for `stall_timeout_s`.
-        """
+        """The records in [lo, hi) that the log holds, in order, with their headers."""
         if lo >= hi:
             return
         place = Partition(topic, partition)

@@ -120,7 +120,8 @@ class Reader:
     """Messages or records of some partitions, in order within each. Use as a context manager. Not thread-safe.
 
     An unreachable broker is waited for: `poll` then returns nothing. Where retention has deleted what was to be read
-    next, it goes on at the first record that is left. Records that do not decode are logged, counted and skipped.
+    next, it goes on at the first record that is left. Records that do not decode are logged, counted and skipped. What
+    asks for bounds raises ServiceUnavailableError where the broker does not answer.
 
     Args:
         purpose: names the consumer on the broker.
@@ -260,11 +261,7 @@ class Reader:
         return self.positions[partition] >= self.ends[partition]
 
     def is_caught_up(self) -> bool:
-        """Whether the partitions hold nothing that was not returned yet.
-
-        Raises:
-            ServiceUnavailableError: the broker does not answer.
-        """
+        """Whether the partitions hold nothing that was not returned yet."""
         return all(self.bounds(partition)[1] <= position for partition, position in self.positions.items())
 
     def bounds(self, partition: Partition) -> tuple[int, int]:

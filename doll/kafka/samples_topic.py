@@ -4,6 +4,8 @@ Offsets name samples only within one topic. If it was deleted and created again,
 other records: a reader that continued at its offset would wait forever, or skip records until the log is as long as
 before. Kafka gives each topic an id, which the checkpoint keeps. Brokers before 2.8 have no ids: there only a log that
 is shorter than what was read of it shows the difference.
+
+Calls raise ServiceUnavailableError where Kafka does not answer.
 """
 
 from __future__ import annotations
@@ -67,7 +69,6 @@ def describe_samples(
         read_until: per partition, the offset behind the last record that the model has learned.
 
     Raises:
-        ServiceUnavailableError: Kafka does not answer.
         ReplacedSamplesError: the topic was deleted and created again, or cut short; the message says what to do.
     """
     name, num = config.topic("samples"), config.data.workers
@@ -109,7 +110,6 @@ def bounds_reaching(
     """(low, high) of a log that reaches as far as what is to be read next; a new leader is given time to know it.
 
     Raises:
-        ServiceUnavailableError: Kafka does not answer.
         ReplacedSamplesError: the log ends before, and stays so.
     """
     deadline_s = time.monotonic() + _LEADER_SETTLE_S

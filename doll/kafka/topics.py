@@ -1,4 +1,7 @@
-"""Creating, checking and describing a job's topics on the broker."""
+"""Creating, checking and describing a job's topics on the broker.
+
+Calls raise ServiceUnavailableError where Kafka does not answer, or refuses.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,6 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
         ConfigError: a topic has another number of partitions, or settings that the job cannot live with; the
             replication factor is above the number of brokers;
             `kafka.producer_user` is set and Kafka has no authorizer.
-        ServiceUnavailableError: Kafka does not answer, or refuses.
     """
 
     admin = make_admin(config, services)
@@ -212,11 +214,7 @@ def check(config: JobConfig, services: Services) -> None:
 
 
 def exists(config: JobConfig, services: Services, name: str) -> bool:
-    """Whether Kafka has a topic of this name.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer.
-    """
+    """Whether Kafka has a topic of this name."""
     return name in _partition_counts(make_admin(config, services), services)
 
 
@@ -249,11 +247,7 @@ def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
 
 
 def cluster_id(config: JobConfig, services: Services) -> str:
-    """Kafka's own id of the cluster; "" where it has no id, as librdkafka's mock may.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer.
-    """
+    """Kafka's own id of the cluster; "" where it has no id, as librdkafka's mock may."""
     with translate_errors(services.kafka, "ask for the cluster's id"):
         return str(_metadata(make_admin(config, services), services).cluster_id or "")
 
@@ -289,11 +283,7 @@ def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
 
 
 def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
-    """The job's topics that exist, in the order of `TOPIC_KINDS`, with their watermarks.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer.
-    """
+    """The job's topics that exist, in the order of `TOPIC_KINDS`, with their watermarks."""
 
     admin = make_admin(config, services)
     counts = _partition_counts(admin, services)
@@ -332,11 +322,7 @@ def delete_records(config: JobConfig, services: Services, topic: str, partition:
 
 
 def followers(config: JobConfig, services: Services, topic: str, partition: int) -> list[int]:
-    """The brokers that hold a whole copy of a partition and do not lead it; none while a copy is behind.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer.
-    """
+    """The brokers that hold a whole copy of a partition and do not lead it; none while a copy is behind."""
     metadata = _metadata(make_admin(config, services), services).topics[topic].partitions[partition]
     is_whole = set(metadata.isrs) == set(metadata.replicas)
     return [broker for broker in metadata.isrs if is_whole and broker != metadata.leader]

@@ -2,7 +2,7 @@
 
 A new generation may begin where `updates` is empty, or where the caller knows that what is there belongs to earlier
 runs (`--fresh`). Without these checks a server without the checkpoints would begin again at version 0, and a run would
-take an earlier run's records for its own.
+take an earlier run's records for its own. Calls raise ServiceUnavailableError where Kafka does not answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = Fal
 
     Raises:
         ConfigError: another release of DOLL has written records of another schema version.
-        ServiceUnavailableError: Kafka does not answer.
     """
     topic = config.topic("updates")
     if not topics.exists(config, services, topic):
@@ -84,7 +83,6 @@ def admit(config: JobConfig, services: Services, store: CheckpointStore, locatio
     Raises:
         ConfigError: the topics hold a run whose checkpoints are not in the store, or records of another release; the
             message says what to do.
-        ServiceUnavailableError: Kafka does not answer.
         CheckpointError: the store cannot be read.
     """
     versions = store.versions()

@@ -15,6 +15,8 @@ Keys increase strictly. Each is coded as its difference to the one before it, in
 the lowest bits first; a byte's top bit says that another one follows. There is one coding of each sequence of keys: a
 longer one of the same numbers is refused.
 
+What encodes raises ValueError as `encode_push` does, what decodes raises BlobError and NotFiniteError as `decode_push`.
+
 | form | keys | values | means |
 |---|---|---|---|
 | `d` | - | size of 1 | a vector, dense |
@@ -215,9 +217,6 @@ def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, jo
 
     Args:
         version: the oldest that the rows may be of.
-
-    Raises:
-        ValueError: as `encode_push`.
     """
     sections = []
     for name, request in requests.items():
@@ -230,11 +229,7 @@ def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, jo
 
 
 def decode_row_request(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[str, RowRequest], int]:
-    """The requests, by the name of the table, and the oldest version that the rows may be of.
-
-    Raises:
-        BlobError: as `decode_push`.
-    """
+    """The requests, by the name of the table, and the oldest version that the rows may be of."""
     body, version = decode_bytes(data, job=job, kind="q", version=None)
     none = np.empty(0, np.int64)
     requests: dict[str, RowRequest] = {}
@@ -248,21 +243,13 @@ def decode_row_request(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[
 
 
 def encode_rows(rows: Mapping[str, Rows], shapes: Shapes, *, job: str, version: int) -> Encoded:
-    """The blob of rows as they are in `version`.
-
-    Raises:
-        ValueError: as `encode_push`.
-    """
+    """The blob of rows as they are in `version`."""
     sections = [_Section("r", name, _table_shape(shapes[name]), 0, *piece) for name, piece in rows.items()]
     return _encode(sections, job=job, kind="r", version=version)
 
 
 def decode_rows(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[str, Rows], int]:
-    """Rows by the name of their table, views of `data`; and the version that they are of.
-
-    Raises:
-        BlobError, NotFiniteError: as `decode_push`.
-    """
+    """Rows by the name of their table, views of `data`; and the version that they are of."""
     body, version = decode_bytes(data, job=job, kind="r", version=None)
     return {section.name: _rows(section) for section in _decode(body, shapes, forms="r")}, version
 

@@ -40,7 +40,10 @@ class JobEndedError(Exception):
 
 
 class WorkerChannel:
-    """Kafka, as one worker uses it beside Faust. `send` and `send_dead_letters` may be called from any thread."""
+    """Kafka, as one worker uses it beside Faust. `send` and `send_dead_letters` may be called from any thread.
+
+    What reads raises ServiceUnavailableError where Kafka does not answer.
+    """
 
     def __init__(self, config: JobConfig, services: Services, worker: int) -> None:
         self._config, self._services = config, services
@@ -92,30 +95,18 @@ class WorkerChannel:
         self._publisher.flush(timeout_s)
 
     def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
-        """(low, high): the first offset that the partition still holds, and the one that its next record gets.
-
-        Raises:
-            ServiceUnavailableError: Kafka does not answer.
-        """
+        """(low, high): the first offset that the partition still holds, and the one that its next record gets."""
         return partition_bounds(self._metadata_consumer, self._services.kafka, topic, partition, _LOOKUP_S)
 
     def holds_record(self, topic: str, partition: int, lo: int, hi: int) -> bool:
-        """Whether there is a record at all in [lo, hi): the marker of a transaction takes an offset and is no record.
-
-        Raises:
-            ServiceUnavailableError: Kafka does not answer.
-        """
+        """Whether there is a record in [lo, hi): the marker of a transaction takes an offset and is no record."""
         with RangeReader(self._config, self._services) as reader:
             for _ in reader.read(topic, partition, lo, hi):
                 return True
         return False
 
     def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
-        """What the log holds at these offsets, without offsets that it does not hold any more.
-
-        Raises:
-            ServiceUnavailableError: Kafka does not answer.
-        """
+        """What the log holds at these offsets, without offsets that it does not hold any more."""
         if not offsets:
             return {}
         with RangeReader(self._config, self._services) as reader:
@@ -139,7 +130,6 @@ class WorkerChannel:
         Raises:
             FencedError: a newer process of this worker is there.
             JobEndedError: the job is over.
-            ServiceUnavailableError: Kafka does not answer.
         """
         # Commands from before this moment are not for this process, with one exception: a Stop as the last of them
         # means that the job has ended and nobody will answer, unless a resumed server soon does.

@@ -193,10 +193,7 @@ class GradientSum:
     """
 
     def __init__(self, num_parameters: int, num_floats: int) -> None:
-        """
-        Args:
-            num_floats: of parameters and float buffers; what is behind is not numbers.
-        """
+        """`num_floats`: of parameters and float buffers; what is behind is not numbers."""
         self._num_parameters = num_parameters
         self._num_floats = num_floats
         self._memory: npt.NDArray[np.float32] | None = None  # allocated when a set has two gradients

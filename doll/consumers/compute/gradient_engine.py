@@ -92,10 +92,7 @@ class ThreadGradientEngine:
         offer: Callable[[NewVersion], object] = lambda weights: None,
         store_rest: Callable[[int], GradientDone] = lambda until: GradientDone("", 0, ()),
     ) -> None:
-        """
-        Args:
-            offer: see `GradientEngine.offer`; called from the caller's thread.
-        """
+        """`offer`: see `GradientEngine.offer`; called from the caller's thread."""
         self._handle = handle
         self._offer = offer
         self._store_rest = store_rest

@@ -43,10 +43,7 @@ class DeadLetters:
     def __init__(
         self, config: JobConfig, task: Task, channel: WorkerChannel, worker: int, term: Callable[[], int]
     ) -> None:
-        """
-        Args:
-            term: that of the newest server the worker knows.
-        """
+        """`term`: that of the newest server the worker knows."""
         self._data = config.data
         self._task = task
         self._channel = channel

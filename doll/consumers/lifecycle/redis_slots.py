@@ -46,7 +46,7 @@ return 0
 
 
 class SlotLeases:
-    """The leases of a job's slots, as one process sees them.
+    """The leases of a job's slots, as one process sees them. Calls raise RedisError where Redis does not answer.
 
     Args:
         client: without `decode_responses`.
@@ -63,14 +63,7 @@ class SlotLeases:
         self._holder = (holder or uuid.uuid4().hex).encode()
 
     def take(self, at_least_s: float = 0.0) -> int | None:
-        """Take the lowest free slot; None where all are held.
-
-        Args:
-            at_least_s: minimum length of the first lease.
-
-        Raises:
-            RedisError: Redis does not answer.
-        """
+        """Take the lowest free slot, leased for `at_least_s` at first; None where all are held."""
         first_ms = max(self._ttl_ms, round(at_least_s * 1000))
         for slot in self.free():
             if self._client.set(self._key(slot), self._holder, nx=True, px=first_ms):
@@ -78,28 +71,16 @@ class SlotLeases:
         return None
 
     def free(self) -> list[int]:
-        """Slots without a holder.
-
-        Raises:
-            RedisError: Redis does not answer.
-        """
+        """Slots without a holder."""
         holders = self._client.mget([self._key(slot) for slot in range(self._workers)])
         return [slot for slot, holder in enumerate(holders) if holder is None]
 
     def renew(self, slot: int) -> bool:
-        """Renew the lease of `slot`, also where Redis has lost it; False if another process holds it.
-
-        Raises:
-            RedisError: Redis does not answer.
-        """
+        """Renew the lease of `slot`, also where Redis has lost it; False if another process holds it."""
         return bool(self._client.eval(_RENEW, 1, self._key(slot), self._holder, self._ttl_ms))
 
     def release(self, slot: int) -> None:
-        """Free `slot`, if this process holds it.
-
-        Raises:
-            RedisError: Redis does not answer.
-        """
+        """Free `slot`, if this process holds it."""
         self._client.eval(_RELEASE, 1, self._key(slot), self._holder)
 
     def _key(self, slot: int) -> str:

@@ -11,10 +11,7 @@ class StallWatch:
     """
 
     def __init__(self, stall_timeout_s: float, next_command: int, now: float) -> None:
-        """
-        Args:
-            next_command: offset of the next command.
-        """
+        """`next_command`: offset of the next command."""
         self._timeout_s = stall_timeout_s
         self.samples_at_s = now
         self._commands_at_s = now

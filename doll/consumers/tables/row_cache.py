@@ -120,10 +120,7 @@ class RowCache:
     """
 
     def __init__(self, shape: TableShape, max_bytes: int) -> None:
-        """
-        Args:
-            max_bytes: of the cache, without `own`. It holds one row at least.
-        """
+        """`max_bytes`: of the cache, without `own`. It holds one row at least."""
         self.own = OpLog(shape.width)
         self.num_hits = self.num_misses = 0
         self._shape = shape

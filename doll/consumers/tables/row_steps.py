@@ -37,10 +37,7 @@ class RowSteps:
     """
 
     def __init__(self, width: int, optimizer: RowOptimizer, max_bytes: int | None = None) -> None:
-        """
-        Args:
-            max_bytes: of the state, that of one row at least; None: no bound.
-        """
+        """`max_bytes`: of the state, that of one row at least; None: no bound."""
         self.num_evicted = 0
         self._width = width
         self._optimizer = optimizer
