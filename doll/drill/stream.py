@@ -117,4 +117,4 @@ class SamplesTopic:
             return None
         if checkpoint is None:
             return None
-        return read_counts(self._config, checkpoint).read_until[partition]
+        return read_counts(self._config, checkpoint.state).read_until[partition]

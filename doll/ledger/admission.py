@@ -96,7 +96,7 @@ def admit(config: JobConfig, services: Services, store: CheckpointStore, locatio
         lineage = read_lineage(config, services)
         checkpoint = store.load_newest(None)
         if checkpoint is not None:
-            refuse_later_run(config, services, lineage, read_counts(config, checkpoint).generation, location)
+            refuse_later_run(config, services, lineage, read_counts(config, checkpoint.state).generation, location)
     return lineage
 
 

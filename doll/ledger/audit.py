@@ -75,12 +75,13 @@ def _audit_once(
         present = _present_records(reader, samples, [gap for gap in remaining if gap.lo < gap.hi])
         if present:
             report = ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed)
-        other = [] if checkpoint is None else _other_topic(config, services, read_counts(config, checkpoint).samples_id)
+        other = _other_topic(config, services, checkpoint)
         return dataclasses.replace(report, problems=(*report.problems, *reader.problems, *other))
 
 
-def _other_topic(config: JobConfig, services: Services, expected: str) -> list[str]:
+def _other_topic(config: JobConfig, services: Services, checkpoint: Checkpoint | None) -> list[str]:
     """What is wrong if the samples are in another topic of the same name than the learned samples."""
+    expected = "" if checkpoint is None else read_counts(config, checkpoint.state).samples_id
     actual_id = topics.topic_id(config, services, "samples") if expected else ""
     problem = replaced_topic(config.topic("samples"), expected, actual_id)
     return [problem] if problem else []
@@ -113,7 +114,7 @@ class _GenerationUpdates:
         self._reader = reader
         self._bounds = reader.bounds(self._name, 0)
         self.generation = GenerationFilter(
-            self._newest_generation() if checkpoint is None else read_counts(config, checkpoint).generation
+            self._newest_generation() if checkpoint is None else read_counts(config, checkpoint.state).generation
         )
 
     def _newest_generation(self) -> int:
@@ -142,7 +143,7 @@ def _durable(
         return DurableModel(
             term=0, version=0, applied=(0,) * num, origins=origins, records_per_batch=per_batch, location=location
         )
-    counts = read_counts(config, checkpoint)
+    counts = read_counts(config, checkpoint.state)
     return DurableModel(
         term=checkpoint.term,
         version=checkpoint.version,

@@ -10,7 +10,6 @@ from doll.errors import CheckpointError
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.storage.checkpoints import Checkpoint
 
 
 class SnapshotCounts(msgspec.Struct, frozen=True):
@@ -40,15 +39,15 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
         )
 
 
-def read_counts(config: JobConfig, checkpoint: Checkpoint) -> SnapshotCounts:
-    """How much of each stream a checkpoint holds.
+def read_counts(config: JobConfig, state: bytes) -> SnapshotCounts:
+    """How much of each stream a checkpoint with this engine state holds.
 
     Raises:
         CheckpointError: it does not say so, or is of another number of workers or batch size than the job file.
     """
     num, per_batch = config.data.workers, config.data.records_per_batch
     try:
-        counts = msgspec.msgpack.decode(checkpoint.state, type=SnapshotCounts)
+        counts = msgspec.msgpack.decode(state, type=SnapshotCounts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise CheckpointError(f"the newest checkpoint holds no engine state that this build reads: {exc}") from exc
     if (len(counts.applied), len(counts.origins), counts.records_per_batch) != (num, num, per_batch):

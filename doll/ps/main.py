@@ -181,7 +181,7 @@ def _start(
     # A consumer of its own: on the channel's, each request would wait behind the fetch of events (0.5 s a partition).
     with RangeReader(config, services) as reader:
         if checkpoint is not None:
-            counts = read_counts(config, checkpoint)
+            counts = read_counts(config, checkpoint.state)
             try:
                 samples = describe_samples(
                     config, services, reader.bounds, expected_id=counts.samples_id, read_until=counts.read_until

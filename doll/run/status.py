@@ -189,7 +189,7 @@ def _of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
     checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.is_run_folder else None
     if checkpoint is None:
         return records
-    own = GenerationFilter(read_counts(target.config, checkpoint).generation)
+    own = GenerationFilter(read_counts(target.config, checkpoint.state).generation)
     updates = list(own.records([record for record in records if isinstance(record, UpdatesRecord)]))
     if own.next_generation is None:
         return records

@@ -245,7 +245,7 @@ def test_the_engines_state_in_a_checkpoint() -> None:
         checkpoint = Checkpoint(job="j", fingerprint="f", term=1, version=3, state=data, tensors={})
         snapshot = call_or_none(CheckpointError, data, decode_snapshot, checkpoint)
         assert snapshot is None or isinstance(snapshot, EngineSnapshot)
-        counts = call_or_none(CheckpointError, data, read_counts, config, checkpoint)
+        counts = call_or_none(CheckpointError, data, read_counts, config, data)
         assert counts is None or isinstance(counts, SnapshotCounts)
 
 

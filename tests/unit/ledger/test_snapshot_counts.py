@@ -20,17 +20,17 @@ def checkpoint(**state: object) -> Checkpoint:
 
 def test_what_is_read_of_each_partition_is_its_origin_and_its_batches() -> None:
     state = {"version": 3, "applied": [2, 1], "origins": [10, 0], "records_per_batch": 4, "other": "ignored"}
-    counts = read_counts(CONFIG, checkpoint(**state))
+    counts = read_counts(CONFIG, checkpoint(**state).state)
     assert counts.read_until == (18, 4)
     assert (counts.generation, counts.samples_id) == (0, "")
 
 
 def test_a_state_that_is_not_the_engines_is_refused() -> None:
     with pytest.raises(CheckpointError, match="holds no engine state"):
-        read_counts(CONFIG, checkpoint(version="x"))
+        read_counts(CONFIG, checkpoint(version="x").state)
 
 
 def test_a_checkpoint_of_another_batch_size_is_refused() -> None:
     state = {"version": 3, "applied": [2, 1], "origins": [10, 0], "records_per_batch": 8}
     with pytest.raises(CheckpointError, match="8 records per batch, the job file says 2 and 4"):
-        read_counts(CONFIG, checkpoint(**state))
+        read_counts(CONFIG, checkpoint(**state).state)
