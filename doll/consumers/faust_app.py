@@ -102,10 +102,6 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
                 raise
 
     async def _pass_on(self, delivery: Delivery) -> None:
-        """
-        Raises:
-            Exception: the reader cannot go on.
-        """
         runtime = self.app.runtime
         match delivery:
             case Chunk(offsets):
@@ -167,11 +163,7 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
         return TP(topic, partition)
 
     def _unused(self, *_: Any, **__: Any) -> NoReturn:
-        """Operations that Faust's consumer must have, for tables, `seek` and topics of its own: no DOLL app has these.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Operations that Faust's consumer must have, for tables, `seek` and topics: no DOLL app has these."""
         raise RuntimeError("the doll:// transport reads one partition in order: it has no tables and no seek")
 
     _commit = _getmany = _seek = seek_wait = create_topic = earliest_offsets = highwaters = key_partition = _unused
@@ -189,13 +181,9 @@ class Transport(base.Transport):  # type: ignore[misc]
 
 
 class DollApp(faust.App):  # type: ignore[misc]
-    """A Faust app whose transport is `Transport`.
+    """A Faust app whose transport is `Transport`."""
 
-    Attributes:
-        partition: what the transport reads, with the reader of `runtime`.
-    """
-
-    partition: TP
+    partition: TP  # what the transport reads, with the reader of `runtime`
     runtime: WorkerRuntime
 
     def on_init_dependencies(self) -> Any:

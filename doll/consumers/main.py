@@ -151,11 +151,7 @@ class _WorkerProcess:
             self._channel.close()
 
     def _join(self) -> tuple[Welcome, int] | None:
-        """The server's Welcome and the offset of the first command after it; None: this process is not to work.
-
-        Raises:
-            ConfigError: the parameter server runs another job file, or the samples are not those that it has learned.
-        """
+        """The server's Welcome and the offset of the first command after it; None: this process is not to work."""
         config, channel = self._config, self._channel
         self._heartbeat.set_waiting_for("the parameter server's answer")
         try:

@@ -77,10 +77,9 @@ class WorkerRuntime:
         buffer: batches that are read and not decoded.
         deleted_records: the stream asks it where to read on.
         exit: how this process ends, and its code.
-        main_loop: set before the loop starts.
     """
 
-    main_loop: MainLoop
+    main_loop: MainLoop  # set before the loop starts
 
     def __init__(
         self,
@@ -97,12 +96,9 @@ class WorkerRuntime:
         link: ControlLink | None = None,
         row_client: RowClient | None = None,
     ) -> None:
-        """
-        Args:
-            link: carries grants, pushes and heartbeats while it is open; None: Kafka does.
-            commands_offset: of the first command after the Welcome.
-            row_client: asks for rows of tables; None: the model has no tables.
-            departure: tells when this process must leave; one that began before counts as well.
+        """Args:
+        link: carries grants, pushes and heartbeats while it is open; None: Kafka does.
+        departure: tells when this process must leave; one that began before counts as well.
         """
         self._config = config
         self._core = core

@@ -64,16 +64,11 @@ _HEAD_BYTES: Final = 65_536  # kept of a value that is too long
 
 
 class Chunk(NamedTuple):
-    """Records of one partition in offset order, with none between them that the log holds.
+    """Records of one partition in offset order, with none between them that the log holds."""
 
-    Attributes:
-        offsets: rising; a `range` where none is missing.
-        values: one for each offset; an `UnreadValue` where it is to be a dead letter.
-        leader_epoch: of Kafka's leader that took the last of them; none before it has a higher one. -1: not known.
-    """
-
-    offsets: Sequence[int]
-    values: list[bytes | None]
+    offsets: Sequence[int]  # rising; a `range` where none is missing
+    values: list[bytes | None]  # one for each offset; an `UnreadValue` where it is to be a dead letter
+    # of Kafka's leader that took the last of them; none before it has a higher one. -1: not known.
     leader_epoch: int = -1
 
 
@@ -91,25 +86,17 @@ class OutOfRange(NamedTuple):
 
 class Truncated(NamedTuple):
     """The log has lost its end, and with it records below `offset` that were read: the records that are there now, or
-    will, are others. Nothing more comes.
-
-    Attributes:
-        reason: what shows it, with offsets and leader epochs.
-    """
+    will, are others. Nothing more comes."""
 
     offset: int
-    reason: str
+    reason: str  # what shows it, with offsets and leader epochs
 
 
 class Learned(NamedTuple):
-    """What is known of the records that are in the model: they lie below offset `until`.
-
-    Attributes:
-        leader_epoch: none of them had a higher one when it was read; -1: not known.
-    """
+    """What is known of the records that are in the model: they lie below offset `until`."""
 
     until: int
-    leader_epoch: int
+    leader_epoch: int  # none of them had a higher one when it was read; -1: not known
 
 
 NOTHING_LEARNED: Final = Learned(0, -1)
@@ -129,7 +116,6 @@ class ChunkReader:
 
     Args:
         group: of the committed offsets.
-        start: offset of the first record.
         learned: what is in the model; of it, records from `start` on are read again, since they are not durable.
         max_chunk_records: bounds a chunk, with `MAX_CHUNK_RECORDS` and `MAX_CHUNK_BYTES`.
         fetch_max_wait_ms: how long a fetch may wait at the broker for `FETCH_MIN_BYTES`.
@@ -339,14 +325,7 @@ class ChunkReader:
         self._deliver(delivery)
 
     def _handle(self, error: Any, offset: int | None) -> bool:
-        """Whether what follows may be read.
-
-        Args:
-            offset: of the error; None where the library names none.
-
-        Raises:
-            ServiceUnavailableError: the client cannot go on.
-        """
+        """Whether what follows may be read."""
         code = error.code()
         if code == KafkaError._PARTITION_EOF:
             self._position = max(self._position, offset or 0)

@@ -54,9 +54,6 @@ def error_of(exc: KafkaException) -> KafkaError:
 def translate_errors(address: str, what: str, hint: str = "is it running, and the address right?") -> Iterator[None]:
     """Within the context, raise KafkaException as `Kafka at ADDRESS does not WHAT (reason): HINT`.
 
-    Args:
-        what: "describe topic t", "accept records".
-
     Raises:
         ServiceUnavailableError: in place of KafkaException.
     """
@@ -83,11 +80,7 @@ def retry_while_leaderless(call: Callable[[], T]) -> T:
 
 
 def make_producer(config: JobConfig, services: Services, **extra: Any) -> Producer:
-    """A producer whose records are acknowledged by all in-sync replicas, kept in order and never doubled.
-
-    Args:
-        extra: settings, as in `kafka_settings`.
-    """
+    """A producer whose records are acknowledged by all in-sync replicas, kept in order and never doubled."""
     return Producer(kafka_settings(config, services, **{"acks": "all", "enable_idempotence": True, **extra}))
 
 
@@ -96,7 +89,6 @@ def make_consumer(config: JobConfig, services: Services, purpose: str, **extra: 
 
     Args:
         purpose: names it on the broker. librdkafka needs a group id also where no group is joined.
-        extra: settings, as in `kafka_settings`.
     """
     defaults = {
         "group_id": f"doll.{config.job}.{purpose}",

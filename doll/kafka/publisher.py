@@ -37,16 +37,11 @@ class Delivery(NamedTuple):
 
 
 class ClientError(NamedTuple):
-    """An error of the client itself, not of one record.
-
-    Attributes:
-        is_fatal: the producer cannot go on.
-        is_unreachable: no broker answers; what was sent waits.
-    """
+    """An error of the client itself, not of one record."""
 
     reason: str
-    is_fatal: bool
-    is_unreachable: bool
+    is_fatal: bool  # the producer cannot go on
+    is_unreachable: bool  # no broker answers; what was sent waits
 
 
 class Publisher:
@@ -57,7 +52,6 @@ class Publisher:
 
     Args:
         on_error: gets errors of the client; by default they are logged.
-        settings: of the producer, as in `kafka_settings`.
 
     Attributes:
         refusals: by topic, why Kafka refused the first record that it did not take.
@@ -187,7 +181,6 @@ class TransactionalPublisher:
     Of two with one id the later one goes on: it fences the earlier one and aborts what that one had left open.
 
     Args:
-        name: the transactional id.
         fenced: what it means that a later one has begun, for the message.
     """
 

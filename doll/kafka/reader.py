@@ -76,18 +76,13 @@ class Partition(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One record as it stands in its partition.
-
-    Attributes:
-        written_s: Unix seconds, by its writer's or the broker's clock; 0.0 where it has no time.
-        headers: (key, value) in order.
-    """
+    """One record as it stands in its partition."""
 
     partition: Partition
     offset: int
     value: bytes | None
-    written_s: float
-    headers: Sequence[tuple[str, bytes | None]] = ()
+    written_s: float  # Unix seconds, by its writer's or the broker's clock; 0.0 where it has no time
+    headers: Sequence[tuple[str, bytes | None]] = ()  # (key, value) in order
 
 
 class TimedRecord(NamedTuple):
@@ -126,7 +121,6 @@ class Reader:
     Args:
         purpose: names the consumer on the broker.
         start: the offset to start at, from a partition and its bounds (low, high).
-        settings: of the consumer, as in `kafka_settings`.
 
     Attributes:
         ends: per partition, the offset behind its last record when this reader was opened: before it is history.

@@ -43,12 +43,11 @@ class SampleLog:
     """The samples topic as the broker has it.
 
     Attributes:
-        topic_id: Kafka's id of the topic; "" where the broker has no ids.
         low, high: per partition, the first offset that is kept and the one that the next record gets.
     """
 
     name: str
-    topic_id: str
+    topic_id: str  # Kafka's id of the topic; "" where the broker has no ids
     low: tuple[int, ...]
     high: tuple[int, ...]
 
@@ -64,7 +63,6 @@ def describe_samples(
     """Ask the broker.
 
     Args:
-        bounds_of: of a topic and a partition, (low, high).
         expected_id: Kafka's id of the topic that the model was learned from; "" where it is not known.
         read_until: per partition, the offset behind the last record that the model has learned.
 
@@ -124,11 +122,7 @@ def bounds_reaching(
 
 
 def truncated_message(name: str, partition: int, next_offset: int, reason: str) -> str:
-    """The message for a log that has lost records which were read of it, and holds others in their place, or will.
-
-    Args:
-        reason: what shows it, see `doll.kafka.chunk_reader.Truncated`.
-    """
+    """The message for a log that has lost records which were read of it, and holds others in their place, or will."""
     return (
         f"{name}/{partition} was read up to offset {next_offset}, has lost records below it since, and holds others in "
         f"their place, or will: the log was truncated ({reason})"

@@ -27,17 +27,11 @@ _ALTER: Final = "kafka-configs.sh --alter --entity-type topics --entity-name {to
 
 @dataclass(frozen=True, slots=True)
 class ActualTopic:
-    """One topic as the broker has it.
+    """One topic as the broker has it."""
 
-    Attributes:
-        settings: effective values by name, also values from the broker's own defaults.
-        replicas: of the partition that has the fewest.
-        in_sync: of the partition that has the fewest.
-    """
-
-    settings: Mapping[str, str]
-    replicas: int
-    in_sync: int
+    settings: Mapping[str, str]  # effective values by name, also values from the broker's own defaults
+    replicas: int  # of the partition that has the fewest
+    in_sync: int  # of the partition that has the fewest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +43,7 @@ class Finding:
 
 
 def find_problems(topic: TopicPlan, kind: str, actual: ActualTopic, replication_factor: int) -> list[Finding]:
-    """What is wrong with a topic, the worst first. Pure.
-
-    Args:
-        kind: "samples", "updates", ...
-        replication_factor: as the job file asks for.
-    """
+    """What is wrong with a topic, the worst first. Pure."""
     findings: list[Finding] = []
 
     def add_finding(fatal: bool, what: str, change: str = "") -> None:

@@ -48,10 +48,6 @@ def _allow_producer(admin: AdminClient, config: JobConfig, address: str) -> None
     An ACL's resource pattern is one topic or a prefix, and `doll.*.samples` is neither, so each job adds ACLs for its
     own topic. Where Kafka allows everyone to use a topic without ACLs (`allow.everyone.if.no.acl.found`), the first ACL
     excludes all other users: DOLL's own user gets one in the same request.
-
-    Raises:
-        ConfigError: Kafka has no authorizer: the user could write to every topic.
-        ServiceUnavailableError: Kafka does not answer, or DOLL's own user may not create ACLs.
     """
     if config.kafka.producer_user is None:
         return
@@ -84,17 +80,12 @@ def _allow_producer(admin: AdminClient, config: JobConfig, address: str) -> None
 
 @dataclass(frozen=True)
 class TopicInfo:
-    """One topic as the broker has it.
-
-    Attributes:
-        low: first offset still kept, for each partition.
-        high: offset of the next record, for each partition.
-    """
+    """One topic as the broker has it."""
 
     name: str
     partitions: int
-    low: tuple[int, ...]
-    high: tuple[int, ...]
+    low: tuple[int, ...]  # first offset still kept, for each partition
+    high: tuple[int, ...]  # offset of the next record, for each partition
 
 
 def ensure(config: JobConfig, services: Services) -> list[str]:
@@ -148,12 +139,7 @@ def _request(
 def _is_created(
     future: Future[None], topic: TopicPlan, config: JobConfig, services: Services, refusals: Collection[int] = ()
 ) -> bool:
-    """Whether the topic exists now; False where Kafka answers with one of the codes `refusals`.
-
-    Raises:
-        ConfigError: Kafka has fewer brokers than `kafka.replication_factor`.
-        ServiceUnavailableError: any other answer.
-    """
+    """Whether the topic exists now; False where Kafka answers with one of the codes `refusals`."""
     with translate_errors(services.kafka, f"create topic {topic.name}", "create it by hand, or allow this user to"):
         try:
             future.result()
@@ -172,11 +158,7 @@ def _is_created(
 
 
 def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -> list[str]:
-    """What is unwise about the topics, a sentence each.
-
-    Raises:
-        ConfigError: they have settings that the job cannot live with.
-    """
+    """What is unwise about the topics, a sentence each."""
     wanted = {topic.name: (kind, topic) for kind, topic in zip(TOPIC_KINDS, plan_topics(config), strict=True)}
     metadata = _metadata(admin, services)
     if not _has_controller(metadata):
@@ -258,11 +240,7 @@ def _has_controller(metadata: Any) -> bool:
 
 
 def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
-    """Return if those topics of the job that exist have the right number of partitions.
-
-    Raises:
-        ConfigError: one has not; the message says what to do.
-    """
+    """Return if those topics of the job that exist have the right number of partitions."""
     per_worker = [existing[name] for name in (config.topic("samples"), config.topic("commands")) if name in existing]
     for topic in plan_topics(config):
         actual = existing.get(topic.name, topic.partitions)
@@ -344,9 +322,6 @@ def _await_topics(admin: AdminClient, config: JobConfig, services: Services) -> 
     A topic is created some 100 ms before it can be written, and the brokers hear of it one after the other: without
     this, another process of the job, or the next call, may ask one that has not. A broker that does not answer is not
     waited for: whoever asks it gets no answer either, and tries another.
-
-    Raises:
-        ServiceUnavailableError: a broker that answers does not name them within 15 s.
     """
     wanted = {topic.name for topic in plan_topics(config)}
     deadline_s = time.monotonic() + _TIMEOUT_S

@@ -38,9 +38,6 @@ def audit(
 ) -> LedgerReport:
     """Balance the ledger of a job from what is durable. It only reads, and commits no offset.
 
-    Args:
-        stall_timeout_s: how long the broker may deliver nothing before the audit is given up.
-
     Raises:
         ServiceUnavailableError: Kafka does not answer, or the job has no topics there.
         ConfigError: the samples topic has another number of partitions than the job file has workers.
@@ -91,9 +88,6 @@ def build_ledger(
     config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, location: str = "the checkpoint store"
 ) -> tuple[Ledger, GenerationFilter]:
     """The job's ledger with the updates that `checkpoint` contains and no letters yet, and the filter of its letters.
-
-    Args:
-        location: of the checkpoint store, for messages.
 
     Raises:
         ServiceUnavailableError: Kafka does not send the updates.

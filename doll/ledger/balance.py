@@ -106,7 +106,6 @@ class PartitionAccount:
             end: one above the last offset of the log.
             present: offsets that do hold records although an update says that they hold none.
             finished: the job has ended, so that what it left unread may be deleted.
-            problems: what does not fit is added here, one sentence each.
         """
         end = max(end, self.origin)
         if self.until > end:
@@ -202,7 +201,6 @@ class Ledger:
         """Add the updates that count.
 
         Args:
-            durable: from the newest checkpoint.
             records: of `updates`, in log order, read after the checkpoint, of its generation. They are iterated over
                 twice.
 

@@ -44,17 +44,11 @@ State = Literal["dead", "replayed", "superseded", "in part", "pending"]
 
 @dataclass(frozen=True)
 class DeadRecord:
-    """One record that could not be learned, wholly or in part, when somebody tried.
+    """One record that could not be learned, wholly or in part, when somebody tried."""
 
-    Attributes:
-        letter: the newest one; of a record that is dead, the newest that refuses all of it.
-        replayed_as: the offsets at which it was put into the stream again, in the same partition.
-        offset_state: what became of its offset in the durable model.
-    """
-
-    letter: DeadLetter
-    replayed_as: tuple[int, ...] = ()
-    offset_state: OffsetState = "pending"
+    letter: DeadLetter  # the newest one; of a record that is dead, the newest that refuses all of it
+    replayed_as: tuple[int, ...] = ()  # the offsets at which it was put into the stream again, in the same partition
+    offset_state: OffsetState = "pending"  # what became of its offset in the durable model
 
     @property
     def state(self) -> State:
@@ -93,7 +87,6 @@ def dead_records(
     Args:
         store: its newest checkpoint says how far the durable model reaches.
         reason: only those whose reason contains this text, in any case.
-        code: only records that were refused for this.
         at: only those at these partitions and offsets; empty: all.
 
     Raises:
@@ -150,13 +143,7 @@ def collect(
     code: DeadLetterCode | None = None,
     at: Sequence[tuple[int, int]] = (),
 ) -> list[DeadRecord]:
-    """One `DeadRecord` for each record that has letters, by partition and offset. Pure.
-
-    Args:
-        letters: in the order of the topic.
-        offset_state: of a partition and offset in the durable model.
-        reason, code, at: as in `dead_records`.
-    """
+    """One `DeadRecord` for each record that has letters, by partition and offset. Pure."""
     newest: dict[tuple[int, int], DeadLetter] = {}
     newest_whole: dict[tuple[int, int], DeadLetter] = {}
     replayed: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -181,20 +168,14 @@ def collect(
 
 @dataclass(frozen=True)
 class Replay:
-    """What was done about one dead record, or would be.
-
-    Attributes:
-        source: where its bytes come from: the samples topic or the letter; None where it is not replayed.
-        value: the bytes; None where it is not replayed.
-        offset: its new place in the partition; None where it was not sent.
-        skip_reason: why it is not replayed; "" where it is.
-    """
+    """What was done about one dead record, or would be."""
 
     dead: DeadRecord
+    # where its bytes come from: the samples topic or the letter; None where it is not replayed.
     source: Literal["topic", "letter"] | None = None
-    value: bytes | None = None
-    offset: int | None = None
-    skip_reason: str = ""
+    value: bytes | None = None  # the bytes; None where it is not replayed
+    offset: int | None = None  # its new place in the partition; None where it was not sent
+    skip_reason: str = ""  # why it is not replayed; "" where it is
 
 
 def replay(
@@ -288,11 +269,7 @@ def replay_publisher(config: JobConfig, services: Services) -> TransactionalPubl
 def _send(
     config: JobConfig, services: Services, publisher: TransactionalPublisher, items: Sequence[Replay]
 ) -> list[Replay]:
-    """Send some records, each with its letter, in one transaction; when this returns, all readers see them.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not accept them. None of them is in the stream then.
-    """
+    """Send some records, each with its letter, in one transaction; when this returns, all readers see them."""
     samples, dead = config.topic("samples"), config.topic("dead")
     with publisher.transaction():
         offsets = publisher.deliver([(samples, item.dead.letter.partition, item.value or b"") for item in items])

@@ -32,23 +32,14 @@ class Change(Enum):
 
 @dataclass(slots=True)
 class Lineage:
-    """What `updates` says, folded in the order of the log. Pure.
+    """What `updates` says, folded in the order of the log. Pure."""
 
-    Attributes:
-        newest_term: the highest `term` in it; 0 where there is no record.
-        generation: the newest one.
-        origins: of that generation, per partition; empty where no TermStarted record was seen.
-        version: its last one.
-        finished: why it ended; "" where it has not.
-        error: why it could not go on, where that ended it.
-    """
-
-    newest_term: int = 0
-    generation: int = 0
-    origins: tuple[int, ...] = ()
-    version: int = 0
-    finished: str = ""
-    error: str = ""
+    newest_term: int = 0  # the highest `term` in it; 0 where there is no record
+    generation: int = 0  # the newest one
+    origins: tuple[int, ...] = ()  # of that generation, per partition; empty where no TermStarted record was seen
+    version: int = 0  # its last one
+    finished: str = ""  # why it ended; "" where it has not
+    error: str = ""  # why it could not go on, where that ended it
 
     def is_current(self, term: int) -> bool:
         """Whether records of this term belong to the newest generation."""

@@ -43,46 +43,29 @@ class PartitionCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerReport:
-    """The account of a job.
+    """The account of a job."""
 
-    Attributes:
-        version: of the durable model, written by parameter server term `term`.
-        updates: update records that the durable model contains.
-        unsaved: update records after it, not durable yet.
-        voided: void update records: their batches were lost with a server and applied again.
-        produced: offsets from the job's origin to the partitions' ends; the sum of the counts below.
-        gaps: offsets at which the log holds no record.
-        missing: ranges below the durable model's reach that are in no update, or dead without a dead letter.
-        twice: ranges that more than one update of the durable model applied.
-        gap_ranges: where the `gaps` are.
-        partly_dead_samples: samples refused inside packed records whose other samples were applied.
-        superseded: applied offsets that an earlier process had dead-lettered; they are in `applied`.
-        lost: offsets that were deleted from the log before they were in the durable model.
-        lost_ranges: where they are.
-        loss_allowed: the job file allows that (`data.on_data_loss: skip`).
-        problems: what else does not fit, one sentence each.
-    """
-
-    version: int
+    version: int  # of the durable model, written by parameter server term `term`
     term: int
-    updates: int
-    unsaved: int
-    voided: int
-    produced: int
+    updates: int  # update records that the durable model contains
+    unsaved: int  # update records after it, not durable yet
+    voided: int  # void update records: their batches were lost with a server and applied again
+    produced: int  # offsets from the job's origin to the partitions' ends; the sum of the counts below
     applied: int
     pending: int
     dead: int
-    gaps: int
+    gaps: int  # offsets at which the log holds no record
+    # ranges below the durable model's reach that are in no update, or dead without a dead letter.
     missing: tuple[Range, ...]
-    twice: tuple[Range, ...]
-    gap_ranges: tuple[Range, ...]
-    partly_dead_samples: int
+    twice: tuple[Range, ...]  # ranges that more than one update of the durable model applied
+    gap_ranges: tuple[Range, ...]  # where the `gaps` are
+    partly_dead_samples: int  # samples refused inside packed records whose other samples were applied
     partitions: tuple[PartitionCounts, ...]
-    problems: tuple[str, ...]
-    superseded: int = 0
-    lost: int = 0
-    lost_ranges: tuple[Range, ...] = ()
-    loss_allowed: bool = False
+    problems: tuple[str, ...]  # what else does not fit, one sentence each
+    superseded: int = 0  # applied offsets that an earlier process had dead-lettered; they are in `applied`
+    lost: int = 0  # offsets that were deleted from the log before they were in the durable model
+    lost_ranges: tuple[Range, ...] = ()  # where they are
+    loss_allowed: bool = False  # the job file allows that (`data.on_data_loss: skip`)
 
     @property
     def ok(self) -> bool:

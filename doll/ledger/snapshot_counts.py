@@ -13,22 +13,15 @@ if TYPE_CHECKING:
 
 
 class SnapshotCounts(msgspec.Struct, frozen=True):
-    """The engine's snapshot as far as the ledger needs it; its other fields are ignored.
-
-    Attributes:
-        applied: per partition, the number of batches in the model, always the first ones.
-        origins: per partition, the offset at which its first batch begins.
-        samples_id: Kafka's id of the samples topic; "" where the broker has no ids.
-        run_id: of the run; "" in a checkpoint of an earlier release.
-    """
+    """The engine's snapshot as far as the ledger needs it; its other fields are ignored."""
 
     version: int
-    applied: tuple[int, ...]
-    origins: tuple[int, ...]
+    applied: tuple[int, ...]  # per partition, the number of batches in the model, always the first ones
+    origins: tuple[int, ...]  # per partition, the offset at which its first batch begins
     records_per_batch: int
     generation: int = 0
-    samples_id: str = ""
-    run_id: str = ""
+    samples_id: str = ""  # Kafka's id of the samples topic; "" where the broker has no ids
+    run_id: str = ""  # of the run; "" in a checkpoint of an earlier release
 
     @property
     def read_until(self) -> tuple[int, ...]:

@@ -18,19 +18,14 @@ from doll.records.control import Finished, TermStarted, Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurableModel:
-    """What the newest checkpoint says: `applied[n]` batches of partition n are in it, always the first ones.
+    """What the newest checkpoint says: `applied[n]` batches of partition n are in it, always the first ones."""
 
-    Attributes:
-        term: of its server; 0: there is no checkpoint.
-        location: where checkpoints were looked for, for messages.
-    """
-
-    term: int
+    term: int  # of its server; 0: there is no checkpoint
     version: int
     applied: tuple[int, ...]
     origins: tuple[int, ...]
     records_per_batch: int
-    location: str = "the checkpoint store"
+    location: str = "the checkpoint store"  # where checkpoints were looked for, for messages
 
 
 @dataclass(slots=True)
@@ -39,23 +34,16 @@ class ValidUpdates:
 
     Iterate over it once: it yields the updates that the durable model contains, by rising version. The attributes
     below are complete at the end of that.
-
-    Attributes:
-        records: of `updates`, of one generation. They are iterated over twice and must be the same both times.
-        updates: number of updates that were yielded.
-        unsaved: valid updates after the durable version.
-        voided: void updates.
-        finished: the job has ended, with the durable version.
-        problems: what does not fit, one sentence each.
     """
 
+    # of `updates`, of one generation. They are iterated over twice and must be the same both times.
     records: Iterable[UpdatesRecord]
     durable: DurableModel
-    updates: int = 0
-    unsaved: int = 0
-    voided: int = 0
-    finished: bool = False
-    problems: list[str] = field(default_factory=list)
+    updates: int = 0  # number of updates that were yielded
+    unsaved: int = 0  # valid updates after the durable version
+    voided: int = 0  # void updates
+    finished: bool = False  # the job has ended, with the durable version
+    problems: list[str] = field(default_factory=list)  # what does not fit, one sentence each
     _versions: list[offset_ranges.Span] = field(default_factory=list)  # of the updates that stand at this moment
 
     def __iter__(self) -> Iterator[Update]:

@@ -23,14 +23,12 @@ class UnreadValue(bytes):
 
     Attributes:
         code, reason: of its dead letter.
-        num_bytes: of the value; 0 where it is not known.
-        head: its first bytes.
     """
 
     code: DeadLetterCode
     reason: str
-    num_bytes: int
-    head: bytes
+    num_bytes: int  # of the value; 0 where it is not known
+    head: bytes  # its first bytes
 
     @classmethod
     def of(cls, code: DeadLetterCode, reason: str, num_bytes: int = 0, head: bytes = b"") -> UnreadValue:

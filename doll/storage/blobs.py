@@ -156,7 +156,6 @@ def finish_blob(memory: memoryview, *, job: str, kind: Kind, version: int) -> No
 
     Args:
         memory: of the whole blob, writable; the body is float32.
-        version: as in `encode_blob`.
     """
     body = memory[HEADER_BYTES:]
     memory[:HEADER_BYTES] = _header(job, kind, FLOAT32, version, len(body) // 4, crc32(body))
@@ -182,9 +181,6 @@ def encode_bytes(parts: Sequence[Buffer], *, job: str, kind: BytesKind, version:
 
 def decode_bytes(data: Buffer, *, job: str, kind: BytesKind, version: int | None) -> tuple[memoryview, int]:
     """The body of such a blob, a view of `data`, and its version.
-
-    Args:
-        version: None: any.
 
     Raises:
         BlobError: as `decode_blob`.

@@ -54,22 +54,14 @@ _DTYPES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """One durable model.
-
-    Attributes:
-        fingerprint: see `doll.config.fingerprint`, which also says which changes a job may make and go on from here.
-        term: of the parameter server that wrote it.
-        version: model version, J.
-        state: the engine's snapshot (MessagePack), opaque to stores.
-        tensors: weights and optimizer state by name, any dtype that safetensors holds.
-    """
+    """One durable model."""
 
     job: str
-    fingerprint: str
-    term: int
-    version: int
-    state: bytes
-    tensors: Mapping[str, npt.NDArray[Any]]
+    fingerprint: str  # see `doll.config.fingerprint`, which also says which changes a job may make and go on from here
+    term: int  # of the parameter server that wrote it
+    version: int  # model version, J
+    state: bytes  # the engine's snapshot (MessagePack), opaque to stores
+    tensors: Mapping[str, npt.NDArray[Any]]  # weights and optimizer state by name, any dtype that safetensors holds
 
 
 class DamagedError(CheckpointError):
@@ -214,11 +206,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _read(self, term: int, version: int) -> bytes:
-        """The bytes of a checkpoint.
-
-        Raises:
-            FileNotFoundError: it was deleted since it was listed.
-        """
+        """The bytes of a checkpoint; FileNotFoundError where it was deleted since it was listed."""
 
     def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
         """The newest checkpoint that is whole, past damaged ones (with a warning); None without any checkpoint.
@@ -258,11 +246,7 @@ class CheckpointStore(ABC):
         return None
 
     def _check_owner(self, checkpoint: Checkpoint, location: str = "", fingerprint: str | None = None) -> None:
-        """Refuse a checkpoint that another job, or another model of the same job, has written.
-
-        Raises:
-            CheckpointError: names both and says what to do.
-        """
+        """Refuse a checkpoint that another job, or another model of the same job, has written."""
         if checkpoint.job != self._job:
             raise CheckpointError(
                 f"{location or self.location}: expected a checkpoint of job {self._job!r}, got one of job "
@@ -282,12 +266,7 @@ class CheckpointStore(ABC):
     def _refuse_if_superseded(
         self, checkpoint: Checkpoint, newest_term: int, versions: Iterable[tuple[int, int]]
     ) -> None:
-        """Return if `checkpoint` may be saved: its term is the newest one, and has not saved a higher version.
-
-        Raises:
-            FencedError: a higher term has been claimed.
-            CheckpointError: this term has saved a higher version.
-        """
+        """Return if `checkpoint` may be saved: its term is the newest one, and has not saved a higher version."""
         if newest_term > checkpoint.term:
             raise FencedError(
                 f"parameter server term {checkpoint.term} is over: term {newest_term} has claimed {self.location}; "

@@ -28,30 +28,20 @@ _NO_ROWS: Final[Mapping[str, Rows]] = {}
 
 
 class DecodedContribution(NamedTuple):
-    """A contribution.
+    """A contribution."""
 
-    Attributes:
-        values: float32, shape (numel,).
-        num_sent: how many numbers were sent.
-        rows: of tables, by name.
-    """
-
-    values: Vector
-    num_sent: int
-    rows: Mapping[str, Rows] = _NO_ROWS
+    values: Vector  # float32, shape (numel,)
+    num_sent: int  # how many numbers were sent
+    rows: Mapping[str, Rows] = _NO_ROWS  # of tables, by name
 
 
 class Compressor(NamedTuple):
-    """Makes the blobs of one worker's contributions.
-
-    Attributes:
-        num_parameters: the first so many values may be left out where they are zero; None: every value is sent.
-        tables: shapes of all tables of the model, by name.
-    """
+    """Makes the blobs of one worker's contributions."""
 
     job: str
+    # the first so many values may be left out where they are zero; None: every value is sent.
     num_parameters: int | None = None
-    tables: Tables = _NO_TABLES
+    tables: Tables = _NO_TABLES  # shapes of all tables of the model, by name
 
     def compress(self, values: Vector, *, version: int, rows: Mapping[str, Rows] = _NO_ROWS) -> list[Buffer]:
         """The blob of a contribution, the shorter one of its two forms, in parts as `Blobs.put` takes them.
@@ -60,7 +50,6 @@ class Compressor(NamedTuple):
             values: float32, shape (numel,), laid out as `doll.model.flat_model` says. The parts may be views of it:
                 they are stored before it changes.
             version: of the weights that it was computed at.
-            rows: of tables, by name.
         """
         n = self.num_parameters
         if n is None:

@@ -38,10 +38,8 @@ class RedisBlobs:
     Calls raise ServiceUnavailableError also where Redis refuses them (memory, access).
 
     Args:
-        client: without `decode_responses`.
         give_up: called before each new attempt while Redis is unreachable; True ends the wait with
             `ServiceUnavailableError`. Default: wait forever.
-        sleep: pauses for so many seconds; an argument for tests.
     """
 
     def __init__(
@@ -177,11 +175,7 @@ def _get_command(key: str) -> bytes:
 
 
 def _read_value(connection: Any, start: bytes = b"") -> tuple[memoryview | None, bytes]:
-    """The reply to a GET, past redis-py's parser, and what was read beyond it: the beginning of the next reply.
-
-    Args:
-        start: what was read of this reply.
-    """
+    """The reply to a GET, past redis-py's parser, and what was read beyond it: the beginning of the next reply."""
     sock = connection._sock
     try:
         while (end := start.find(b"\r\n")) < 0:

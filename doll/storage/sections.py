@@ -146,18 +146,13 @@ class Encoded(NamedTuple):
 
 
 class RowRequest(NamedTuple):
-    """Rows of one table that a worker needs.
+    """Rows of one table that a worker needs."""
 
-    Attributes:
-        ids: int64, strictly increasing: of rows to be sent.
-        known: int64, strictly increasing: of rows that the worker has as they were at version `since` or later; only
-            rows that have changed after it are sent.
-        since: a version; without meaning where `known` is empty.
-    """
-
-    ids: Ids
+    ids: Ids  # int64, strictly increasing: of rows to be sent
+    # int64, strictly increasing: of rows that the worker has as they were at version `since` or later; only rows that
+    # have changed after it are sent.
     known: Ids
-    since: int = 0
+    since: int = 0  # a version; without meaning where `known` is empty
 
 
 class _Section(NamedTuple):
@@ -174,7 +169,6 @@ def encode_push(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str
 
     Args:
         pieces: by name: float32 of shape (numel,), or some rows; of a vector, rows of width 1.
-        shapes: of all vectors and tables of the model.
         version: of the weights that it was computed on.
 
     Raises:

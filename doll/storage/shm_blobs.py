@@ -207,11 +207,7 @@ class ShmBlobs:
         return segment if self._try(create) else None
 
     def _link(self, segment: Segment, key: str, ttl_s: float) -> None:
-        """Give the segment's blob its name.
-
-        Raises:
-            FileNotFoundError: its file or the folder was deleted.
-        """
+        """Give the segment's blob its name."""
         self._date(segment.descriptor, ttl_s)
         path = self._path(key)
         try:
@@ -226,11 +222,7 @@ class ShmBlobs:
         return self._try(lambda: self._write(key, parts, ttl_s))
 
     def _try(self, write: Callable[[], None]) -> bool:
-        """Whether there was memory, and a folder that stays, for what `write` does.
-
-        Raises:
-            ServiceUnavailableError: it is not possible for another reason.
-        """
+        """Whether there was memory, and a folder that stays, for what `write` does."""
         for _ in range(_ATTEMPTS):
             try:
                 write()

@@ -63,10 +63,6 @@ def open_blobs(
 ) -> ShmBlobs | RedisBlobs:
     """The job's blob store: in shared memory where `services.blobs` names a folder, else in Redis.
 
-    Args:
-        give_up: called while Redis is unreachable; see `RedisBlobs`.
-        timeout_s: for Redis; see `connect_redis`.
-
     Raises:
         ConfigError: `blobs.kind` is shm and there is no folder.
         ServiceUnavailableError: the folder is another user's, or open to others.

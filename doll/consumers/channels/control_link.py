@@ -267,10 +267,6 @@ class ControlLink:
         return newest is None or (newest.term, newest.session) != (welcome.term, welcome.session)
 
     def _connect(self, endpoint: str) -> Link:
-        """
-        Raises:
-            LinkError: nobody answers there; a refusal: another user has it.
-        """
         kind, _, address = endpoint.partition(":")
         now = time.monotonic()
         if kind == "local":
@@ -278,10 +274,6 @@ class ControlLink:
         return StreamLink(self._services, address, now)
 
     async def _attach(self, link: Link, welcome: Welcome) -> None:
-        """
-        Raises:
-            LinkError: the server does not take this process.
-        """
         attach = Attach(
             worker=welcome.worker, session=welcome.session, term=welcome.term, run_id=welcome.run_id
         )  # fmt: skip

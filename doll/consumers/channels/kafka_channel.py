@@ -119,8 +119,6 @@ class WorkerChannel:
         """Ask the parameter server for a place, and wait for it as long as it takes. Call it once.
 
         Args:
-            process: name of this process, as in `Join`.
-            incarnation: number of its machine, as in `Join`.
             after_term: servers of terms up to this one were of earlier runs: their Stop is not this job's.
 
         Returns:

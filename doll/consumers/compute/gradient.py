@@ -29,24 +29,16 @@ _NONE: Final = (-1, -1)  # (term, version)
 
 
 class Gradient(NamedTuple):
-    """Sums over the samples of one batch.
+    """Sums over the samples of one batch."""
 
-    Attributes:
-        values: float32, shape (numel,), laid out as `doll.model.flat_model` says. It is the model's own memory: store
-            it before the next `compute`.
-        loss_sum: sum of the sample losses at the given weights, before learning from them.
-        metric_sums: sums of the task's metrics over the samples.
-        norm: of the part of the parameters and of `rows`; infinite where a number of it is not finite.
-        buffer_change: norm of the change of the float buffers; infinite as above.
-        rows: of the tables that took part, by name; their memory stays as it is.
-    """
-
+    # float32, shape (numel,), laid out as `doll.model.flat_model` says. It is the model's own memory: store it before
+    # the next `compute`.
     values: npt.NDArray[np.float32]
-    loss_sum: float
-    metric_sums: dict[str, float]
-    norm: float = 0.0
-    buffer_change: float = 0.0
-    rows: Mapping[str, Rows] = {}
+    loss_sum: float  # sum of the sample losses at the given weights, before learning from them
+    metric_sums: dict[str, float]  # sums of the task's metrics over the samples
+    norm: float = 0.0  # of the part of the parameters and of `rows`; infinite where a number of it is not finite
+    buffer_change: float = 0.0  # norm of the change of the float buffers; infinite as above
+    rows: Mapping[str, Rows] = {}  # of the tables that took part, by name; their memory stays as it is
 
     @property
     def num_values(self) -> int:
@@ -318,16 +310,11 @@ class LocalModel(Protocol):
 
 
 class Refreshed(NamedTuple):
-    """What the replica holds now.
-
-    Attributes:
-        is_new: it was fetched, and nothing else is in the replica.
-        included: of what was fetched: how many batches of this worker's stream it holds.
-    """
+    """What the replica holds now."""
 
     version: int
-    is_new: bool = False
-    included: int = 0
+    is_new: bool = False  # it was fetched, and nothing else is in the replica
+    included: int = 0  # of what was fetched: how many batches of this worker's stream it holds
 
 
 class CachedVersion:

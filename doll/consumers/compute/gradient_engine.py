@@ -45,10 +45,9 @@ class GradientEngine(Protocol):
 
     Attributes:
         depth: how many grants may be under way at once. An engine that takes several is given one batch at a time.
-        ended: fails when the engine cannot go on, also while nothing is submitted.
     """
 
-    ended: Future[None]
+    ended: Future[None]  # fails when the engine cannot go on, also while nothing is submitted
 
     @property
     def depth(self) -> int: ...
@@ -208,10 +207,8 @@ class GrantHandler:
         rows: TableRows | None = None,
         scope: str = "",
     ) -> None:
-        """
-        Args:
-            scope: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id.
-            rows: of the model's tables; None: the model has no tables.
+        """Args:
+        scope: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id.
         """
         self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s

@@ -31,12 +31,11 @@ class _Step(NamedTuple):
     Attributes:
         values: float32, shape (numel,): of parameters the change, of float buffers the value after the batch times its
             samples, of other buffers the bytes after the batch.
-        rows: of tables the change, by name; the caches hold it as well.
     """
 
     batch: int
     values: npt.NDArray[np.float32] | None  # None: no sample was usable
-    rows: Mapping[str, Rows]
+    rows: Mapping[str, Rows]  # of tables the change, by name; the caches hold it as well
     grant_id: int = 0
 
 
@@ -50,11 +49,9 @@ class StepModel:
         self, job: str, blobs: Blobs, training: TrainingConfig, model: FlatModel, computer: GradientComputer,
         *, takes_steps: bool = False, rows: TableRows | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            computer: of `model`.
-            takes_steps: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
-            rows: of the model's tables, with their optimizer; None: the model has no tables.
+        """Args:
+        takes_steps: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
+        rows: of the model's tables, with their optimizer; None: the model has no tables.
         """
         self._weights = CachedVersion(job, blobs, computer)  # below the own steps
         self._model = model

@@ -58,11 +58,7 @@ class SampleBytes:
 
     @classmethod
     def unpacked(cls, values: list[bytes], widths: list[int]) -> SampleBytes:
-        """Of records that hold one sample each.
-
-        Args:
-            widths: the lengths of `values`.
-        """
+        """Of records that hold one sample each."""
         width = widths[0] if widths and widths.count(widths[0]) == len(widths) else 0
         return cls(values, values, width)
 
@@ -392,12 +388,7 @@ def _combined(
 
 
 def _by_record(offsets: npt.NDArray[np.int64], reasons: Mapping[int, str]) -> list[Refused]:
-    """The refused samples of each record, with the reason that was found first.
-
-    Args:
-        offsets: of each sample's record.
-        reasons: by the sample's place.
-    """
+    """The refused samples of each record, with the reason that was found first."""
     texts: dict[int, list[str]] = {}
     for place, text in reasons.items():
         texts.setdefault(int(offsets[place]), []).append(text)

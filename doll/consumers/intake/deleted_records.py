@@ -74,11 +74,7 @@ class DeletedRecords:
         return low
 
     def refuse_truncated(self, offset: int, reason: str) -> None:
-        """The log has lost records below `offset` that were read, though it may be as long as before by now: end.
-
-        Args:
-            reason: what shows it.
-        """
+        """The log has lost records below `offset` that were read, though it may be as long as before by now: end."""
         self._refuse(truncated_message(self._topic, self._core.worker, offset, reason))
 
     def _refuse(self, message: str) -> None:

@@ -30,10 +30,6 @@ def end_within(seconds: float, code: int) -> None:
 class Departure:
     """Whether, by when and why this process leaves. Safe to use from any thread and from signal handlers.
 
-    Args:
-        clock: monotonic seconds.
-        end_within: ends the process; see there.
-
     Attributes:
         by_s: when it must have ended, on `clock`; None: it stays.
         cause: why, as in its Leave: `sigterm`, `notice`.

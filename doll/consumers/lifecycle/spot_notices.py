@@ -130,8 +130,6 @@ class NoticeWatcher:
 
     Args:
         on_notice: called with the seconds that are left.
-        every_s: between two polls.
-        wall: Unix seconds, to compare with the time in a notice.
     """
 
     def __init__(

@@ -27,19 +27,13 @@ class StallWatch:
         self.samples_at_s, self._empty_until = now, high
 
     def unread(self, next_offset: int, high: int) -> int:
-        """Records of `samples` that may be there and have not been read.
-
-        Args:
-            next_offset: of the next record.
-            high: where the log ends.
-        """
+        """Records of `samples` that may be there and have not been read."""
         return max(0, high - max(next_offset, self._empty_until))
 
     def observe(self, *, unread: int, is_waiting: bool, next_command: int, commands_high: int, now: float) -> None:
         """The ends of both logs are known again.
 
         Args:
-            unread: as `unread` gives it.
             is_waiting: the worker does not want more records now.
         """
         if next_command != self._next_command or commands_high <= next_command:

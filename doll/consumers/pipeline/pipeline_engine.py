@@ -117,12 +117,9 @@ class PipelineGradientEngine:
         compressor: Compressor, blobs: Blobs, dead_letters: DeadLetters, departure: Departure, task_log: TaskLog,
         check: Callable[..., None], clock: Callable[[], float] = time.monotonic, scope: str = "",
     ) -> None:  # fmt: skip
-        """
-        Args:
-            guard: of `computer`, which has the undivided model: a batch that is not as usual is inspected with it.
-            departure: is told when a stage's machine goes away.
-            check: `check_with_samples` of the task, its model and the stages' layers, before anything is learned.
-            scope: as in `GrantHandler`.
+        """Args:
+        guard: of `computer`, which has the undivided model: a batch that is not as usual is inspected with it.
+        check: `check_with_samples` of the task, its model and the stages' layers, before anything is learned.
         """
         pipeline, self._wave = config.worker.pipeline, config.training.policy.batches_per_push
         assert pipeline is not None

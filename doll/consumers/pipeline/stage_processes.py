@@ -57,19 +57,12 @@ def failure(message: Failed) -> DollError:
 
 @dataclass(frozen=True)
 class StageProcesses:
-    """The running stages of one virtual worker.
+    """The running stages of one virtual worker."""
 
-    Attributes:
-        pids: their processes, first stage first.
-        controls: one link to each.
-        chain: to the first stage.
-        shared: weights that are pulled, steps that are pushed.
-    """
-
-    pids: tuple[int, ...]
-    controls: tuple[StageLink, ...]
-    chain: StageLink
-    shared: SharedMemory
+    pids: tuple[int, ...]  # their processes, first stage first
+    controls: tuple[StageLink, ...]  # one link to each
+    chain: StageLink  # to the first stage
+    shared: SharedMemory  # weights that are pulled, steps that are pushed
 
     def wait_until_ready(self, expected: str, within_s: float = _READY_S) -> None:
         """Wait until all stages run, and run what this process runs.

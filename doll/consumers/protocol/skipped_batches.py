@@ -79,7 +79,6 @@ class SkippedBatches:
 
         Args:
             durable: without the range, which begins there.
-            reported: by the server.
         """
         if self._range is None or reported < self._range.until:
             return durable

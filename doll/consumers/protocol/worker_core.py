@@ -481,12 +481,7 @@ class WorkerCore:
     def gradient_done(
         self, grant: Grant, batches: Sequence[Batch], done: GradientDone, begun_at_s: float
     ) -> list[WorkerAction]:
-        """The gradient of the first batches of `grant` is in the blob store: of as many as `done` names.
-
-        Args:
-            batches: those of `grant`.
-            begun_at_s: when their computation began.
-        """
+        """The gradient of the first batches of `grant` is in the blob store: of as many as `done` names."""
         computed = tuple(
             PushedBatch(
                 batch=batch.number, grant_id=number, n_samples=item.num_samples, loss_sum=item.loss_sum,

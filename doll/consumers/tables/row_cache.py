@@ -51,9 +51,6 @@ class OpLog:
     def close(self, batch: int) -> Rows:
         """End the open batch (CLOCK); its steps, to be pushed.
 
-        Args:
-            batch: its number, higher than those before it.
-
         Raises:
             IllegalEventError: it is not.
         """
@@ -95,17 +92,11 @@ def cached_row_bytes(width: int) -> int:
 
 
 class FetchedRows(NamedTuple):
-    """An answer of the server.
+    """An answer of the server."""
 
-    Attributes:
-        rows: all rows that were asked for in full, and the known rows that have changed.
-        version: that they are of.
-        included: how many of the worker's batches `version` contains.
-    """
-
-    rows: Rows
-    version: int
-    included: int = 0
+    rows: Rows  # all rows that were asked for in full, and the known rows that have changed
+    version: int  # that they are of
+    included: int = 0  # how many of the worker's batches `version` contains
 
 
 Fetch: TypeAlias = Callable[[RowRequest], FetchedRows]

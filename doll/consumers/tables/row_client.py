@@ -26,10 +26,8 @@ class RowClient:
     """One worker process's requests, one at a time. `deliver` and `look_again` are for any thread, the rest for one."""
 
     def __init__(self, config: JobConfig, blobs: Blobs, tables: dict[str, TableShape], scope: str = "") -> None:
-        """
-        Args:
-            tables: shapes of all tables, by name.
-            scope: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id.
+        """Args:
+        scope: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id.
         """
         self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s

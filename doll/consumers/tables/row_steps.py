@@ -64,7 +64,6 @@ class RowSteps:
 
         Args:
             rows: of `gradient.ids`, as the worker sees them, float32, shape (n, width).
-            gradient: of one batch.
             scale: factor for the gradient: 1 / samples for their mean.
 
         Raises:
