@@ -7,8 +7,9 @@ any crash.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
@@ -24,6 +25,7 @@ from doll.theory import checks
 from doll.theory.checks import Floats
 from doll.theory.cost import SECONDS_PER_HOUR, Prices
 
+_NO_TIMES: Mapping[str, float] = MappingProxyType({})
 MARKETS: tuple[Market, ...] = ("spot", "on_demand")
 PriceOf = Callable[[str, Market, float, float], Series]
 """`PriceFeed.series`: pool, market, start and end in Unix seconds."""
@@ -152,44 +154,36 @@ class Bill:
             usd[line.market] += line.usd
             hours[line.market] += line.billed_s / SECONDS_PER_HOUR
         return cls(
-            usd=math.fsum(line.usd for line in kept),
-            usd_by_market=usd,
-            usd_without_boots=math.fsum(line.usd_without_boots for line in kept),
-            hours_by_market=hours,
-            instances=len(kept),
-            free=sum(line.free for line in kept),
-            lines=kept,
-        )
+            usd=math.fsum(line.usd for line in kept), usd_by_market=usd,
+            usd_without_boots=math.fsum(line.usd_without_boots for line in kept), hours_by_market=hours,
+            instances=len(kept), free=sum(line.free for line in kept), lines=kept,
+        )  # fmt: skip
 
     def plus(self, other: Bill) -> Bill:
         """Both together."""
+
+        def both(mine: Mapping[Market, float], theirs: Mapping[Market, float]) -> dict[Market, float]:
+            return {market: mine[market] + theirs[market] for market in MARKETS}
+
         return Bill(
             usd=self.usd + other.usd,
-            usd_by_market={market: self.usd_by_market[market] + other.usd_by_market[market] for market in MARKETS},
+            usd_by_market=both(self.usd_by_market, other.usd_by_market),
             usd_without_boots=self.usd_without_boots + other.usd_without_boots,
-            hours_by_market={
-                market: self.hours_by_market[market] + other.hours_by_market[market] for market in MARKETS
-            },
+            hours_by_market=both(self.hours_by_market, other.hours_by_market),
             instances=self.instances + other.instances,
             free=self.free + other.free,
             lines=self.lines + other.lines,
         )
 
-    def to_dict(self, *, lines: bool = False) -> dict[str, Any]:
-        """Plain values for JSON."""
-        plain: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "lines"}
-        return {**plain, "lines": [line.to_dict() for line in self.lines]} if lines else plain
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, without the lines."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "lines"}
 
 
 def bill_lines(
-    instances: Iterable[Instance],
-    price_of: PriceOf,
-    rule: BillingRule,
-    now_s: float,
-    *,
-    ready_s: Mapping[str, float] | None = None,
-    fenced_s: Mapping[str, float] | None = None,
-) -> list[BillLine]:
+    instances: Collection[Instance], price_of: PriceOf, rule: BillingRule, now_s: float,
+    *, ready_s: Mapping[str, float] = _NO_TIMES, fenced_s: Mapping[str, float] = _NO_TIMES,
+) -> list[BillLine]:  # fmt: skip
     """What each instance has cost until `now_s`, or until it ended.
 
     Args:
@@ -200,53 +194,22 @@ def bill_lines(
     Raises:
         ServiceUnavailableError: as the price feed does.
     """
-    ready_s, fenced_s = ready_s or {}, fenced_s or {}
-    by_instance: dict[str, list[BillLine]] = {}
-    pools: dict[tuple[str, Market], list[tuple[Instance, Instance]]] = {}
+    lines: dict[str, BillLine] = {}
+    pools: dict[tuple[str, Market], list[Instance]] = {}
     for instance in instances:
-        by_instance[instance.id] = []
-        for machine in instance.members or (instance,):
-            pools.setdefault((machine.pool, machine.market), []).append((instance, machine))
+        pools.setdefault((instance.pool, instance.market), []).append(instance)
     for (pool, market), members in pools.items():
-        start_s = np.array([machine.launched_s for _, machine in members])
-        end_s = np.maximum(start_s, [_end_s(*pair, now_s) for pair in members])
+        start_s = np.array([instance.launched_s for instance in members])
+        ended_s = [now_s if instance.ended_s is None else instance.ended_s for instance in members]
+        end_s = np.maximum(start_s, ended_s)
         # A moment's mean is its price.
         until_s = np.maximum(end_s, start_s + 1e-3)
         series = price_of(pool, market, float(start_s.min()), float(until_s.max()))
         usd_per_s = (_integral(series, until_s) - _integral(series, start_s)) / (until_s - start_s) / SECONDS_PER_HOUR
-        for index, (instance, machine) in enumerate(members):
-            by_instance[instance.id].append(
-                _line(
-                    instance,
-                    machine,
-                    rule,
-                    float(end_s[index]),
-                    float(usd_per_s[index]),
-                    ready_s.get(instance.id),
-                    fenced_s.get(instance.id),
-                )
-            )
-    return [_together(lines) for lines in by_instance.values()]
-
-
-def _end_s(instance: Instance, machine: Instance, now_s: float) -> float:
-    """Until when a machine of the instance is billed."""
-    ends = [end_s for end_s in (machine.ended_s, instance.ended_s) if end_s is not None]
-    return ends[0] if ends else now_s
-
-
-def _together(lines: Sequence[BillLine]) -> BillLine:
-    """One line for the machines of an instance."""
-    if len(lines) == 1:
-        return lines[0]
-    return replace(
-        lines[0],
-        billed_s=math.fsum(line.billed_s for line in lines),
-        usd=math.fsum(line.usd for line in lines),
-        usd_without_boots=math.fsum(line.usd_without_boots for line in lines),
-        free=all(line.free for line in lines),
-        machines=sum(line.machines for line in lines),
-    )
+        for instance, ends_s, price in zip(members, end_s.tolist(), usd_per_s.tolist(), strict=True):
+            served_s = (ready_s.get(instance.id, math.inf), fenced_s.get(instance.id, math.inf))
+            lines[instance.id] = _line(instance, rule, ends_s, price, served_s)
+    return [lines[instance.id] for instance in instances]
 
 
 def _integral(series: Series, at_s: Floats) -> Floats:
@@ -259,48 +222,29 @@ def _integral(series: Series, at_s: Floats) -> Floats:
 
 
 def _line(
-    instance: Instance,
-    machine: Instance,
-    rule: BillingRule,
-    end_s: float,
-    usd_per_s: float,
-    ready_s: float | None,
-    fenced_s: float | None,
+    instance: Instance, rule: BillingRule, end_s: float, usd_per_s: float, served_s: tuple[float, float]
 ) -> BillLine:
-    """What a machine of the instance costs; `machine` is the instance where all of them have the same times."""
-    count = machine.machines
-    free = rule.is_free(machine)
-    billed_s = 0.0 if free else rule.billed_s(end_s - machine.launched_s)
-    served_s = 0.0
-    if ready_s is not None:
-        until_s = end_s if fenced_s is None else min(end_s, fenced_s)
-        served_s = min(billed_s, max(0.0, until_s - max(machine.launched_s, ready_s)))
+    """What an instance costs.
+
+    Args:
+        usd_per_s: of one of its machines.
+        served_s: from when to when its worker was the slot's; infinite where that is not known.
+    """
+    count, free = instance.machines, rule.is_free(instance)
+    billed_s = 0.0 if free else rule.billed_s(end_s - instance.launched_s)
+    worked_s = min(billed_s, max(0.0, min(end_s, served_s[1]) - max(instance.launched_s, served_s[0])))
     return BillLine(
-        id=instance.id,
-        slot=instance.slot,
-        incarnation=instance.incarnation,
-        market=instance.market,
-        pool=instance.pool,
-        launched_s=instance.launched_s,
-        ended_s=instance.ended_s,
-        end_reason=instance.end_reason.value,
-        billed_s=billed_s * count,
-        usd=usd_per_s * billed_s * count,
-        usd_without_boots=usd_per_s * served_s * count,
-        free=free,
-        machines=count,
-    )
+        id=instance.id, slot=instance.slot, incarnation=instance.incarnation, market=instance.market,
+        pool=instance.pool, launched_s=instance.launched_s, ended_s=instance.ended_s,
+        end_reason=instance.end_reason.value, billed_s=billed_s * count, usd=usd_per_s * billed_s * count,
+        usd_without_boots=usd_per_s * worked_s * count, free=free, machines=count,
+    )  # fmt: skip
 
 
 def bill(
-    instances: Collection[Instance],
-    price_of: PriceOf,
-    rule: BillingRule,
-    now_s: float,
-    *,
-    ready_s: Mapping[str, float] | None = None,
-    fenced_s: Mapping[str, float] | None = None,
-) -> Bill:
+    instances: Collection[Instance], price_of: PriceOf, rule: BillingRule, now_s: float,
+    *, ready_s: Mapping[str, float] = _NO_TIMES, fenced_s: Mapping[str, float] = _NO_TIMES,
+) -> Bill:  # fmt: skip
     """What these instances have cost until `now_s`, each counted once by its id; arguments as of `bill_lines`.
 
     Raises:
@@ -397,7 +341,7 @@ class BillingAccount(KeptState):
 
     def bill(
         self,
-        running: Iterable[Instance],
+        running: Collection[Instance],
         now_s: float,
         *,
         ready_s: Mapping[str, float],

@@ -28,14 +28,14 @@ from doll.provisioner.billing import (
 from doll.provisioner.decision import ActionResult, Decision, Phase
 from doll.provisioner.fleets.port import Fleet, Instance, InstanceState, SpotProbe
 from doll.provisioner.health import JobHealth, alarms_of
-from doll.provisioner.instances import InstanceTracker, Readiness
+from doll.provisioner.instances import InstanceTracker
 from doll.provisioner.job_clock import JobClock, run_of
 from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.market_plan import DesiredState, MarketPlan, reserve_usd
 from doll.provisioner.observation import Observed
 from doll.provisioner.planning.state import Market, PlannerSettings, PlannerState
 from doll.provisioner.prices.port import PriceFeed
-from doll.provisioner.reconcile import FleetStatus, Launch, Terminate, Wait, reconcile
+from doll.provisioner.reconcile import FleetStatus, Launch, Readiness, Terminate, Wait, reconcile
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import RetriedStateStore, StateStore
 from doll.records import control as records
@@ -220,7 +220,7 @@ class Controller:
                 self._spent_budget_usd = self._plan.planner.budget_usd
                 desired = self._desired_state(turn, self._phase(draining))
                 status = replace(status, wanted=desired.markets, reasons=desired.reasons)
-            actions = reconcile(status, self._launch_state, self.settings.limits, turn.now_s)
+            actions = reconcile(status, self._launch_state, turn.now_s)
             results = [result for result in results if not isinstance(result.action, Wait)]
             if self._dry_run:
                 return desired, results + [ActionResult(action) for action in actions]
@@ -340,7 +340,7 @@ class Controller:
                     pool=instance.pool,
                 )  # fmt: skip
             tracker.known[instance.id] = instance
-            if ended and tracker.is_settled(instance, now_s, self.settings.limits.listing_lag_s):
+            if ended:
                 self._bill_ended(instance, now_s, alarms)
         return instances
 
@@ -417,12 +417,10 @@ class Controller:
             reserve = reserve_usd(turn.prices, self._plan.planner.replan_s, self._billing)
             spare_usd = budget_usd - turn.bill.usd - running * reserve
             commit = dict.fromkeys(MARKETS, reserve)
-        readiness = turn.readiness
         return FleetStatus(
-            wanted=desired.markets, reasons=desired.reasons, instances=turn.instances, ready_s=readiness.ready_s,
-            silent_s=readiness.silent_s, not_ready_s=readiness.not_ready_s,
-            incarnation_held=readiness.incarnation_held, urgent=desired.urgent, spare_usd=spare_usd,
-            commit_usd=commit, unlisted=self._tracker.unlisted, hold=self._health.hold_launches,
+            wanted=desired.markets, reasons=desired.reasons, instances=turn.instances, readiness=turn.readiness,
+            urgent=desired.urgent, spare_usd=spare_usd, commit_usd=commit, unlisted=self._tracker.unlisted,
+            hold=self._health.hold_launches,
             overdue=self._tracker.overdue(turn.now_s, self.settings.limits.notice_timeout_s),
         )  # fmt: skip
 
@@ -478,7 +476,7 @@ class Controller:
             "turn": self._turn,
             "now_s": now_s,
             "started_s": now_s if self._clock.started_s is None else self._clock.started_s,
-            "incarnations": tuple(self._launch_state.incarnation(slot) for slot in range(settings.num_slots)),
+            "incarnations": tuple(slot.incarnation for slot in self._launch_state.slots),
             "bill": bill,
             "samples_done": samples_done,
             "target_samples": plan.planner.samples,

@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from doll.provisioner.fleets.port import Instance
-from doll.provisioner.instances import Readiness
 from doll.provisioner.kept_state import KeptState
 from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.market_plan import DesiredState, MarketPlan
 from doll.provisioner.observation import Observed
 from doll.provisioner.planning.planner import slot_ranges
 from doll.provisioner.planning.state import Bools, Market
+from doll.provisioner.reconcile import Readiness
 from doll.provisioner.settings import ALARM_S, ControllerSettings
 
 _STEADY_TERM_S: Final = 600.0
@@ -83,8 +83,8 @@ def stall_cause(
     if observed.ps_since_s(now_s) is None:
         return server_text(observed)
     slots = range(observed.num_slots)
-    if failing := [slot for slot in slots if launch_state.failures(slot)]:
-        return f"machines of slots {slot_ranges(failing)} fail: {launch_state.last_failure(failing[0])}"
+    if failing := [slot for slot in slots if launch_state.slots[slot].failures]:
+        return f"machines of slots {slot_ranges(failing)} fail: {launch_state.slots[failing[0]].failure}"
     alive = [instance for instance in instances if instance.is_alive]
     if not any(instance.id in ready for instance in alive):
         return "no worker has joined: the machines run, but their workers do not reach the parameter server"
@@ -152,7 +152,7 @@ class JobHealth:
         assert watch.progressed_s is not None
         cause = stall_cause(observed, instances, readiness.ready_s, launch_state, now_s)
         if not self.failed and not alive and all(launch_state.gave_up(slot) for slot in active):
-            self.failed = f"the machines of every slot fail: {launch_state.last_failure(active[0])}"
+            self.failed = f"the machines of every slot fail: {launch_state.slots[active[0]].failure}"
         if not self.failed and watch.stalled_s >= settings.max_stall_s:
             since = time_text(watch.progressed_s)
             self.failed = f"no update since {since}, with machines for {watch.stalled_s:.0f} s of that time: {cause}"
@@ -188,7 +188,7 @@ class JobHealth:
             is_run: machines are wanted.
         """
         counts = is_run and not self.hold_launches
-        return np.array([counts and not launch_state.failures(slot) for slot in range(num_slots)], dtype=np.bool_)
+        return np.array([counts and not launch_state.slots[slot].failures for slot in range(num_slots)], dtype=np.bool_)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON. `failed` is not kept: a new start means that a person has acted."""
@@ -211,7 +211,7 @@ def _waits_for_spot(
     """A slot is to be on spot and has no machine, because spot has no capacity: the others may have to wait for it."""
     with_machine = {instance.slot for instance in alive}
     return any(
-        slot not in with_machine and plan.markets[slot] == "spot" and launch_state.lacks_capacity(slot)
+        slot not in with_machine and plan.markets[slot] == "spot" and launch_state.slots[slot].no_capacity
         for slot in active
     )
 
@@ -222,17 +222,17 @@ def _slot_alarms(
 ) -> list[str]:  # fmt: skip
     alarms = []
     given_up = [slot for slot in active if launch_state.gave_up(slot)]
-    failing = [slot for slot in active if launch_state.failures(slot) >= _ALARM_FAILURES and slot not in given_up]
+    failing = [slot for slot in active if launch_state.slots[slot].failures >= _ALARM_FAILURES and slot not in given_up]
     if failing:
         alarms.append(
-            f"machines of slots {slot_ranges(failing)} fail again and again: {launch_state.last_failure(failing[0])}; "
+            f"machines of slots {slot_ranges(failing)} fail again and again: {launch_state.slots[failing[0]].failure}; "
             f"the pause between two launches doubles, and after {launch_state.limits.max_failures} in a row the slot "
             "is given up"
         )
     if given_up:
         alarms.append(
             f"slots {slot_ranges(given_up)} are given up, nothing is launched for them: "
-            f"{launch_state.last_failure(given_up[0])}. Correct it, then start the provisioner again"
+            f"{launch_state.slots[given_up[0]].failure}. Correct it, then start the provisioner again"
         )
     late_s = max(ALARM_S, 2 * plan.planner.boot_s)
     late = sorted({item.slot for item in alive if readiness.not_ready_s.get(item.id, 0.0) > late_s})

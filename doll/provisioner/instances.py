@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
 
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState
 from doll.provisioner.kept_state import KeptState
-from doll.provisioner.launch_state import LaunchLimits, LaunchState
+from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.observation import Observed
-from doll.provisioner.reconcile import failure_of
-
-
-@dataclass
-class Readiness:
-    """Which instances work; attributes as of `FleetStatus`."""
-
-    ready_s: dict[str, float] = field(default_factory=dict)
-    silent_s: dict[str, float] = field(default_factory=dict)
-    not_ready_s: dict[str, float] = field(default_factory=dict)
-    incarnation_held: dict[int, int] = field(default_factory=dict)
-
-    def failure(self, id_: str, limits: LaunchLimits) -> str:
-        """Why the instance is to be replaced; "" where it is not."""
-        return failure_of(self.not_ready_s.get(id_, 0.0), self.silent_s.get(id_, 0.0), limits)
+from doll.provisioner.reconcile import Readiness
 
 
 class InstanceTracker(KeptState):
@@ -68,25 +54,16 @@ class InstanceTracker(KeptState):
         Args:
             listing_lag_s: for so long after its launch an instance may be missing from the listing; later it is gone.
         """
-
-        def is_new(instance: Instance) -> bool:
-            return now_s - _newest_s(instance) <= listing_lag_s
-
         merged = {instance.id: instance for instance in listed}
         self.unlisted = self.known.keys() - merged.keys()
         for id_, known in self.known.items():
             if id_ in merged and merged[id_].notice_s is None and known.notice_s is not None:
                 # A notice is final, but a fleet object of a new process may not have read it yet.
                 merged[id_] = replace(merged[id_], notice_s=known.notice_s)
-            elif id_ in merged and known.is_whole and not merged[id_].is_whole and is_new(known):
-                merged[id_] = known  # the others are not listed yet
             elif id_ not in merged:
-                merged[id_] = known if is_new(known) else _vanished(known, now_s)
+                is_new = now_s - known.launched_s <= listing_lag_s
+                merged[id_] = known if is_new else _vanished(known, now_s)
         return list(merged.values())
-
-    def is_settled(self, instance: Instance, now_s: float, listing_lag_s: float) -> bool:
-        """All of its machines are listed, or will not be."""
-        return instance.is_whole or now_s - _newest_s(instance) > listing_lag_s
 
     def record(self, instance: Instance, launch_state: LaunchState, now_s: float, *, server_runs: bool) -> bool:
         """Report an instance of one of the job's slots to `launch_state`; True where an interruption is new.
@@ -97,16 +74,8 @@ class InstanceTracker(KeptState):
         """
         launch_state.seen(instance.slot, instance.incarnation)
         pending = launch_state.pending.get(instance.slot)
-        is_answer = instance.is_whole or not instance.is_alive
-        if (
-            pending is not None
-            and is_answer
-            and (pending[0].incarnation, pending[0].market)
-            == (
-                instance.incarnation,
-                instance.market,
-            )
-        ):
+        identity = (instance.incarnation, instance.market)
+        if pending is not None and (pending[0].incarnation, pending[0].market) == identity:
             launch_state.launched(pending[0])
         if instance.market == "spot" and instance.is_alive:
             self.pools[instance.slot] = instance.pool
@@ -204,11 +173,6 @@ class InstanceTracker(KeptState):
     def restore(self, kept: Mapping[str, Any]) -> None:
         super().restore(kept)
         self.known = {fields["id"]: msgspec.convert(fields, Instance) for fields in kept["known"]}
-
-
-def _newest_s(instance: Instance) -> float:
-    """When the last of its machines was launched."""
-    return max(member.launched_s for member in instance.members or (instance,))
 
 
 def _vanished(instance: Instance, now_s: float) -> Instance:

@@ -60,8 +60,8 @@ class LaunchLimits:
     notice_timeout_s: float = 600.0
 
 
-class _SlotAttempts(msgspec.Struct):
-    """The launches of one slot."""
+class SlotAttempts(msgspec.Struct):
+    """The launches of one slot; `LaunchState` alone changes it."""
 
     incarnation: int = 0  # the highest that was ever ordered or observed
     attempt: int = 0  # of the next order with that incarnation
@@ -71,7 +71,7 @@ class _SlotAttempts(msgspec.Struct):
     no_spot_s: float = -math.inf  # when spot last had no machine for this slot
     no_capacity: bool = False  # its last spot launch got no machine
     failures: int = 0  # machines in a row that failed
-    failure: str = ""  # what the last of them did
+    failure: str = ""  # what the last of them did; "" where none did since one worked
 
 
 @dataclass
@@ -87,6 +87,8 @@ class LaunchState(KeptState):
     """Launches and their outcomes. The caller reports every outcome; `to_dict` and `restore` persist the object.
 
     Attributes:
+        slots: the launches of each slot.
+        no_capacity_s: when a spot launch of any slot last got no machine, unless one has succeeded since; else -inf.
         limits: may be replaced at any time; pauses that have begun stay as they are.
         pending: orders whose outcome is not known yet, by slot, and since when. They are repeated exactly as they were.
         launches_from_s: nothing is launched before: a predecessor whose state is lost may have made machines that are
@@ -96,7 +98,7 @@ class LaunchState(KeptState):
     """
 
     KEPT: ClassVar = {
-        "slots": list[_SlotAttempts], "no_capacity_s": float, "launches_from_s": float,
+        "slots": list[SlotAttempts], "no_capacity_s": float, "launches_from_s": float,
         "avoided_pools": dict[Market, dict[str, float]], "quota": dict[Market, float], "launched_s": list[float],
         "failed_launches_s": list[float], "fallbacks_s": list[float],
     }  # fmt: skip
@@ -104,7 +106,7 @@ class LaunchState(KeptState):
     def __init__(self, num_slots: int, limits: LaunchLimits, machines_per_worker: int = 1) -> None:
         self.limits = limits
         self._machines = machines_per_worker
-        self._slots = [_SlotAttempts() for _ in range(num_slots)]
+        self.slots = [SlotAttempts() for _ in range(num_slots)]
         self.pending: dict[int, tuple[Order, float]] = {}
         self._avoided_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # until
         self._quota: dict[Market, float] = {}  # until
@@ -112,7 +114,7 @@ class LaunchState(KeptState):
         self._launched_s: list[float] = []  # within the last minute
         self._failed_launches_s: list[float] = []  # attempts without a machine, within the last minute
         self._fallbacks_s: list[float] = []
-        self._no_capacity_s = -math.inf  # when spot last had no machine for any slot; cleared by the next launch
+        self.no_capacity_s = -math.inf
         self.launches_from_s = -math.inf
         self.run = ""
         self.stopped = ""
@@ -121,13 +123,13 @@ class LaunchState(KeptState):
 
     def seen(self, slot: int, incarnation: int) -> None:
         """An instance or a worker of this incarnation exists, or did."""
-        attempts = self._slots[slot]
+        attempts = self.slots[slot]
         if incarnation >= attempts.incarnation:
             attempts.incarnation, attempts.attempt, attempts.failed = incarnation, 0, False
 
     def ordered(self, order: Order, now_s: float, *, fallback: bool) -> None:
         """The order is about to be made."""
-        attempts = self._slots[order.slot]
+        attempts = self.slots[order.slot]
         attempts.incarnation, attempts.attempt, attempts.failed = order.incarnation, order.attempt, False
         if order.slot not in self.pending or self.pending[order.slot][0] != order:
             self.pending[order.slot] = (order, now_s)
@@ -138,20 +140,20 @@ class LaunchState(KeptState):
     def launched(self, order: Order) -> None:
         """The order has its instance."""
         self.pending.pop(order.slot, None)
-        attempts = self._slots[order.slot]
+        attempts = self.slots[order.slot]
         attempts.retry_at_s.pop(order.market, None)
         self._refused.pop(order.market, None)
         if order.market == "spot":
-            attempts.no_capacity, self._no_capacity_s = False, -math.inf
+            attempts.no_capacity, self.no_capacity_s = False, -math.inf
 
     def cancelled(self, order: Order) -> None:
         """The order was not made."""
         self.pending.pop(order.slot, None)
-        self._slots[order.slot].failed = True
+        self.slots[order.slot].failed = True
 
     def failed(self, order: Order, error: LaunchError, now_s: float) -> None:
         """The order got no instance."""
-        limits, attempts = self.limits, self._slots[order.slot]
+        limits, attempts = self.limits, self.slots[order.slot]
         retry_s = now_s + limits.retry_s
         if error.failure is LaunchFailure.THROTTLED:
             # It may have been carried out: repeating the same order shows.
@@ -166,7 +168,7 @@ class LaunchState(KeptState):
         if self._launched_s:
             self._launched_s.pop()
         self._failed_launches_s.append(now_s)
-        attempts.attempt, attempts.failed = order.attempt + 1, not error.used_up
+        attempts.attempt, attempts.failed = order.attempt + 1, True
         attempts.retry_at_s[order.market] = retry_s
         match error.failure:
             case LaunchFailure.REFUSED:
@@ -183,7 +185,7 @@ class LaunchState(KeptState):
             case LaunchFailure.CONFIG:
                 self.stopped = str(error)
         if order.market == "spot" and error.failure is not LaunchFailure.CONFIG:
-            attempts.no_capacity, attempts.no_spot_s, self._no_capacity_s = True, now_s, now_s
+            attempts.no_capacity, attempts.no_spot_s, self.no_capacity_s = True, now_s, now_s
 
     def _refusal(self, market: Market, message: str, now_s: float) -> None:
         refusal = self._refused.setdefault(market, _Refusal(message, now_s))
@@ -193,7 +195,7 @@ class LaunchState(KeptState):
 
     def interrupted(self, instance: Instance, at_s: float) -> None:
         """A spot machine has its interruption notice, or was interrupted without attempts."""
-        limits, attempts = self.limits, self._slots[instance.slot]
+        limits, attempts = self.limits, self.slots[instance.slot]
         attempts.no_spot_s = max(attempts.no_spot_s, at_s)
         if limits.pool_backoff_s > 0:
             self._avoided_pools["spot"][instance.pool] = at_s + limits.pool_backoff_s
@@ -211,7 +213,7 @@ class LaunchState(KeptState):
         Args:
             why: what the machine did, for people.
         """
-        limits, attempts = self.limits, self._slots[instance.slot]
+        limits, attempts = self.limits, self.slots[instance.slot]
         attempts.failures += 1
         attempts.failure = f"{instance.id} {why}"
         pause_s = limits.retry_s * 2.0 ** min(attempts.failures - 1, 30)
@@ -220,11 +222,11 @@ class LaunchState(KeptState):
 
     def instance_works(self, slot: int) -> None:
         """A machine of the slot has worked for `healthy_s`."""
-        attempts = self._slots[slot]
+        attempts = self.slots[slot]
         attempts.failures, attempts.failure = 0, ""
 
     @staticmethod
-    def _not_before(slot: _SlotAttempts, market: Market, at_s: float) -> None:
+    def _not_before(slot: SlotAttempts, market: Market, at_s: float) -> None:
         slot.retry_at_s[market] = max(slot.retry_at_s.get(market, -math.inf), at_s)
 
     # --- questions
@@ -235,7 +237,7 @@ class LaunchState(KeptState):
 
     def blocked_s(self, slot: int, market: Market) -> float:
         """Until when nothing of this market is launched for the slot; a time in the past where launches are allowed."""
-        return max(self._slots[slot].retry_at_s.get(market, -math.inf), self._quota.get(market, -math.inf))
+        return max(self.slots[slot].retry_at_s.get(market, -math.inf), self._quota.get(market, -math.inf))
 
     def refusal(self, market: Market) -> str:
         """The market's last refusal for another reason than capacity; "" where there was none since the last launch."""
@@ -246,17 +248,9 @@ class LaunchState(KeptState):
         refusal, limits = self._refused.get(market), self.limits
         return refusal is not None and refusal.turns >= limits.min_refusals and now_s - refusal.last_s < limits.quota_s
 
-    def failures(self, slot: int) -> int:
-        """Machines of the slot in a row that failed."""
-        return self._slots[slot].failures
-
-    def last_failure(self, slot: int) -> str:
-        """What the slot's last machine that failed did; "" where none did since one worked."""
-        return self._slots[slot].failure
-
     def gave_up(self, slot: int) -> bool:
         """So many machines of the slot failed in a row that nothing is launched for it until a person has acted."""
-        return self._slots[slot].failures >= self.limits.max_failures
+        return self.slots[slot].failures >= self.limits.max_failures
 
     def stop_if_all_refuse(self, now_s: float) -> None:
         """Stop launching where both markets refuse for reasons that a person must remove. No instance runs."""
@@ -269,37 +263,12 @@ class LaunchState(KeptState):
         """Until when the market's quota counts as used up."""
         return self._quota.get(market, -math.inf)
 
-    def no_spot_since_s(self, slot: int) -> float:
-        """When spot last had no machine for this slot."""
-        return self._slots[slot].no_spot_s
-
-    def lacks_capacity(self, slot: int) -> bool:
-        """The slot's last spot launch got no machine."""
-        return self._slots[slot].no_capacity
-
-    def no_capacity_since_s(self) -> float:
-        """When a spot launch of any slot last got no machine, unless one has succeeded since; else -inf."""
-        return self._no_capacity_s
-
     def may_have_launched(self, now_s: float) -> bool:
         """There may be a machine that is not listed yet: of a pending order, or of a predecessor without its state."""
         listing_lag_s = self.limits.listing_lag_s
         return now_s < self.launches_from_s or any(
             now_s - since_s <= listing_lag_s for _, since_s in self.pending.values()
         )
-
-    def completes(self, instance: Instance, now_s: float) -> bool:
-        """A pending order may still launch the machines that the instance lacks, or they may not be listed yet."""
-        if now_s < self.launches_from_s:
-            return True
-        order, since_s = self.pending.get(instance.slot, (None, -math.inf))
-        if order is None or (order.incarnation, order.market) != (instance.incarnation, instance.market):
-            return False
-        return now_s - since_s <= self.limits.listing_lag_s
-
-    def incarnation(self, slot: int) -> int:
-        """The highest incarnation used for the slot."""
-        return self._slots[slot].incarnation
 
     def next_order(self, slot: int, market: Market, now_s: float) -> Order:
         """The next order for the slot: a pending one exactly as it was, else a new one."""
@@ -308,7 +277,7 @@ class LaunchState(KeptState):
             # Whatever is wanted by now, it must first be known whether that order has made a machine.
             if now_s - since_s <= self.limits.listing_lag_s:
                 return order
-        attempts = self._slots[slot]
+        attempts = self.slots[slot]
         if attempts.failed:
             incarnation, attempt = attempts.incarnation, attempts.attempt
         else:
@@ -342,10 +311,10 @@ class LaunchState(KeptState):
 
         A slot that was given up gets one more machine, at once: after a failure of that one it is given up again.
         """
-        if len(kept["slots"]) != len(self._slots):
-            raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
+        if len(kept["slots"]) != len(self.slots):
+            raise ValueError(f"expected {len(self.slots)} slots, got {len(kept['slots'])}")
         super().restore(kept)
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.failures >= self.limits.max_failures:
                 slot.failures = self.limits.max_failures - 1
                 slot.retry_at_s.clear()

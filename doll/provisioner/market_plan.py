@@ -257,17 +257,17 @@ class MarketPlan(KeptState):
         available = self._history.spot_available.copy()
         for slot in range(self._settings.num_slots):
             blocked = now_s < launch_state.blocked_s(slot, "spot")
-            probed = self._probe.spot_available(slot) if self._probe is not None and not running[slot] else None
+            probed = self._probe(slot) if self._probe is not None and not running[slot] else None
             if running[slot]:
                 available[slot] = True
             elif probed is not None:
                 available[slot] = has_quota and probed
             elif on_spot[slot]:
                 # After an interruption the next launch shows; one without a machine counts until another succeeds.
-                available[slot] = has_quota and not blocked and not launch_state.lacks_capacity(slot)
+                available[slot] = has_quota and not blocked and not launch_state.slots[slot].no_capacity
             else:
                 quiet_s = max(limits.pool_backoff_s, limits.retry_s)
-                no_spot_s = max(launch_state.no_spot_since_s(slot), launch_state.no_capacity_since_s())
+                no_spot_s = max(launch_state.slots[slot].no_spot_s, launch_state.no_capacity_s)
                 available[slot] = has_quota and not blocked and now_s - no_spot_s >= quiet_s
         return available
 

@@ -10,8 +10,6 @@ Rules, slot by slot:
 - An instance whose worker has not joined in time is ended at once: nothing depends on it. One whose worker has gone
   silent is ended when its successor is ready, or when its slot is given up.
 - Instances of unknown slots, and of a job that has finished, are ended.
-- An instance of several machines (`fleets.gangs`) has all of them or none: with one of them gone the others are ended,
-  also where the gone one had a notice. One that lacks machines is completed by its own order, else ended.
 """
 
 from __future__ import annotations
@@ -55,6 +53,30 @@ FleetAction = Launch | Terminate | Wait
 
 
 @dataclass(frozen=True)
+class Readiness:
+    """Which instances work.
+
+    Attributes:
+        ready_s: since when an instance's worker has its slot, by id of the instance.
+        silent_s: for how long a worker that has had its slot has sent nothing, by id of its instance.
+        not_ready_s: for how long an instance that is not ready could have become so, by id.
+        incarnation_held: the highest incarnation whose worker has had the slot, by slot.
+    """
+
+    ready_s: dict[str, float] = field(default_factory=dict)
+    silent_s: dict[str, float] = field(default_factory=dict)
+    not_ready_s: dict[str, float] = field(default_factory=dict)
+    incarnation_held: dict[int, int] = field(default_factory=dict)
+
+    def failure(self, id_: str, limits: LaunchLimits) -> str:
+        """Why the instance is to be replaced; "" where it is not."""
+        not_ready_s, silent_s = self.not_ready_s.get(id_, 0.0), self.silent_s.get(id_, 0.0)
+        if not_ready_s > limits.boot_timeout_s:
+            return f"is not ready after {not_ready_s:.0f} s"
+        return f"has been silent for {silent_s:.0f} s" if silent_s > limits.silence_timeout_s else ""
+
+
+@dataclass(frozen=True)
 class FleetStatus:
     """The fleet and what is wanted of it, at one moment.
 
@@ -62,10 +84,6 @@ class FleetStatus:
         wanted: market of each slot; None: no machine.
         reasons: why, one per slot.
         instances: as the fleet lists them.
-        ready_s: since when an instance's worker has its slot, by id; those not in it are not ready.
-        silent_s: for how long a worker that has had its slot has sent nothing, by id of its instance.
-        not_ready_s: for how long an instance that is not ready could have become so, by id.
-        incarnation_held: the highest incarnation whose worker has had the slot, by slot.
         urgent: the deadline is in danger: fallbacks are not held back.
         spare_usd: what may still be committed; infinite without a budget.
         commit_usd: what one launch commits, by market.
@@ -78,10 +96,7 @@ class FleetStatus:
     wanted: Sequence[Market | None]
     reasons: Sequence[str]
     instances: Sequence[Instance]
-    ready_s: Mapping[str, float]
-    silent_s: Mapping[str, float] = field(default_factory=dict)
-    not_ready_s: Mapping[str, float] = field(default_factory=dict)
-    incarnation_held: Mapping[int, int] = field(default_factory=dict)
+    readiness: Readiness
     urgent: bool = False
     spare_usd: float = math.inf
     commit_usd: Mapping[Market, float] = field(default_factory=dict)
@@ -90,7 +105,7 @@ class FleetStatus:
     hold: str = ""
 
 
-def reconcile(status: FleetStatus, launch_state: LaunchState, limits: LaunchLimits, now_s: float) -> list[FleetAction]:
+def reconcile(status: FleetStatus, launch_state: LaunchState, now_s: float) -> list[FleetAction]:
     """What to do now, in order: ends first, then launches, slots without a machine first.
 
     Nothing is done or remembered here; the caller reports outcomes to `launch_state`.
@@ -98,32 +113,28 @@ def reconcile(status: FleetStatus, launch_state: LaunchState, limits: LaunchLimi
     by_slot: dict[int, list[Instance]] = {}
     actions: list[FleetAction] = []
     for instance in status.instances:
-        if instance.has_leftovers:
-            actions.append(_end(instance, "one of its machines is gone: the others are released"))
-        elif instance.is_alive and instance.id in status.overdue:
+        if instance.is_alive and instance.id in status.overdue:
             actions.append(_end(instance, "it is still there long after its interruption notice"))
-        elif instance.is_alive and _lacks_machines(instance, status) and not launch_state.completes(instance, now_s):
-            actions.append(_end(instance, f"it has {len(instance.members)} of {instance.machines} machines"))
         elif instance.is_alive:
             by_slot.setdefault(instance.slot, []).append(instance)
     requests: list[tuple[int, int, Market, str, bool]] = []
     # One slot tries on-demand where spot refuses: a configuration error in both markets shows at the start of a job.
     probing = launch_state.is_closed("spot", now_s)
     for slot in sorted(by_slot.keys() - range(len(status.wanted))):
-        actions += [_end(instance, "no such slot") for instance in by_slot[slot] if _is_endable(instance)]
+        actions += [_end(instance, "no such slot") for instance in by_slot[slot] if instance.notice_s is None]
     for slot, market in enumerate(status.wanted):
         alive = by_slot.get(slot, [])
         if market is None:
-            actions += [_end(instance, status.reasons[slot]) for instance in alive if _is_endable(instance)]
+            actions += [_end(instance, status.reasons[slot]) for instance in alive if instance.notice_s is None]
             continue
-        slot_instances = _SlotInstances(slot, alive, status, limits)
+        slot_instances = _SlotInstances(slot, alive, status.readiness, launch_state.limits)
         target = _available_market(slot, market, launch_state, now_s)
         if probing and target == "spot" and not any(instance.market == "spot" for instance in alive):
             target, probing = "on_demand", False
         ends, request = slot_instances.decide(target)
         if launch_state.gave_up(slot) and isinstance(request, str):
             ends += slot_instances.failed
-            request = Wait(slot, f"given up: {launch_state.failures(slot)} machines in a row failed")
+            request = Wait(slot, f"given up: {launch_state.slots[slot].failures} machines in a row failed")
         actions += ends
         if isinstance(request, Wait):
             actions.append(request)
@@ -148,16 +159,6 @@ def _end(instance: Instance, why: str) -> Terminate:
     return Terminate(instance.id, instance.slot, why)
 
 
-def _lacks_machines(instance: Instance, status: FleetStatus) -> bool:
-    """Some were not launched. One whose worker has joined has all of them, also where the listing lags behind."""
-    return not instance.is_whole and instance.id not in status.ready_s
-
-
-def _is_endable(instance: Instance) -> bool:
-    """It, or a machine of it, has no notice."""
-    return instance.notice_s is None or any(member.notice_s is None for member in instance.members)
-
-
 def _defer_unlisted(action: FleetAction, status: FleetStatus) -> FleetAction:
     """An instance that is not listed yet may have a notice that cannot be seen: it is ended once it is listed."""
     if isinstance(action, Terminate) and action.id in status.unlisted:
@@ -168,25 +169,25 @@ def _defer_unlisted(action: FleetAction, status: FleetStatus) -> FleetAction:
 class _SlotInstances:
     """The machines of one slot."""
 
-    def __init__(self, slot: int, alive: Collection[Instance], status: FleetStatus, limits: LaunchLimits) -> None:
+    def __init__(self, slot: int, alive: Collection[Instance], readiness: Readiness, limits: LaunchLimits) -> None:
         ordered = sorted(alive, key=lambda instance: (instance.incarnation, instance.launched_s, instance.id))
         expired = [
             instance
             for instance in ordered
-            if instance.notice_s is None and status.not_ready_s.get(instance.id, 0.0) > limits.boot_timeout_s
+            if instance.notice_s is None and readiness.not_ready_s.get(instance.id, 0.0) > limits.boot_timeout_s
         ]
-        self._expired = [_end(instance, _unhealthy_reason(instance, status, limits)) for instance in expired]
+        failures = {instance.id: readiness.failure(instance.id, limits) for instance in ordered}
+        self._expired = [_end(instance, failures[instance.id]) for instance in expired]
         self.alive = [instance for instance in ordered if instance not in expired]
         self._slot = slot
         self._is_full = len(ordered) >= 2
-        self._ready = status.ready_s
-        reasons = {instance.id: _unhealthy_reason(instance, status, limits) for instance in self.alive}
-        self._unhealthy = {id_: why for id_, why in reasons.items() if why}
-        ready = [instance for instance in self.alive if instance.id in status.ready_s]
+        self._ready = readiness.ready_s
+        self._unhealthy = {id_: why for id_, why in failures.items() if why}
+        ready = [instance for instance in self.alive if instance.id in readiness.ready_s]
         self._serving = ready[-1] if ready else None
         # A worker that has had the slot fences older instances, also when its own machine is gone by now.
         serving = self._serving.incarnation if self._serving is not None else 0
-        self._fenced_below = max(status.incarnation_held.get(slot, 0), serving)
+        self._fenced_below = max(readiness.incarnation_held.get(slot, 0), serving)
 
     @property
     def rank(self) -> int:
@@ -214,7 +215,7 @@ class _SlotInstances:
         ends = self._expired + [
             _end(instance, f"incarnation {self._fenced_below} has taken over")
             for instance in fenced
-            if _is_endable(instance)
+            if instance.notice_s is None
         ]
         fit = [instance for instance in endable if instance.id not in self._unhealthy and instance.market == target]
         if fit:
@@ -249,21 +250,6 @@ class _SlotInstances:
         if instance.id in self._unhealthy:
             return f"incarnation {instance.incarnation} {self._unhealthy[instance.id]}"
         return f"from {instance.market}"
-
-
-def _unhealthy_reason(instance: Instance, status: FleetStatus, limits: LaunchLimits) -> str:
-    if _lacks_machines(instance, status):
-        return f"has {len(instance.members)} of {instance.machines} machines"
-    return failure_of(status.not_ready_s.get(instance.id, 0.0), status.silent_s.get(instance.id, 0.0), limits)
-
-
-def failure_of(not_ready_s: float, silent_s: float, limits: LaunchLimits) -> str:
-    """Why an instance is to be replaced; "" where it is not. Arguments as of `FleetStatus`, of this instance."""
-    if not_ready_s > limits.boot_timeout_s:
-        return f"is not ready after {not_ready_s:.0f} s"
-    if silent_s > limits.silence_timeout_s:
-        return f"has been silent for {silent_s:.0f} s"
-    return ""
 
 
 def _admit(

@@ -113,6 +113,3 @@ class RetriedStateStore:
             self.problem = str(exc)
         else:
             self._has_written, self.problem = True, ""
-
-
-_stores: tuple[type[StateStore], ...] = (FileStateStore, RetriedStateStore)

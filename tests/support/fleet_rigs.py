@@ -22,7 +22,6 @@ from doll.local.supervisor import RoleSpec
 from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
-from doll.provisioner.fleets.gangs import GangFleet, gangs_of
 from doll.provisioner.fleets.port import Fleet, Instance, LaunchError, Order
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
 from doll.provisioner.traces.market import AvailabilityInterval, MarketClock, SpotMarket
@@ -118,32 +117,6 @@ class FakeRig(Rig):
 
     def interrupt(self, id_: str, *, announced: bool = True) -> None:
         self.fake.interrupt(id_, 120.0, announced=announced)
-
-
-class GangRig(FakeRig):
-    """Workers of three machines of the fake fleet; a test's instance is known by its first machine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.crash()
-
-    def crash(self) -> None:
-        self.fleet = GangFleet(self.fake, 3)
-
-    def advance(self, seconds: float) -> None:
-        """In steps; after each one what `reconcile` does with a gang that has lost a machine."""
-        for _ in range(10):
-            self.clock.advance(seconds / 10)
-            if left := [gang.id for gang in gangs_of(self.fake.all_instances(), 3) if gang.has_leftovers]:
-                self.fleet.terminate(left)
-
-    def fail_instance(self, id_: str) -> None:
-        super().fail_instance(id_)
-        self.fleet.terminate([id_])
-        self.clock.advance(5.0)
-
-    def strangers(self) -> Fleet:
-        return GangFleet(FakeFleet(self.clock), 3)
 
 
 class Ec2Rig(Rig):
@@ -375,11 +348,6 @@ def fake() -> Iterator[Rig]:
 
 
 @contextmanager
-def gangs() -> Iterator[Rig]:
-    yield GangRig()
-
-
-@contextmanager
 def ec2() -> Iterator[Rig]:
     clock = VirtualClock()
     with moto_market(clock) as market:
@@ -408,7 +376,6 @@ def processes() -> Iterator[Rig]:
 
 RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {
     "fake": fake,
-    "gangs": gangs,
     "ec2": ec2,
     "compose": compose,
     "processes": processes,

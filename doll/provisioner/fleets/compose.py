@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, get_args
 from doll import telemetry
 from doll.config import ComposeFleetConfig
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 from doll.records.bounded import MalformedError, json_object, json_value, short
 
@@ -343,6 +343,3 @@ def _unix_s(text: str) -> float:
 
 def _unusable(error: DockerError) -> ConfigError | ServiceUnavailableError:
     return (ConfigError if error.failure is LaunchFailure.CONFIG else ServiceUnavailableError)(str(error))
-
-
-_fleet: type[Fleet] = ComposeFleet

@@ -9,7 +9,7 @@ instance is ready, the parameter server's records say. All times are Unix second
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +47,7 @@ class Order:
         avoid: names of pools without capacity.
         run: distinguishes the orders of one run of a job from orders of others, also of an earlier run: an owner
             may remember orders for longer than anybody remembers incarnations.
-        machines: of the worker: the instance consists of so many, and is launched with all of them or not at all.
+        machines: of the worker: the instance stands for so many.
     """
 
     slot: int
@@ -61,7 +61,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Instance:
-    """What embodies a slot, as the fleet sees it: a machine, or all machines of a worker that has several.
+    """What embodies a slot, as the fleet sees it: a machine, or one process that stands for all of a worker's.
 
     Attributes:
         id: the fleet's own name for it.
@@ -71,7 +71,6 @@ class Instance:
         notice_s: when it will be taken, by the notice that it has; None without a notice.
         job: whose worker it was launched for; "" where the fleet does not say.
         machines: how many machines it is. Each is billed from its launch to its end.
-        members: these machines, where each has its own times; empty where all have the times of the instance.
     """
 
     id: str
@@ -86,24 +85,11 @@ class Instance:
     notice_s: float | None = None
     job: str = ""
     machines: int = 1
-    members: tuple[Instance, ...] = ()
 
     @property
     def is_alive(self) -> bool:
         """It runs, or will."""
         return self.state in (InstanceState.PENDING, InstanceState.RUNNING)
-
-    @property
-    def is_whole(self) -> bool:
-        """It has all of its machines; else their launch was cut short."""
-        return not self.members or len(self.members) == self.machines
-
-    @property
-    def has_leftovers(self) -> bool:
-        """One of its machines is gone, so it has ended, but others run on, and nobody has given notice for them."""
-        return self.state is InstanceState.ENDING and any(
-            member.is_alive and member.notice_s is None for member in self.members
-        )
 
 
 class LaunchFailure(enum.StrEnum):
@@ -125,7 +111,6 @@ class LaunchError(DollError):
         failure: what to do about it.
         code: the fleet's own word for it.
         pools: the pools that refused; empty where the failure was not about pools.
-        used_up: some machines of the instance were launched, and are ended: its incarnation is not used again.
     """
 
     def __init__(self, message: str, *, failure: LaunchFailure, code: str = "", pools: Collection[str] = ()) -> None:
@@ -133,14 +118,13 @@ class LaunchError(DollError):
         self.failure = failure
         self.code = code
         self.pools = frozenset(pools)
-        self.used_up = False
 
 
 class Fleet(Protocol):
     """Owner of the machines of one cluster (one job). Every call may be repeated; none waits for a machine."""
 
     def launch(self, order: Order) -> Instance:
-        """Start an instance, with all of its machines or none; the same order again gives the same instance.
+        """Start an instance; the same order again gives the same instance.
 
         Raises:
             LaunchError: no instance was launched.
@@ -167,8 +151,5 @@ class Fleet(Protocol):
         ...
 
 
-class SpotProbe(Protocol):
-    """Reports whether spot has machines, without buying one."""
-
-    def spot_available(self, slot: int) -> bool | None:
-        """Whether a spot launch for this slot would succeed now; None: not known. May be repeated."""
+SpotProbe = Callable[[int], bool]
+"""Whether a spot launch for this slot would succeed now, without buying a machine. It may be asked repeatedly."""

@@ -29,7 +29,7 @@ from doll.errors import ConfigError
 from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import RoleSpec
 from doll.process.files import write_atomically
-from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.traces.market import MarketClock, SpotMarket
 from doll.records.bounded import json_value, read_text, short
 
@@ -303,6 +303,3 @@ class ProcessFleet:
         content = [dataclasses.asdict(machine) for machine in self._machines.values()]
         write_atomically(self._path, json.dumps(content) + "\n")
         self._changed = False
-
-
-_fleet: type[Fleet] = ProcessFleet

@@ -26,7 +26,6 @@ from doll.provisioner.fleets.ec2.capacity import Ec2Pool
 from doll.provisioner.fleets.ec2.client import aws_client, aws_errors
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet, ec2_settings
 from doll.provisioner.planning.state import Market
-from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.prices.shipped import OnDemandPrice, shipped_prices
 from doll.provisioner.traces.model import MAX_USD_PER_HOUR, Series, constant
 from doll.records.bounded import json_object, json_value, read_text, short
@@ -353,6 +352,3 @@ def _dollars(product: Mapping[str, Any]) -> Iterator[float]:
             usd = float(dimension["pricePerUnit"].get("USD", "nan"))
             if 0 < usd < math.inf and dimension.get("unit", "Hrs") == "Hrs":
                 yield usd
-
-
-_feed: type[PriceFeed] = Ec2Prices

@@ -48,6 +48,3 @@ class StatedPrices:
     def series(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
         prices = self._prices
         return constant(prices.spot_usd_per_h if market == "spot" else prices.on_demand_usd_per_h, start_s, end_s)
-
-
-_prices: type[PriceFeed] = StatedPrices

@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 
 from doll.provisioner.planning.state import Market
-from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.traces.market import MarketClock, SpotMarket
 from doll.provisioner.traces.model import Series
 from doll.theory.cost import Prices
@@ -42,6 +41,3 @@ class TracePrices:
         if market == "on_demand":
             return self._market.on_demand_usd_per_h
         return self._market.spot_usd_per_h(at_s)
-
-
-_prices: type[PriceFeed] = TracePrices

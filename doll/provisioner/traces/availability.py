@@ -135,6 +135,3 @@ def pool_of_workers(pool: Pool, machines_per_worker: int, num_workers: int) -> P
         return pool
     num_up = Series(pool.num_up.times_s, np.floor(pool.num_up.values / machines_per_worker))
     return replace(pool, num_machines=pool.num_machines // machines_per_worker, num_up=num_up)
-
-
-_preemption: type[Preemption] = WholeWorkers

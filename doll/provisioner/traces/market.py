@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -298,18 +298,3 @@ def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tu
         }
     )  # fmt: skip
     return market, section
-
-
-class MarketProbe:
-    """`SpotProbe` of a replayed market.
-
-    Args:
-        since: seconds since the market's opening, now.
-    """
-
-    def __init__(self, market: SpotMarket, since: Callable[[], float]) -> None:
-        self._market = market
-        self._since = since
-
-    def spot_available(self, slot: int) -> bool | None:
-        return self._market.is_up(slot, self._since())

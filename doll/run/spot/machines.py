@@ -26,7 +26,7 @@ from doll.provisioner.fleets.processes import Machine, ProcessFleet
 from doll.provisioner.prices.trace import TracePrices
 from doll.provisioner.state_store import FileStateStore
 from doll.provisioner.status import instance_text
-from doll.provisioner.traces.market import MarketClock, MarketProbe
+from doll.provisioner.traces.market import MarketClock
 from doll.records.control import AnyRecord, Leave, Welcome
 from doll.run.spot.preparation import SpotRun
 from doll.services import Services
@@ -121,7 +121,7 @@ class SpotMachines:
         )  # fmt: skip
         self._controller = Controller(
             spot_run.settings, self._fleet, self._prices, LOCAL, FileStateStore(folder, config.job),
-            probe=MarketProbe(self._market, lambda: self._market_clock.since(self.clock())),
+            probe=lambda slot: self._market.is_up(slot, self._market_clock.since(self.clock())),
         )  # fmt: skip
         self._job_records = JobRecords(config, services, {})
         self._job_records.read_history()  # skip the records of an earlier run on the same topics

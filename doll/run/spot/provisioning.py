@@ -17,7 +17,7 @@ from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.machines import Machines, open_machines
 from doll.provisioner.prices.trace import TracePrices
 from doll.provisioner.settings import ControllerSettings, controller_settings
-from doll.provisioner.traces.market import MarketClock, MarketProbe, make_market
+from doll.provisioner.traces.market import MarketClock, make_market
 from doll.run.folder import RunFolder
 from doll.services import Services
 
@@ -56,8 +56,9 @@ def _processes(
         drain_s=config.worker.drain_s, job=config.job,
     )  # fmt: skip
     stack.callback(fleet.close)
-    probe = MarketProbe(market, lambda: clock.since(time.time()))
-    return Machines(fleet, TracePrices(market, clock), LOCAL, probe)
+    return Machines(
+        fleet, TracePrices(market, clock), LOCAL, probe=lambda slot: market.is_up(slot, clock.since(time.time()))
+    )
 
 
 def pass_on(config: JobConfig, run_folder: Path) -> None:

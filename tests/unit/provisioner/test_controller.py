@@ -150,20 +150,13 @@ def test_a_notice_is_answered_at_once() -> None:
 
 def test_a_probe_is_asked_before_what_can_only_be_guessed() -> None:
     """The probe says that spot is gone, so the machines that are taken are covered without a try."""
-
-    class Market:
-        there = True
-
-        def spot_available(self, slot: int) -> bool | None:
-            return self.there
-
-    market = Market()
+    there = True
     job = settings(deadline_s=600.0)
-    scene = Scene(replace(job, planner=replace(job.planner, slack_reserve=1.0)), probe=market)
+    scene = Scene(replace(job, planner=replace(job.planner, slack_reserve=1.0)), probe=lambda slot: there)
     scene.steps(3)
     for instance in scene.fleet.alive():
         scene.fleet.interrupt(instance.id, 0.0)
-    market.there = False
+    there = False
     decision = scene.steps(1)
     covered = [slot for slot, _, where in launches(decision) if where == "on_demand"]
     assert covered, "not a try on spot for these"
@@ -172,13 +165,8 @@ def test_a_probe_is_asked_before_what_can_only_be_guessed() -> None:
 
 def test_a_try_that_was_known_to_be_in_vain_is_no_reason_to_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each plan of a turn may cover some workers. A launch on spot that is refused as expected changes no plan."""
-
-    class Market:
-        def spot_available(self, slot: int) -> bool | None:
-            return False
-
     plans: list[float] = []
-    scene = Scene(settings(deadline_s=1000.0), probe=Market())
+    scene = Scene(settings(deadline_s=1000.0), probe=lambda slot: False)
     scene.steps(3)
     for instance in scene.fleet.alive():
         scene.fleet.interrupt(instance.id, 0.0)

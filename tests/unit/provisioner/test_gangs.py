@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 from doll.config import JobConfig, PlanConfig, load, parse
 from doll.errors import ConfigError
-from doll.provisioner.billing import EC2_LINUX, LOCAL, bill
+from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.fleets.port import EndReason, Instance, InstanceState
 from doll.provisioner.machines import open_machines
 from doll.provisioner.planning.assessment import assess, report_text
 from doll.provisioner.planning.plan_request import plan_request
 from doll.provisioner.settings import controller_settings
 from doll.provisioner.status import status_text
-from doll.provisioner.traces.model import Series, constant
 from doll.run.spot.preparation import SpotRun
 from doll.simulation import job as jobs
 from doll.simulation.report import summarise
@@ -242,32 +240,3 @@ def test_the_machines_per_worker_stay_within_a_job() -> None:
     asked = settings(machines_per_worker=3)
     with pytest.raises(ValueError, match="expected 3 machines per worker as before, got 1"):
         asked.check_change(replace(asked, machines_per_worker=1))
-
-
-# --- machines with times of their own
-
-
-def flat(pool: str, market: str, start_s: float, end_s: float) -> Series:
-    return constant({"a": 3.6, "b": 7.2}[pool], start_s, end_s)  # 0.001 and 0.002 USD per second
-
-
-def machine(id_: str, begin_s: float, end_s: float | None, pool: str = "a", end: str = "terminated") -> Instance:
-    ended: dict[str, Any] = {} if end_s is None else {"ended_s": T0 + end_s, "end_reason": EndReason(end)}
-    state = InstanceState.RUNNING if end_s is None else InstanceState.ENDED
-    return Instance(id_, 0, 1, "spot", pool, state, T0 + begin_s, **ended)
-
-
-def test_each_machine_is_billed_from_its_own_launch_to_its_own_end() -> None:
-    """The bill has the wait for the others, the price of the machine's own pool, and EC2's free hour for it."""
-    members = (
-        machine("m0", 0, 400), machine("m1", 5, 390, "b"), machine("m2", 30, 380, end="interrupted")
-    )  # fmt: skip
-    gang = replace(machine("m0", 0, 400, end="interrupted"), id="gang", machines=3, members=members)
-    local = bill([gang], flat, LOCAL, T0 + 1e6, ready_s={"gang": T0 + 50})
-    assert local.usd == pytest.approx(400 * 0.001 + 385 * 0.002 + 350 * 0.001)
-    assert local.usd_without_boots == pytest.approx(350 * 0.001 + 340 * 0.002 + 330 * 0.001)
-    assert local.hours_by_market["spot"] == pytest.approx((400 + 385 + 350) / 3600)
-    assert (local.instances, local.lines[0].machines, local.lines[0].id) == (1, 3, "gang")
-    on_ec2 = bill([gang], flat, EC2_LINUX, T0 + 1e6)
-    assert on_ec2.usd == pytest.approx(400 * 0.001 + 385 * 0.002), "only the interrupted machine is free"
-    assert not on_ec2.lines[0].free

@@ -11,7 +11,7 @@ import pytest
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.launch_state import LaunchLimits, LaunchState
 from doll.provisioner.planning.state import Market
-from doll.provisioner.reconcile import FleetAction, FleetStatus, Launch, Terminate, Wait, reconcile
+from doll.provisioner.reconcile import FleetAction, FleetStatus, Launch, Readiness, Terminate, Wait, reconcile
 
 T0 = 1_700_000_000.0
 
@@ -21,11 +21,16 @@ def machine(incarnation: int = 1, market: Market = "spot", slot: int = 0, **more
     return Instance(id=f"i{slot}.{incarnation}", slot=slot, incarnation=incarnation, market=market, **given)
 
 
-def status(wanted: Sequence[Market | None], instances: Sequence[Instance], ready: str = "", **more: Any) -> FleetStatus:
+def status(
+    wanted: Sequence[Market | None], instances: Sequence[Instance], ready: str = "",
+    *, silent_s: dict[str, float] | None = None, not_ready_s: dict[str, float] | None = None,
+    incarnation_held: dict[int, int] | None = None, **more: Any,
+) -> FleetStatus:  # fmt: skip
     """`ready`: ids with blanks between them."""
+    ready_s = dict.fromkeys(ready.split(), T0 - 50)
     return FleetStatus(
         wanted=wanted, reasons=[f"reason {slot}" for slot in range(len(wanted))], instances=instances,
-        ready_s=dict.fromkeys(ready.split(), T0 - 50), **more,
+        readiness=Readiness(ready_s, silent_s or {}, not_ready_s or {}, incarnation_held or {}), **more,
     )  # fmt: skip
 
 
@@ -42,7 +47,7 @@ def decide(
         for instance in given.instances:
             if instance.slot < len(given.wanted):
                 launch_state.seen(instance.slot, instance.incarnation)
-    return reconcile(given, launch_state, limits, now_s)
+    return reconcile(given, launch_state, now_s)
 
 
 def ends(actions: Sequence[FleetAction]) -> list[str]:
@@ -261,8 +266,8 @@ def test_no_capacity_avoids_the_pools_and_tries_again_with_a_new_attempt() -> No
     wanted = status(["spot", "spot"], [machine(slot=1)])
     assert orders(decide(wanted, launch_state, now_s=T0 + 29)) == []
     assert orders(decide(wanted, launch_state, now_s=T0 + 30)) == [(0, 1, "spot")]
-    assert launch_state.lacks_capacity(0)
-    assert not launch_state.lacks_capacity(1)
+    assert launch_state.slots[0].no_capacity
+    assert not launch_state.slots[1].no_capacity
 
 
 def test_a_spot_quota_stops_spot_for_a_while_and_on_demand_not_at_all() -> None:

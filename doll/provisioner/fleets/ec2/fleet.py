@@ -23,7 +23,7 @@ from doll.provisioner.fleets.ec2.launch import Ec2Launcher
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.fleets.ec2.offers import Offers, Override
 from doll.provisioner.fleets.ec2.tags import CLUSTER_TAG, WORKER_TAG, filters_of, instances_of
-from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 
 log = telemetry.get_logger(__name__)
@@ -347,6 +347,3 @@ def ec2_settings(config: JobConfig) -> Ec2FleetConfig:
     if not isinstance(config.fleet, Ec2FleetConfig):
         raise ConfigError(f"fleet.kind: expected ec2, got {config.fleet.kind}")
     return config.fleet
-
-
-_fleet: type[Fleet] = Ec2Fleet

@@ -262,7 +262,7 @@ def test_a_process_stands_for_all_machines_of_its_worker(make: Callable[..., Box
     """The process is billed as k machines, also after a crash of the controller, and its end is the end of all k."""
     box = make((True, 30.0), (False, 30.0))
     gang, one = box.launch(machines=3), box.launch(slot=1, market="on_demand")
-    assert (gang.machines, gang.is_whole, one.machines) == (3, True, 1)
+    assert (gang.machines, one.machines) == (3, 1)
     box.works(gang.id)
     box.works(one.id)
     box.fleet = box.again()
