@@ -13,22 +13,14 @@ class BadRecordsConfig(Section):
     """When refused records end a job, with exit code 2 and the reasons. All refused records are dead-lettered; the ones
     that end a job are in a checkpoint, so that `doll resume` goes on behind them."""
 
-    share: float | None = Field(
-        default=0.99,
-        gt=0,
-        le=1,
-        description="the job ends if at least this share of its last records, of all workers, is refused; null: never",
-    )
-    last_records: PositiveInt = Field(
-        default=100_000,
-        description="over how many of the last records the share is taken. It is large so that a job that has learned "
-        "for long survives a burst of bad records: it ends only after nearly as many bad records in a row",
-    )
-    first_records: PositiveInt = Field(
-        default=1_000,
-        description="the share is taken once there are so many records, before last_records are reached: a job whose "
-        "first records are all refused ends after these",
-    )
+    share: float | None = Field(default=0.99, gt=0, le=1)
+    """the job ends if at least this share of its last records, of all workers, is refused; null: never"""
+    last_records: PositiveInt = 100_000
+    """over how many of the last records the share is taken. It is large so that a job that has learned for long
+    survives a burst of bad records: it ends only after nearly as many bad records in a row"""
+    first_records: PositiveInt = 1_000
+    """the share is taken once there are so many records, before last_records are reached: a job whose first records are
+    all refused ends after these"""
 
     @model_validator(mode="after")
     def _first_are_fewer(self) -> Self:
@@ -42,30 +34,21 @@ class BadRecordsConfig(Section):
 class DataConfig(Section):
     """The stream."""
 
-    workers: PositiveInt = Field(
-        le=10_000,
-        default=4,
-        description="N: number of streams; each is a partition of the samples topic and has one worker slot",
-    )
-    batch_size: PositiveInt = Field(le=10_000_000, default=64, description="b: samples per batch")
-    samples_per_record: PositiveInt = Field(
-        default=1, description="m: samples packed in one Kafka record; divides batch_size"
-    )
-    start: Literal["earliest", "latest"] = Field(
-        default="earliest", description="where a new job begins to read the stream"
-    )
-    max_record_bytes: PositiveInt = Field(
-        le=1_000_000_000, default=1_048_576, description="maximum size of a record; a longer one is dead-lettered"
-    )
-    retention_hours: PositiveFloat = Field(
-        default=24.0, description="retention time of the samples topic, if DOLL creates it"
-    )
-    on_data_loss: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="what a worker does if records are deleted from the samples topic before they are learned: stop "
-        "with "
-        "exit code 4, or skip them (the audit counts and lists them)",
-    )
+    workers: PositiveInt = Field(default=4, le=10_000)
+    """N: number of streams; each is a partition of the samples topic and has one worker slot"""
+    batch_size: PositiveInt = Field(default=64, le=10_000_000)
+    """b: samples per batch"""
+    samples_per_record: PositiveInt = 1
+    """m: samples packed in one Kafka record; divides batch_size"""
+    start: Literal["earliest", "latest"] = "earliest"
+    """where a new job begins to read the stream"""
+    max_record_bytes: PositiveInt = Field(default=1_048_576, le=1_000_000_000)
+    """maximum size of a record; a longer one is dead-lettered"""
+    retention_hours: PositiveFloat = 24.0
+    """retention time of the samples topic, if DOLL creates it"""
+    on_data_loss: Literal["stop", "skip"] = "stop"
+    """what a worker does if records are deleted from the samples topic before they are learned: stop with exit code 4,
+    or skip them (the audit counts and lists them)"""
 
     on_bad_records: BadRecordsConfig = BadRecordsConfig()
 

@@ -13,102 +13,76 @@ from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model
 from doll.config.section import Section
 from doll.config.variants import Variants
 
-fleets = Variants("kind", default="processes")
-
 
 class FleetSection(Section):
     """What all fleets have in common."""
 
     kind: str
-    cluster: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = Field(
-        default=None,
-        description="identifies the machines of this job; no others are changed. Jobs that run one after the other may "
-        "share it; default: the job's name",
-    )
+    cluster: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = None
+    """identifies the machines of this job; no others are changed. Jobs that run one after the other may share it;
+    default: the job's name"""
 
 
-@fleets.add
 class ProcessesFleetConfig(FleetSection):
     """Worker processes on this machine as instances of a replayed spot market."""
 
     kind: Literal["processes"] = "processes"
-    trace: Path | None = Field(
-        default=None,
-        description="folder of recorded prices and availability (docs/traces.md); default: random available and "
-        "unavailable periods by `plan.alpha` and `plan.cycle_s`, at the prices of `plan`",
-    )
-    pool: str | None = Field(default=None, description="pool of the trace; default: its first")
-    speed_up: PositiveFloat = Field(
-        ge=1e-6, le=1e6, default=1.0, description="seconds of market time, which is billed, per second of real time"
-    )
-    notice_s: float = Field(
-        default=2.0,
-        ge=0,
-        description="real seconds from an interruption notice to SIGKILL, whatever `speed_up` is",
-    )
-    no_notice_share: float = Field(
-        default=0.0, ge=0, le=1, description="share of the preemptions that come without a notice, as on EC2"
-    )
-    boot_s: float = Field(
-        default=0.0, ge=0, description="real seconds from a launch until the worker starts to join the job"
-    )
+    trace: Path | None = None
+    """folder of recorded prices and availability (docs/traces.md); default: random available and unavailable periods by
+    `plan.alpha` and `plan.cycle_s`, at the prices of `plan`"""
+    pool: str | None = None
+    """pool of the trace; default: its first"""
+    speed_up: PositiveFloat = Field(default=1.0, ge=1e-6, le=1e6)
+    """seconds of market time, which is billed, per second of real time"""
+    notice_s: float = Field(default=2.0, ge=0)
+    """real seconds from an interruption notice to SIGKILL, whatever `speed_up` is"""
+    no_notice_share: float = Field(default=0.0, ge=0, le=1)
+    """share of the preemptions that come without a notice, as on EC2"""
+    boot_s: float = Field(default=0.0, ge=0)
+    """real seconds from a launch until the worker starts to join the job"""
 
 
-@fleets.add
 class ComposeFleetConfig(FleetSection):
     """Containers of a docker compose project as instances."""
 
     kind: Literal["compose"]
-    project: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")] = Field(
-        default="doll", description="name of the compose project, whose network and worker image are used"
-    )
-    service: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")] = Field(
-        default="worker",
-        description="service of the project that defines the image, command and environment of a worker",
-    )
-    file: Path = Field(default=Path("docker-compose.yml"), description="the compose file")
-    docker: str = Field(default="docker", description="the docker program")
-    timeout_s: PositiveFloat = Field(default=60.0, description="timeout of a docker command")
+    project: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")] = "doll"
+    """name of the compose project, whose network and worker image are used"""
+    service: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")] = "worker"
+    """service of the project that defines the image, command and environment of a worker"""
+    file: Path = Path("docker-compose.yml")
+    """the compose file"""
+    docker: str = "docker"
+    """the docker program"""
+    timeout_s: PositiveFloat = 60.0
+    """timeout of a docker command"""
 
 
-@fleets.add
 class Ec2FleetConfig(FleetSection):
     """EC2 instances, one per worker slot (docs/aws.md), with the default credentials of boto3."""
 
     kind: Literal["ec2"]
-    region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")] | None = Field(
-        default=None, description="e.g. us-east-1; default: the default region of boto3"
-    )
-    launch_template: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9().\-/_]{3,128}$")] = Field(
-        description="id (lt-...) or name of the workers' launch template, without market and instance type"
-    )
-    launch_template_version: PositiveInt = Field(
-        description="version number of the launch template, so that edits of the template do not change running jobs"
-    )
-    subnets: Annotated[
-        list[Annotated[str, StringConstraints(pattern=r"^subnet-[0-9a-f]{8,17}$")]], Field(min_length=1)
-    ] = Field(
-        description="in order of preference; begin with the zone of the parameter server: traffic between zones costs"
-        " 0.02 $/GB"
-    )
+    region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")] | None = None
+    """e.g. us-east-1; default: the default region of boto3"""
+    launch_template: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9().\-/_]{3,128}$")]
+    """id (lt-...) or name of the workers' launch template, without market and instance type"""
+    launch_template_version: PositiveInt
+    """version number of the launch template, so that edits of the template do not change running jobs"""
+    subnets: Annotated[list[Annotated[str, StringConstraints(pattern=r"^subnet-[0-9a-f]{8,17}$")]], Field(min_length=1)]
+    """in order of preference; begin with the zone of the parameter server: traffic between zones costs 0.02 $/GB"""
     instance_types: Annotated[
         list[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*\.[a-z0-9-]+$")]], Field(min_length=1)
-    ] = Field(description="instance types of similar size; 6 or more improve the availability of spot")
-    queue_url: Annotated[str, StringConstraints(pattern=r"^https?://\S+$")] | None = Field(
-        default=None, description="SQS queue of the interruption notices; default: no early notice"
-    )
-    api_calls_per_s: float = Field(
-        default=2.0, gt=0, le=20, description="maximum number of launches and terminations per second"
-    )
-    price_cache: Path | None = Field(
-        default=None, description="cache file for on-demand prices; default: `prices.json` in the run folder"
-    )
-    placement_scores: bool = Field(
-        default=False,
-        description="get EC2's spot placement score of each zone (1 to 10) for all workers, at the start and hourly: "
-        "it is "
-        "logged and shown by `doll provision status`, and has no influence on decisions",
-    )
+    ]
+    """instance types of similar size; 6 or more improve the availability of spot"""
+    queue_url: Annotated[str, StringConstraints(pattern=r"^https?://\S+$")] | None = None
+    """SQS queue of the interruption notices; default: no early notice"""
+    api_calls_per_s: float = Field(default=2.0, gt=0, le=20)
+    """maximum number of launches and terminations per second"""
+    price_cache: Path | None = None
+    """cache file for on-demand prices; default: `prices.json` in the run folder"""
+    placement_scores: bool = False
+    """get EC2's spot placement score of each zone (1 to 10) for all workers, at the start and hourly: it is logged and
+    shown by `doll provision status`, and has no influence on decisions"""
 
     @model_validator(mode="after")
     def _scored(self) -> Self:
@@ -126,5 +100,7 @@ class Ec2FleetConfig(FleetSection):
                 raise ValueError(f"{name}: expected each once, got {', '.join(twice)} twice")
         return self
 
+
+fleets = Variants("kind", ProcessesFleetConfig, ComposeFleetConfig, Ec2FleetConfig, default="processes")
 
 FleetConfig = Annotated[FleetSection, fleets]

@@ -15,14 +15,16 @@ from doll.config.provision import PlanConfig, ProvisionConfig
 from doll.config.roles import (
     BlobConfig,
     CheckpointConfig,
+    ControlConfig,
     EvaluationConfig,
     HealthConfig,
+    KafkaConfig,
     LogConfig,
     PsConfig,
+    RedisConfig,
     WorkerConfig,
 )
 from doll.config.section import Section
-from doll.config.services import ControlConfig, KafkaConfig, RedisConfig
 from doll.config.source import ArrivalsConfig, SourceConfig, StdinSource
 from doll.config.training import StopConfig, TaskConfig, TrainingConfig
 
@@ -35,13 +37,14 @@ JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 class JobConfig(Section):
     """The whole job file."""
 
-    job: str = Field(description="name of the job: part of topic names, keys and folders")
-    seed: int = Field(le=2**63 - 1, default=0, ge=0, description="of the initial weights and the generated streams")
+    job: str
+    """name of the job: part of topic names, keys and folders"""
+    seed: int = Field(default=0, le=2**63 - 1, ge=0)
+    """of the initial weights and the generated streams"""
     task: TaskConfig
     data: DataConfig = Field(default_factory=DataConfig)
-    source: SourceConfig | None = Field(
-        default=None, description="the source that `doll up` and `doll produce` send; default: an external producer"
-    )
+    source: SourceConfig | None = None
+    """the source that `doll up` and `doll produce` send; default: an external producer"""
     arrivals: ArrivalsConfig = Field(default_factory=ArrivalsConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     stop: StopConfig = Field(default_factory=StopConfig)
@@ -57,12 +60,10 @@ class JobConfig(Section):
     redis: RedisConfig = Field(default_factory=RedisConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
     provision: ProvisionConfig = Field(default_factory=ProvisionConfig)
-    fleet: FleetConfig = Field(
-        default_factory=ProcessesFleetConfig, description="the machines that `doll provision` launches for workers"
-    )
-    base_folder: Path = Field(
-        default=Path("."), exclude=True, description="folder of the job file; relative paths start there"
-    )
+    fleet: FleetConfig = Field(default_factory=ProcessesFleetConfig)
+    """the machines that `doll provision` launches for workers"""
+    base_folder: Path = Field(default=Path("."), exclude=True)
+    """folder of the job file; relative paths start there"""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -17,20 +17,13 @@ class StageDeviceConfig(Section):
     """What one stage runs on: `cpu`, `cuda:0`, or a mapping with `device`."""
 
     device: Annotated[str, StringConstraints(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
-    speed: PositiveFloat = Field(
-        ge=1e-6, le=1e6, default=1.0, description="times that of the device that was profiled; for `profile`"
-    )
-    memory_bytes: PositiveFloat | None = Field(
-        default=None,
-        description="what a stage may take: with `profile` no stage gets more layers than fit, without it nothing "
-        "is checked; default: any",
-    )
-    slowdown: float = Field(
-        default=1.0,
-        ge=1,
-        le=MAX_SLOWDOWN,
-        description="each task of this stage takes so many times as long: on one machine it stands for a weaker device",
-    )
+    speed: PositiveFloat = Field(default=1.0, ge=1e-6, le=1e6)
+    """times that of the device that was profiled; for `profile`"""
+    memory_bytes: PositiveFloat | None = None
+    """what a stage may take: with `profile` no stage gets more layers than fit, without it nothing is checked; default:
+    any"""
+    slowdown: float = Field(default=1.0, ge=1, le=MAX_SLOWDOWN)
+    """each task of this stage takes so many times as long: on one machine it stands for a weaker device"""
 
 
 def _device(value: Any) -> Any:
@@ -49,26 +42,20 @@ StageDevice = Annotated[StageDeviceConfig, BeforeValidator(_device)]
 class PipelineConfig(Section):
     """Each worker is a pipeline of stages, a virtual worker: a process for each stage, with a part of the layers."""
 
-    stages: PositiveInt = Field(le=MAX_STAGES, description="k: number of stages of each worker")
+    stages: PositiveInt = Field(le=MAX_STAGES)
+    """k: number of stages of each worker"""
     devices: Annotated[list[list[StageDevice]], BeforeValidator(_one_list_or_one_for_each_worker)] = Field(
-        default_factory=list,
-        description="what the stages run on, first stage first; a list of such lists gives each worker its own; "
-        "default: all on the CPU",
+        default_factory=list
     )
-    profile: Path | None = Field(
-        default=None,
-        description="file of `doll profile`, from which the layers of each stage are chosen; default: the stages get "
-        "about as many parameters each",
-    )
-    layers: list[list[str]] | None = Field(
-        default=None, description="names of the layers of each stage, instead of a choice; `doll profile` lists them"
-    )
-    stage_timeout_s: PositiveFloat = Field(
-        ge=2,
-        le=3600,
-        default=8.0,
-        description="a stage that is silent for this long is considered gone, and its worker with it",
-    )
+    """what the stages run on, first stage first; a list of such lists gives each worker its own; default: all on the
+    CPU"""
+    profile: Path | None = None
+    """file of `doll profile`, from which the layers of each stage are chosen; default: the stages get about as many
+    parameters each"""
+    layers: list[list[str]] | None = None
+    """names of the layers of each stage, instead of a choice; `doll profile` lists them"""
+    stage_timeout_s: PositiveFloat = Field(default=8.0, ge=2, le=3600)
+    """a stage that is silent for this long is considered gone, and its worker with it"""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -2,21 +2,81 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
+from importlib.metadata import EntryPoint
 from typing import Any, ClassVar, Final
 
-from doll.config.plugins import Registry
 from doll.config.section import Section
 from doll.config.variants import Variants
 from doll.errors import ConfigError
 
-# Every entry is a `doll.ps.policies.PolicySpec`.
-POLICIES: Final = Registry(
-    "doll.policies",
-    {name: f"doll.ps.policies.{name}:SPEC" for name in ("doll", "bsp", "asp", "ssp", "essp", "vap", "isp", "wsp")},
-)
+GROUP: Final = "doll.policies"
+
+
+class _Registry:
+    """All policies by name: DOLL's own, and those of other distributions; nothing of one is imported until it is named.
+
+    A distribution registers a policy in its metadata:
+
+        [project.entry-points."doll.policies"]
+        theirs = "their_package.policy:SPEC"
+
+    Attributes:
+        built_in: the names of DOLL's own.
+    """
+
+    built_in: Final = ("doll", "bsp", "asp", "ssp", "essp", "vap", "isp", "wsp")
+
+    @cached_property
+    def _entry_points(self) -> dict[str, list[EntryPoint]]:
+        points = {name: [EntryPoint(name, f"doll.ps.policies.{name}:SPEC", GROUP)] for name in self.built_in}
+        for point in importlib.metadata.entry_points(group=GROUP):
+            points.setdefault(point.name, []).append(point)
+        return points
+
+    def names(self) -> tuple[str, ...]:
+        """Every registered name: DOLL's own first, then the others in alphabetical order."""
+        return (*self.built_in, *sorted(self._entry_points.keys() - set(self.built_in)))
+
+    def load(self, name: str) -> Any:
+        """The `doll.ps.policies.PolicySpec` that is registered under `name`, not checked.
+
+        Raises:
+            KeyError: the name is not registered.
+            ConfigError: two distributions register it, or its module cannot be imported.
+        """
+        points = self._entry_points[name]
+        if len(points) > 1:
+            owners = " and ".join(sorted(map(_distribution, points)))
+            raise ConfigError(
+                f"{GROUP}: {name!r} is registered by {owners}: expected one; uninstall or rename the other"
+            )
+        try:
+            return points[0].load()
+        except Exception as exc:  # other people's code: whatever it raises at import
+            raise ConfigError(
+                f"cannot load {self.origin(name)}: {type(exc).__name__}: {exc}; update or uninstall this distribution"
+            ) from exc
+
+    def origin(self, name: str) -> str:
+        """Where the policy comes from, for messages: the distribution, and the entry point's value."""
+        point = self._entry_points[name][0]
+        return f"{GROUP} entry point {name} = {point.value} of {_distribution(point)}"
+
+    def refresh(self) -> None:
+        """Forget what was discovered: distributions were installed or removed since."""
+        vars(self).pop("_entry_points", None)
+
+
+def _distribution(point: EntryPoint) -> str:
+    return "doll" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+POLICIES: Final = _Registry()
 
 
 class PolicyConfig(Section, ABC):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import sys
 import types
 import typing
@@ -14,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from doll.config.job import JobConfig
-from doll.config.units import BY_SUFFIX, OTHER, WHOLE
+from doll.config.section import BY_SUFFIX, OTHER, WHOLE, Section
 from doll.config.variants import sections_of
 
 _HEAD = """\
@@ -72,11 +75,28 @@ def _variant(model: type[BaseModel]) -> str:
 
 def _table(model: type[BaseModel], skip: tuple[str, ...] = ()) -> str:
     rows = ["| key | type | default | meaning |\n", "|---|---|---|---|\n"]
+    meanings = _meanings(model)
     for name, field in model.model_fields.items():
         if name not in skip:
-            cells = (f"`{field.alias or name}`", _type(field), _default(field), field.description or "")
+            meaning = meanings.get(name, field.description or "")
+            cells = (f"`{field.alias or name}`", _type(field), _default(field), meaning)
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(rows)
+
+
+def _meanings(model: type[BaseModel]) -> dict[str, str]:
+    """The strings under the keys of a section's class.
+
+    pydantic's `use_attribute_docstrings` would read them at the start of every process, which takes 0.13 s.
+    """
+    meanings = {}
+    for cls in (cls for cls in reversed(model.__mro__) if issubclass(cls, Section)):
+        (tree,) = ast.parse(inspect.getsource(cls)).body
+        for key, text in itertools.pairwise(tree.body if isinstance(tree, ast.ClassDef) else ()):
+            match key, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
+                    meanings[name] = " ".join(meaning.split())
+    return meanings
 
 
 def _type(field: FieldInfo) -> str:

@@ -1,12 +1,15 @@
-"""The processes of a job: parameter server, workers, evaluator, their checkpoints, probes and blobs."""
+"""The processes of a job, and what they use: checkpoints, probes, blobs, Kafka and Redis.
+
+Credentials come from the environment only.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, field_validator, model_validator
 
 from doll.config.pipeline import PipelineConfig
 from doll.config.section import Section
@@ -23,30 +26,19 @@ _URL_LIKE: Final = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*:/|({'|'.join(CHECKPOINT
 class CheckpointConfig(Section):
     """The durable model. The offset of a batch is committed to Kafka only after a checkpoint contains the batch."""
 
-    folder: Annotated[str, StringConstraints(pattern="^[a-z0-9]+://")] | Path | None = Field(
-        default=None,
-        description="a folder, or s3://bucket/prefix (with the default credentials of boto3); default: `checkpoints/`"
-        " in "
-        "the run folder",
-    )
-    every_updates: PositiveInt = Field(default=20, description="a checkpoint is due after this many updates")
-    every_s: PositiveFloat = Field(default=2.0, description="or after this time, if there are updates")
-    keep: int = Field(
-        le=10_000,
-        default=3,
-        ge=2,
-        description="number of newest checkpoints that are kept; at least 2, in case the newest one is damaged",
-    )
-    retry_timeout_s: PositiveFloat = Field(
-        default=60.0,
-        description="a checkpoint that cannot be saved is retried for this long; then the parameter server exits, to "
-        "be "
-        "restarted",
-    )
-    event_log: bool = Field(
-        default=False,
-        description="write every event and gradient to the run folder, for a bit-exact replay of the run (large)",
-    )
+    folder: Annotated[str, StringConstraints(pattern="^[a-z0-9]+://")] | Path | None = None
+    """a folder, or s3://bucket/prefix (with the default credentials of boto3); default: `checkpoints/` in the run
+    folder"""
+    every_updates: PositiveInt = 20
+    """a checkpoint is due after this many updates"""
+    every_s: PositiveFloat = 2.0
+    """or after this time, if there are updates"""
+    keep: int = Field(default=3, le=10_000, ge=2)
+    """number of newest checkpoints that are kept; at least 2, in case the newest one is damaged"""
+    retry_timeout_s: PositiveFloat = 60.0
+    """a checkpoint that cannot be saved is retried for this long; then the parameter server exits, to be restarted"""
+    event_log: bool = False
+    """write every event and gradient to the run folder, for a bit-exact replay of the run (large)"""
 
     @field_validator("folder", mode="before")
     @classmethod
@@ -62,72 +54,48 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """Held-out evaluation."""
 
-    every_s: PositiveFloat = Field(default=1.0, description="minimum time between two held-out evaluations")
-    max_samples: PositiveInt = Field(le=100_000_000, default=2000, description="maximum size of the held-out set")
-    enabled: bool = Field(default=True, description="false: `doll up` starts no evaluator")
+    every_s: PositiveFloat = 1.0
+    """minimum time between two held-out evaluations"""
+    max_samples: PositiveInt = Field(default=2000, le=100_000_000)
+    """maximum size of the held-out set"""
+    enabled: bool = True
+    """false: `doll up` starts no evaluator"""
 
 
 class WorkerConfig(Section):
     """The workers."""
 
-    max_pending_batches: PositiveInt = Field(
-        le=10_000_000,
-        default=32,
-        description="maximum number of batches of a worker that are not durable yet; at this number it stops reading",
-    )
-    lease_s: PositiveFloat = Field(
-        default=8.0, ge=2, description="a worker that is silent for this long is considered gone"
-    )
-    grant_timeout_s: PositiveFloat = Field(
-        ge=0.1,
-        default=30.0,
-        description="a granted batch that has no gradient after this time is replaced; the time limit is at least 5 "
-        "times what a batch takes in the mean, and twice what it takes this worker; that of a wave is so long for each "
-        "of its batches; where several batches were granted as a set, at most 2 s later. A gradient that comes later "
-        "still counts if nobody else has its batch",
-    )
-    stall_timeout_s: PositiveFloat = Field(
-        ge=1,
-        default=60.0,
-        description="a worker that receives no records for this long, although there are some, exits to be restarted",
-    )
-    drain_s: PositiveFloat = Field(
-        default=8.0,
-        description="time to finish or return a batch after SIGTERM; keep it below the notice time of the machines "
-        "(AWS "
-        "120 s, GCP 30 s)",
-    )
-    notice_s: PositiveFloat = Field(
-        default=25.0,
-        description="maximum time to finish or return a batch after a spot interruption notice (AWS: 120 s, GCP: 30 s)",
-    )
-    spot_notices: Literal["none", "imds"] | None = Field(
-        default=None,
-        description="imds: poll the EC2 instance metadata service every 5 s for an interruption notice, and leave "
-        "before "
-        "the interruption; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none",
-    )
+    max_pending_batches: PositiveInt = Field(default=32, le=10_000_000)
+    """maximum number of batches of a worker that are not durable yet; at this number it stops reading"""
+    lease_s: PositiveFloat = Field(default=8.0, ge=2)
+    """a worker that is silent for this long is considered gone"""
+    grant_timeout_s: PositiveFloat = Field(default=30.0, ge=0.1)
+    """a granted batch that has no gradient after this time is replaced; the time limit is at least 5 times what a batch
+    takes in the mean, and twice what it takes this worker; that of a wave is so long for each of its batches; where
+    several batches were granted as a set, at most 2 s later. A gradient that comes later still counts if nobody else
+    has its batch"""
+    stall_timeout_s: PositiveFloat = Field(default=60.0, ge=1)
+    """a worker that receives no records for this long, although there are some, exits to be restarted"""
+    drain_s: PositiveFloat = 8.0
+    """time to finish or return a batch after SIGTERM; keep it below the notice time of the machines (AWS 120 s, GCP 30
+    s)"""
+    notice_s: PositiveFloat = 25.0
+    """maximum time to finish or return a batch after a spot interruption notice (AWS: 120 s, GCP: 30 s)"""
+    spot_notices: Literal["none", "imds"] | None = None
+    """imds: poll the EC2 instance metadata service every 5 s for an interruption notice, and leave before the
+    interruption; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none"""
     torch_threads: PositiveInt = Field(default=1, le=1024)
-    fetch_max_wait_ms: PositiveInt = Field(
-        le=300_000,
-        default=200,
-        description="maximum time that samples of a slow stream wait at the broker, so that a request fetches several",
-    )
-    stream_buffer_records: PositiveInt | None = Field(
-        le=10_000_000,
-        default=None,
-        description="records that may wait to be decoded; default: 4096, or fewer if records hold several samples",
-    )
+    fetch_max_wait_ms: PositiveInt = Field(default=200, le=300_000)
+    """maximum time that samples of a slow stream wait at the broker, so that a request fetches several"""
+    stream_buffer_records: PositiveInt | None = Field(default=None, le=10_000_000)
+    """records that may wait to be decoded; default: 4096, or fewer if records hold several samples"""
 
-    row_cache_bytes: PositiveInt = Field(
-        default=64_000_000,
-        description="memory for rows of tables (embeddings with sparse=True) that a worker keeps, all tables together; "
-        "where workers step themselves, it also holds the optimizer's state of as many rows: those whose last gradient "
-        "is the longest ago lose it, and begin again as rows that the worker has never seen",
-    )
-    pipeline: PipelineConfig | None = Field(
-        default=None, description="workers that are pipelines of stages; default: each computes whole gradients"
-    )
+    row_cache_bytes: PositiveInt = 64_000_000
+    """memory for rows of tables (embeddings with sparse=True) that a worker keeps, all tables together; where workers
+    step themselves, it also holds the optimizer's state of as many rows: those whose last gradient is the longest ago
+    lose it, and begin again as rows that the worker has never seen"""
+    pipeline: PipelineConfig | None = None
+    """workers that are pipelines of stages; default: each computes whole gradients"""
 
     @property
     def set_limit_s(self) -> float:
@@ -141,12 +109,9 @@ class WorkerConfig(Section):
 class PsConfig(Section):
     """The parameter server."""
 
-    lease_s: PositiveFloat = Field(
-        default=5.0,
-        ge=2,
-        description="a standby takes over from a parameter server that is silent for this long; a server that was "
-        "disconnected for longer checks that it has no successor before it continues",
-    )
+    lease_s: PositiveFloat = Field(default=5.0, ge=2)
+    """a standby takes over from a parameter server that is silent for this long; a server that was disconnected for
+    longer checks that it has no successor before it continues"""
 
 
 class LogConfig(Section):
@@ -155,45 +120,70 @@ class LogConfig(Section):
     Warnings of libraries have the same form. Times are in UTC.
     """
 
-    format: Literal["console", "json"] = Field(
-        default="console",
-        description="`console`: a line for people, with colours on a terminal only (not if $NO_COLOR is set); `json`: "
-        "an object in each line, for programs that collect logs",
-    )
+    format: Literal["console", "json"] = "console"
+    """`console`: a line for people, with colours on a terminal only (not if $NO_COLOR is set); `json`: an object in
+    each line, for programs that collect logs"""
 
 
 class HealthConfig(Section):
     """Health probes: `/healthz` and `/readyz` of each process on 127.0.0.1."""
 
-    base_port: int | None = Field(
-        default=None,
-        ge=1024,
-        le=60_000,
-        description="port of the parameter server; evaluator: + 1, producer: + 2, standby: + 3, provisioner: + 5, "
-        "worker n: + 10 + n; default: $DOLL_HEALTH_PORT of each process, else no probes (`doll up` picks "
-        "free ports, see "
-        "health.json)",
-    )
-    liveness_timeout_s: PositiveFloat = Field(
-        ge=0.5,
-        default=60.0,
-        description="a process whose main loop makes no progress for this long exits, to be restarted",
-    )
+    base_port: int | None = Field(default=None, ge=1024, le=60_000)
+    """port of the parameter server; evaluator: + 1, producer: + 2, standby: + 3, provisioner: + 5, worker n: + 10 + n;
+    default: $DOLL_HEALTH_PORT of each process, else no probes (`doll up` picks free ports, see health.json)"""
+    liveness_timeout_s: PositiveFloat = Field(default=60.0, ge=0.5)
+    """a process whose main loop makes no progress for this long exits, to be restarted"""
 
 
 class BlobConfig(Section):
     """The transport of weights and gradients between processes."""
 
-    kind: Literal["auto", "redis", "shm"] = Field(
-        default="auto",
-        description="auto: shared memory if `doll up` starts all processes and Redis on this machine, else Redis; shm: "
-        "shared memory also with a given Redis (all workers on this machine)",
-    )
-    ttl_s: PositiveFloat = Field(ge=1, default=600.0, description="time to live of weights and gradients")
-    keep_versions: int = Field(
-        le=100_000,
-        default=4,
-        ge=2,
-        description="number of newest versions of the weights that are kept; an older one is kept while a grant that "
-        "names it is not answered, at most one for each worker",
-    )
+    kind: Literal["auto", "redis", "shm"] = "auto"
+    """auto: shared memory if `doll up` starts all processes and Redis on this machine, else Redis; shm: shared memory
+    also with a given Redis (all workers on this machine)"""
+    ttl_s: PositiveFloat = Field(default=600.0, ge=1)
+    """time to live of weights and gradients"""
+    keep_versions: int = Field(default=4, le=100_000, ge=2)
+    """number of newest versions of the weights that are kept; an older one is kept while a grant that names it is not
+    answered, at most one for each worker"""
+
+
+class KafkaConfig(Section):
+    """The connection to Kafka."""
+
+    address: str | None = None
+    """host:port[,host:port]; default: $DOLL_KAFKA, else a local broker is started"""
+    replication_factor: PositiveInt = Field(default=1, le=32_767)
+    """of the topics that DOLL creates"""
+    security: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
+    producer_user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=,@/ -]+$")] | None = None
+    """Kafka user that may only write to `samples`; its ACLs are set when the topics are created or checked"""
+
+    @model_validator(mode="after")
+    def _no_secret(self) -> Self:
+        if self.address and "@" in self.address:
+            raise ValueError("no credentials in the job file: set DOLL_KAFKA_USERNAME and DOLL_KAFKA_PASSWORD instead")
+        return self
+
+
+class RedisConfig(Section):
+    """The connection to Redis."""
+
+    address: str | None = None
+    """redis://host:port/db; default: $DOLL_REDIS, else a local server is started"""
+
+    @model_validator(mode="after")
+    def _no_secret(self) -> Self:
+        if self.address and ("@" in self.address or "?" in self.address):
+            raise ValueError(
+                "no credentials in the job file: set DOLL_REDIS_PASSWORD (and DOLL_REDIS_USERNAME) instead"
+            )
+        return self
+
+
+class ControlConfig(Section):
+    """The channel of grants and pushes between parameter server and workers. Everything else goes through Kafka."""
+
+    kind: Literal["auto", "kafka", "redis", "local"] = "auto"
+    """auto: the fastest that connects, a socket on the parameter server's machine, else Redis, else Kafka; local: the
+    socket, else Kafka; redis: streams in Redis, else Kafka; kafka: always Kafka"""

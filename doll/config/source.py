@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -10,25 +9,20 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.section import Section
-from doll.config.variants import S, Variants
+from doll.config.variants import Variants
 
 
 class ArrivalsConfig(Section):
     """When samples arrive on each stream."""
 
     process: Literal["poisson", "deterministic", "asap", "trace"] = "poisson"
-    rate_per_s: PositiveFloat | list[PositiveFloat] = Field(
-        default=125.0, description="samples per second and stream; or a list with the rate of each stream"
-    )
-    trace: Path | None = Field(
-        default=None, description="text file with one gap in seconds per line; repeated from its beginning when it ends"
-    )
-    while_down: Literal["queue", "pause"] = Field(
-        default="queue",
-        description="what `doll produce` does while the worker of a stream is down: queue sends on, pause sends "
-        "nothing "
-        "until it is live again (the model of the DOLL paper; its formulas for cost and runtime assume it)",
-    )
+    rate_per_s: PositiveFloat | list[PositiveFloat] = 125.0
+    """samples per second and stream; or a list with the rate of each stream"""
+    trace: Path | None = None
+    """text file with one gap in seconds per line; repeated from its beginning when it ends"""
+    while_down: Literal["queue", "pause"] = "queue"
+    """what `doll produce` does while the worker of a stream is down: queue sends on, pause sends nothing until it is
+    live again (the model of the DOLL paper; its formulas for cost and runtime assume it)"""
 
     @model_validator(mode="after")
     def _pausable(self) -> Self:
@@ -47,9 +41,8 @@ class SourceSection(Section, ABC):
     """What all sources have in common."""
 
     kind: str
-    limit_samples: PositiveInt | None = Field(
-        default=None, description="end the stream after this many samples; default: no end"
-    )
+    limit_samples: PositiveInt | None = None
+    """end the stream after this many samples; default: no end"""
 
     @abstractmethod
     def position_identity(self) -> list[Any] | None:
@@ -75,8 +68,10 @@ class IdxSource(SourceSection):
     kind: Literal["idx"]
     images: Path
     labels: Path
-    augment: bool = Field(default=True, description="transform each image at random")
-    skip: int = Field(default=0, ge=0, description="number of images to skip at the beginning, for a held-out set")
+    augment: bool = True
+    """transform each image at random"""
+    skip: int = Field(default=0, ge=0)
+    """number of images to skip at the beginning, for a held-out set"""
 
     def position_identity(self) -> list[Any] | None:
         return None if self.augment else ["idx", str(self.images), str(self.labels), self.skip]
@@ -87,8 +82,10 @@ class CsvSource(SourceSection):
 
     kind: Literal["csv"]
     path: Path
-    header: bool = Field(default=False, description="the first line is a header and not a sample")
-    repeat: bool = Field(default=False, description="start again at the end of the file")
+    header: bool = False
+    """the first line is a header and not a sample"""
+    repeat: bool = False
+    """start again at the end of the file"""
 
     def position_identity(self) -> list[Any] | None:
         return ["csv", str(self.path), self.header]
@@ -99,7 +96,8 @@ class JsonlSource(SourceSection):
 
     kind: Literal["jsonl"]
     path: Path
-    repeat: bool = Field(default=False, description="start again at the end of the file")
+    repeat: bool = False
+    """start again at the end of the file"""
 
     def position_identity(self) -> list[Any] | None:
         return ["jsonl", str(self.path)]
@@ -110,17 +108,14 @@ class TextSource(SourceSection):
 
     kind: Literal["text"]
     path: Path
-    fields: list[str] = Field(
-        default_factory=list,
-        description="the fields of the JSON object in each line whose texts are joined; none: a line is plain text",
-    )
-    tokens_per_record: PositiveInt = Field(
-        le=1_000_000,
-        default=256,
-        description="maximum number of tokens (runs of letters) in a record; a longer text is cut into several records",
-    )
-    skip: int = Field(default=0, ge=0, description="number of lines to skip at the beginning, for a held-out set")
-    repeat: bool = Field(default=False, description="start again at the end of the file, behind the skipped lines")
+    fields: list[str] = Field(default_factory=list)
+    """the fields of the JSON object in each line whose texts are joined; none: a line is plain text"""
+    tokens_per_record: PositiveInt = Field(default=256, le=1_000_000)
+    """maximum number of tokens (runs of letters) in a record; a longer text is cut into several records"""
+    skip: int = Field(default=0, ge=0)
+    """number of lines to skip at the beginning, for a held-out set"""
+    repeat: bool = False
+    """start again at the end of the file, behind the skipped lines"""
 
     def position_identity(self) -> list[Any] | None:
         return ["text", str(self.path), self.fields, self.tokens_per_record, self.skip]
@@ -140,7 +135,8 @@ class CriteoSource(SourceSection):
 
     kind: Literal["criteo"]
     path: Path
-    repeat: bool = Field(default=False, description="start again at the end of the file")
+    repeat: bool = False
+    """start again at the end of the file"""
 
     def position_identity(self) -> list[Any] | None:
         return ["criteo", str(self.path)]
@@ -150,9 +146,12 @@ class SyntheticClicksSource(SourceSection):
     """Clicks of known probability, in the format of Criteo's: 13 counts, and 26 categories by Zipf's law."""
 
     kind: Literal["synthetic_clicks"]
-    categories: PositiveInt = Field(le=10_000_000, default=1000, description="values of each of the 26 categories")
-    zipf: float = Field(le=100, default=1.1, ge=0, description="rank r has a probability proportional to r ** -zipf")
-    density: float = Field(default=0.3, ge=0, le=1, description="share of the true weights that are not 0")
+    categories: PositiveInt = Field(default=1000, le=10_000_000)
+    """values of each of the 26 categories"""
+    zipf: float = Field(default=1.1, le=100, ge=0)
+    """rank r has a probability proportional to r ** -zipf"""
+    density: float = Field(default=0.3, ge=0, le=1)
+    """share of the true weights that are not 0"""
 
     def position_identity(self) -> list[Any] | None:
         return None
@@ -163,15 +162,14 @@ class RatingsSource(SourceSection):
 
     kind: Literal["ratings"]
     path: Path
-    header: bool = Field(default=False, description="the first line is a header and not a rating")
-    shuffle: bool = Field(
-        default=True,
-        description="in a random order of the whole file, which is read into memory; false: in the file's order",
-    )
-    repeat: bool = Field(default=False, description="start again at the end of the file, in another random order")
-    holdout_one_in: int = Field(
-        default=0, ge=0, description="leave out one rating of so many, for a held-out set; 0: none"
-    )
+    header: bool = False
+    """the first line is a header and not a rating"""
+    shuffle: bool = True
+    """in a random order of the whole file, which is read into memory; false: in the file's order"""
+    repeat: bool = False
+    """start again at the end of the file, in another random order"""
+    holdout_one_in: int = Field(default=0, ge=0)
+    """leave out one rating of so many, for a held-out set; 0: none"""
 
     def position_identity(self) -> list[Any] | None:
         return ["ratings", str(self.path), self.header, self.shuffle, self.holdout_one_in]
@@ -184,8 +182,10 @@ class SyntheticRatingsSource(SourceSection):
     users: PositiveInt = Field(default=300, le=10_000_000)
     items: PositiveInt = Field(default=200, le=10_000_000)
     rank: PositiveInt = Field(default=5, le=10_000)
-    noise: float = Field(le=1e6, default=0.1, ge=0, description="standard deviation")
-    observed: float = Field(default=0.2, gt=0, le=1, description="share of the pairs of user and item that are rated")
+    noise: float = Field(default=0.1, le=1e6, ge=0)
+    """standard deviation"""
+    observed: float = Field(default=0.2, gt=0, le=1)
+    """share of the pairs of user and item that are rated"""
 
     def position_identity(self) -> list[Any] | None:
         return None
@@ -197,32 +197,14 @@ class SyntheticSource(SourceSection):
     kind: Literal["synthetic"]
     features: PositiveInt = Field(default=20, le=1_000_000)
     classes: PositiveInt = Field(default=2, le=1_000_000)
-    drift_per_sample: float = Field(
-        le=1e6, default=0.0, ge=0, description="distance that the class means move with each sample"
-    )
+    drift_per_sample: float = Field(default=0.0, le=1e6, ge=0)
+    """distance that the class means move with each sample"""
 
     def position_identity(self) -> list[Any] | None:
         return None
 
 
-class SourceVariants(Variants):
-    """Sections of sources, each of which defines `position_identity`."""
-
-    def add(self, cls: type[S]) -> type[S]:
-        """Register a class, also as a decorator.
-
-        Raises:
-            ValueError: as in `Variants.add`, or the class does not define `position_identity`.
-        """
-        if not issubclass(cls, SourceSection) or inspect.isabstract(cls):
-            raise ValueError(
-                f"{cls.__name__}: expected position_identity to be defined: the identity of a source that is read in "
-                "order, or None"
-            )
-        return super().add(cls)
-
-
-sources = SourceVariants(
+sources = Variants(
     "kind", DigitsSource, IdxSource, CsvSource, JsonlSource, StdinSource, CriteoSource, SyntheticClicksSource,
     RatingsSource, SyntheticRatingsSource, SyntheticSource, TextSource,
 )  # fmt: skip

@@ -7,16 +7,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.policy import PolicyConfig, default_policy, policies
-from doll.config.section import Section
-from doll.config.units import LONGEST_S
+from doll.config.section import LONGEST_S, Section
 from doll.config.variants import Variants
 
 
 class TaskConfig(Section):
     """The user's task: a Python class and its keyword arguments."""
 
-    cls: str = Field(alias="class", description="`module:Class`, or `file.py:Class` relative to the job file")
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the class")
+    cls: str = Field(alias="class")
+    """`module:Class`, or `file.py:Class` relative to the job file"""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """keyword arguments of the class"""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
@@ -53,19 +54,11 @@ class AdagradConfig(Section):
 
     name: Literal["adagrad"] = "adagrad"
     lr: PositiveFloat = 0.1
-    initial_accumulator: float = Field(
-        default=0.0,
-        ge=0,
-        description="what a weight's sum of squared gradients begins with; without it, the first step of each weight "
-        "is lr, however short its gradient is",
-    )
-    momentum: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="of the steps, after each weight's rate: with it large batches need a smaller lr, and do not "
-        "overshoot at first",
-    )
+    initial_accumulator: float = Field(default=0.0, ge=0)
+    """what a weight's sum of squared gradients begins with; without it, the first step of each weight is lr, however
+    short its gradient is"""
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    """of the steps, after each weight's rate: with it large batches need a smaller lr, and do not overshoot at first"""
     weight_decay: float = Field(default=0.0, ge=0)
 
 
@@ -77,14 +70,9 @@ OptimizerConfig = Annotated[SgdConfig | AdamConfig | AdagradConfig, optimizers]
 class GuardConfig(Section):
     """Samples that would break the model are dead-lettered (docs/security.md)."""
 
-    spike_factor: float = Field(
-        default=100.0,
-        ge=0,
-        description="a sample is checked if its gradient is this many times longer than usual, and dead-lettered if "
-        "its "
-        "step would raise the loss on other samples too much; 0: only samples without a finite gradient are "
-        "dead-lettered",
-    )
+    spike_factor: float = Field(default=100.0, ge=0)
+    """a sample is checked if its gradient is this many times longer than usual, and dead-lettered if its step would
+    raise the loss on other samples too much; 0: only samples without a finite gradient are dead-lettered"""
 
 
 class TrainingConfig(Section):
@@ -92,28 +80,23 @@ class TrainingConfig(Section):
 
     policy: Annotated[PolicyConfig, policies] = Field(default_factory=default_policy)
     optimizer: OptimizerConfig = Field(default_factory=SgdConfig)
-    reduction: Literal["mean", "sum"] = Field(
-        default="mean",
-        description="mean: step on the mean gradient of an update's samples; sum: on the sum, as the paper writes it",
-    )
-    clip_norm: PositiveFloat | None = Field(
-        default=None, description="maximum norm of an update's gradient; a longer gradient is scaled down"
-    )
+    reduction: Literal["mean", "sum"] = "mean"
+    """mean: step on the mean gradient of an update's samples; sum: on the sum, as the paper writes it"""
+    clip_norm: PositiveFloat | None = None
+    """maximum norm of an update's gradient; a longer gradient is scaled down"""
     guard: GuardConfig = Field(default_factory=GuardConfig)
 
 
 class StopConfig(Section):
     """The job ends when the first of these conditions is met; without any, it runs until it is stopped."""
 
-    updates: PositiveInt | None = Field(
-        default=None, description="model updates; one without a usable sample does not count"
-    )
-    samples: PositiveInt | None = Field(default=None, description="samples applied")
-    seconds: PositiveFloat | None = Field(
-        ge=0.001,
-        le=LONGEST_S,
-        default=None,
-        description="wall-clock seconds since the first update of the job that has learned a sample",
-    )
-    accuracy: float | None = Field(default=None, gt=0, le=1, description="held-out accuracy reached")
-    loss: float | None = Field(default=None, description="held-out loss reached (at or below)")
+    updates: PositiveInt | None = None
+    """model updates; one without a usable sample does not count"""
+    samples: PositiveInt | None = None
+    """samples applied"""
+    seconds: PositiveFloat | None = Field(default=None, ge=0.001, le=LONGEST_S)
+    """wall-clock seconds since the first update of the job that has learned a sample"""
+    accuracy: float | None = Field(default=None, gt=0, le=1)
+    """held-out accuracy reached"""
+    loss: float | None = None
+    """held-out loss reached (at or below)"""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from doll.config.section import Section
-
-S = TypeVar("S", bound=Section)
 
 
 class Variants:
@@ -21,54 +20,47 @@ class Variants:
     Use it as `Annotated[Base, variants]`. A value of the field is an instance of one of the classes, or a mapping that
     one of them accepts. Each class has the key as a field of type `Literal["its value"]`.
 
-    Args:
-        key: the key that names the class.
-        default: the value of the key where the job file does not give it; None: the key is required.
+    A discriminator of pydantic cannot do it: it has no default, its classes must not validate all their fields at once,
+    as `Section` does, and it would import the policies that a job does not use.
     """
 
     def __init__(self, key: str, *classes: type[Section], default: str | None = None) -> None:
+        """
+        Args:
+            key: the key that names the class.
+            default: the value of the key where the job file does not give it; None: the key is required.
+
+        Raises:
+            ValueError: two classes have the same value, or a class has an abstract method.
+        """
         self.key = key
         self.default = default
         self._classes: dict[str, type[Section]] = {}
         for cls in classes:
-            self.add(cls)
-
-    def add(self, cls: type[S]) -> type[S]:
-        """Register a class, also as a decorator.
-
-        Raises:
-            ValueError: the class has no such key, or its value is taken.
-        """
-        fields: dict[str, FieldInfo] = cls.model_fields
-        field = fields.get(self.key)
-        values = typing.get_args(field.annotation) if field is not None else ()
-        if len(values) != 1:
-            raise ValueError(f"{cls.__name__}: expected a field {self.key}: Literal[...] with one value")
-        if self._classes.setdefault(values[0], cls) is not cls:
-            raise ValueError(
-                f"{cls.__name__}: {self.key} {values[0]!r} is taken by {self._classes[values[0]].__name__}"
-            )
-        return cls
+            (value,) = typing.get_args(cls.model_fields[key].annotation)
+            if inspect.isabstract(cls):
+                raise ValueError(f"{cls.__name__}: expected {', '.join(cls.__abstractmethods__)} to be defined")
+            if (taken := self._classes.setdefault(value, cls)) is not cls:
+                raise ValueError(f"{cls.__name__}: {key} {value!r} is taken by {taken.__name__}")
 
     @property
     def classes(self) -> dict[str, type[Section]]:
-        """The registered classes by the value of their key, in the order of registration."""
-        return dict(self._classes)
+        """The classes by the value of their key."""
+        return self._classes
 
     def validate(self, value: Any) -> Section:
         """The section that `value` stands for.
 
         Raises:
-            PydanticCustomError: it names no registered class.
+            PydanticCustomError: it names none of the classes.
             ValidationError: its class refuses it.
         """
-        classes = self.classes
-        if isinstance(value, Section) and isinstance(value, tuple(classes.values())):
+        if isinstance(value, Section) and isinstance(value, tuple(self.classes.values())):
             return value
         name = value.get(self.key, self.default) if isinstance(value, dict) else None
-        cls = classes.get(name) if isinstance(name, str) else None
+        cls = self.classes.get(name) if isinstance(name, str) else None
         if cls is None:
-            raise self.unknown(classes)
+            raise self.unknown(self.classes)
         return cls.model_validate(value)
 
     def unknown(self, names: Iterable[str]) -> PydanticCustomError:
@@ -87,18 +79,17 @@ class Variants:
 
 def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
     """The classes that a field of a section may hold; empty for a plain value."""
-    variants = [part for part in field.metadata if isinstance(part, Variants)]
-    parts: list[Any] = [*variants] or [field.annotation]
-    return [cls for part in parts for cls in _sections_in(part)]
+    return list(_sections_in((field.annotation, *field.metadata)))
 
 
-def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, Variants):
-        yield from annotation.classes.values()
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    else:
-        args = typing.get_args(annotation)
-        variants = [arg for arg in args if isinstance(arg, Variants)]
-        for arg in variants or args:
-            yield from _sections_in(arg)
+def _sections_in(parts: Iterable[Any]) -> Iterator[type[BaseModel]]:
+    """Of the parts of an annotation: what a `Variants` among them stands for, else what the parts are made of."""
+    parts = tuple(parts)
+    if variants := [part for part in parts if isinstance(part, Variants)]:
+        yield from variants[0].classes.values()
+        return
+    for part in parts:
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            yield part
+        else:
+            yield from _sections_in(typing.get_args(part))

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from doll.config import DigitsSource, IdxSource, SyntheticSource
+from doll.config.source import DigitsSource, IdxSource, SyntheticSource
 from doll.errors import CheckpointError, DollError
 from doll.kafka import topics
 from doll.kafka.publisher import Delivery, Publisher

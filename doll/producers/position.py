@@ -22,7 +22,8 @@ from doll.services import Services
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
-    from doll.config import JobConfig, SourceConfig
+    from doll.config import JobConfig
+    from doll.config.source import SourceConfig
 
 log = get_logger(__name__)
 

@@ -20,8 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, StringConstraints, ValidationError
 
-from doll.config.explain import explain
-from doll.config.loader import plain_values
+from doll.config.loader import explain, plain_values
 from doll.config.section import Section
 from doll.errors import ConfigError
 from doll.pipeline.profiling.profile import Device, Network

@@ -12,21 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from doll.config import (
+from doll.config import JobConfig
+from doll.config.source import (
     CriteoSource,
     CsvSource,
     DigitsSource,
     IdxSource,
-    JobConfig,
     JsonlSource,
     RatingsSource,
+    SourceSection,
     StdinSource,
     SyntheticClicksSource,
     SyntheticRatingsSource,
     SyntheticSource,
     TextSource,
 )
-from doll.config.source import SourceSection
 from doll.errors import ConfigError
 
 # Which child of the job's seed feeds what: another draw can be added without changing these.

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from doll.config import JobConfig, dump, parse
-from doll.config.units import LONGEST_S, OTHER
+from doll.config.section import LONGEST_S, OTHER
 from doll.config.variants import sections_of
 from doll.errors import ConfigError
 from pydantic import BaseModel

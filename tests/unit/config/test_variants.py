@@ -5,33 +5,32 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import pytest
-from doll.config.explain import explain
+from doll.config.loader import explain
 from doll.config.section import Section
 from doll.config.variants import Variants, sections_of
 from pydantic import BaseModel, Field, ValidationError
-
-shapes = Variants("kind", default="circle")
 
 
 class Shape(Section):
     kind: str
 
 
-@shapes.add
 class Circle(Shape):
     kind: Literal["circle"] = "circle"
     radius: float = 1.0
 
 
+class Square(Shape):
+    kind: Literal["square"]
+    side: float
+
+
+shapes = Variants("kind", Circle, Square, default="circle")
+
+
 class Drawing(Section):
     shape: Annotated[Shape, shapes] = Field(default_factory=Circle)
     other: Annotated[Shape, shapes] | None = None
-
-
-@shapes.add
-class Square(Shape):  # a class that is registered after the field was declared
-    kind: Literal["square"]
-    side: float
 
 
 def errors(data: object) -> list[str]:
@@ -72,10 +71,5 @@ def test_a_value_of_the_key_has_one_class() -> None:
     class Disc(Shape):
         kind: Literal["circle"] = "circle"
 
-    class Nameless(Shape):
-        pass
-
     with pytest.raises(ValueError, match="'circle' is taken by Circle"):
-        shapes.add(Disc)
-    with pytest.raises(ValueError, match="expected a field kind"):
-        shapes.add(Nameless)
+        Variants("kind", Circle, Disc)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from doll import config as job_config
-from doll.config import DigitsSource, JobConfig
+from doll.config import JobConfig
+from doll.config.source import DigitsSource
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.model.flat_model import build
 from doll.producers import sources
