@@ -386,7 +386,8 @@ class WorkerRuntime:
             )  # fmt: skip
             if watch.samples_stalled(now):
                 with contextlib.suppress(ServiceUnavailableError):
-                    if not await self._holds_record(next_offset, high):
+                    place = (self._samples_topic, self.worker, next_offset, high)
+                    if not await asyncio.get_running_loop().run_in_executor(None, self._channel.holds_record, *place):
                         watch.record_empty(high, now)
             if problem := watch.problem(now):
                 self.exit.request(1, problem)
@@ -401,10 +402,6 @@ class WorkerRuntime:
         loop = asyncio.get_running_loop()
         _, high = await loop.run_in_executor(None, self._channel.watermarks, topic, self.worker)
         return high
-
-    async def _holds_record(self, lo: int, hi: int) -> bool:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, self._channel.holds_record, self._samples_topic, self.worker, lo, hi)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

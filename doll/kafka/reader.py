@@ -54,17 +54,6 @@ def partition_bounds(
         return retry_while_leaderless(fetch)
 
 
-def partition_ends(consumer: Consumer, topic: str, partitions: int, timeout_s: float) -> list[int] | None:
-    """The end (high watermark) of each partition; None where a broker does not answer within `timeout_s`."""
-    try:
-        return [
-            int(consumer.get_watermark_offsets(TopicPartition(topic, number), timeout=timeout_s, cached=False)[1])
-            for number in range(partitions)
-        ]
-    except KafkaException:
-        return None
-
-
 class Partition(NamedTuple):
     """One partition of a topic (full name)."""
 
@@ -268,7 +257,14 @@ class Reader:
 
     def partition_ends(self, topic: str, partitions: int, timeout_s: float = 1.0) -> list[int] | None:
         """The end (high watermark) of each partition of any topic; None where a broker does not answer in time."""
-        return partition_ends(self._ends_client(), topic, partitions, timeout_s)
+        client = self._ends_client()
+        try:
+            return [
+                int(client.get_watermark_offsets(TopicPartition(topic, number), timeout=timeout_s, cached=False)[1])
+                for number in range(partitions)
+            ]
+        except KafkaException:
+            return None
 
     def _ends_client(self) -> Any:
         """Made when it is needed: most readers never look an end up once they read."""

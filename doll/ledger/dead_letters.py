@@ -68,10 +68,6 @@ class DeadRecord:
         """Partition and offset."""
         return self.letter.partition, self.letter.offset
 
-    @property
-    def payload_is_whole(self) -> bool:
-        return len(self.letter.payload) == self.letter.payload_bytes
-
 
 def dead_records(
     config: JobConfig,
@@ -251,7 +247,7 @@ def _with_payload(config: JobConfig, reader: RangeReader, dead: DeadRecord) -> R
         for offset, value in reader.read(config.topic("samples"), letter.partition, letter.offset, letter.offset + 1):
             if offset == letter.offset and value:
                 return Replay(dead, "topic", value)
-    if dead.payload_is_whole:
+    if len(letter.payload) == letter.payload_bytes:
         return Replay(dead, "letter", letter.payload)
     return Replay(
         dead,

@@ -83,7 +83,7 @@ class ShmBlobs:
         if size >= self._reused_from_bytes:
             if self._put_reserved(key, parts, ttl_s) or self._try_put_in_segment(key, parts, size, ttl_s):
                 return
-        elif self._fits(size) and self._try_write(key, parts, ttl_s):
+        elif self._fits(size) and self._try(lambda: self._write(key, parts, ttl_s)):
             return
         if not self._reported_full:
             self._reported_full = True
@@ -216,10 +216,6 @@ class ShmBlobs:
             unfinished = self._unfinished_path()
             os.link(segment.path, unfinished, follow_symlinks=False)
             os.rename(unfinished, path)
-
-    def _try_write(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
-        """Whether there was memory for it."""
-        return self._try(lambda: self._write(key, parts, ttl_s))
 
     def _try(self, write: Callable[[], None]) -> bool:
         """Whether there was memory, and a folder that stays, for what `write` does."""

@@ -226,7 +226,7 @@ class GradientSum:
         self._expect_later(batch)
         floats = gradient.values[self._num_parameters : self._num_floats]
         bound = self._bound + max(gradient.norm, float(np.abs(floats).max(initial=0.0)))
-        if not self._is_empty and not bound < _MAX_SUM:
+        if (self._is_kept or self._last is not None) and not bound < _MAX_SUM:
             return False
         self.keep()
         self._last, self._bound = gradient.values, bound
@@ -269,10 +269,6 @@ class GradientSum:
 
     def rows(self) -> Mapping[str, Rows]:
         return {name: add_in_order(pieces) for name, pieces in self._rows.items()}
-
-    @property
-    def _is_empty(self) -> bool:
-        return not self._is_kept and self._last is None
 
 
 def stored_weights(

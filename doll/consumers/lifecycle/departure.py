@@ -1,6 +1,6 @@
 """When and why this process must leave: SIGTERM, a spot notice and other causes are all reported here.
 
-Whoever learns of one calls `leave_by` or `leave_within`, from any thread. The worker then announces nothing more,
+Whoever learns of one calls `leave_within`, from any thread. The worker then announces nothing more,
 finishes the gradient that it owes or returns its batch, sends Leave and exits. Whatever it is doing, the process ends
 before its time is over: the machine will not wait either. `ProcessExit` ends it on its own account.
 """
@@ -47,17 +47,14 @@ class Departure:
         self.by_s: float | None = None
         self.cause = ""
 
-    def leave_by(self, at_s: float, cause: str) -> None:
-        """This process must have ended at `at_s`, on `clock`. Of several times the earliest counts."""
+    def leave_within(self, seconds: float, cause: str) -> None:
+        """This process must have ended `seconds` from now. Of several times the earliest counts."""
+        at_s = self._clock() + seconds
         with self._lock:
             if self.by_s is not None and self.by_s <= at_s:
                 return
             self.by_s, self.cause = at_s, cause
         self._end_within(max(0.0, at_s - self._clock() - MARGIN_S), 0)
-
-    def leave_within(self, seconds: float, cause: str) -> None:
-        """As `leave_by`, `seconds` from now."""
-        self.leave_by(self._clock() + seconds, cause)
 
     def left_s(self) -> float:
         """Seconds that are left; infinite while it stays."""

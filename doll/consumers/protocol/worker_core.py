@@ -54,18 +54,13 @@ class Grants:
         self._newest: dict[int, int] = {}  # batch -> newest grant of this server
         self._owed: dict[int, Grant] = {}  # batch -> the record of its newest grant, which is not answered
         self._answered: dict[int, Push] = {}  # batch -> the push that answers its newest grant
-        self._computed: dict[tuple[int, int], PushedBatch] = {}  # (batch, grant) that are pushed with later ones
+        self.kept: dict[tuple[int, int], PushedBatch] = {}  # (batch, grant) that are pushed with later ones
         self._void_until = 0  # grants up to this one are void
 
     @property
     def is_busy(self) -> bool:
         """A batch is owed and not computed yet."""
-        return any((batch, self._newest.get(batch)) not in self._computed for batch in self._owed)
-
-    @property
-    def is_any_kept(self) -> bool:
-        """A batch is computed and not pushed yet."""
-        return bool(self._computed)
+        return any((batch, self._newest.get(batch)) not in self.kept for batch in self._owed)
 
     def is_wanted(self, batch: int, number: int) -> bool:
         """Whether grant `number` of `batch` is the newest, and is not answered."""
@@ -102,7 +97,7 @@ class Grants:
         for later in [later for later in self._newest if later > batch]:
             if self._newest[later] < number:
                 self._forget_answer(later)
-            elif later in self._owed and self._computed.pop((later, self._newest[later]), None) is not None:
+            elif later in self._owed and self.kept.pop((later, self._newest[later]), None) is not None:
                 overtook.append(later)
         return sorted(overtook)
 
@@ -113,13 +108,13 @@ class Grants:
 
     def computed(self, items: Iterable[PushedBatch]) -> None:
         """These batches are computed, and pushed now or with later ones."""
-        self._computed |= {(item.batch, item.grant_id): item for item in items}
+        self.kept |= {(item.batch, item.grant_id): item for item in items}
 
     def take_computed(self, names: Sequence[tuple[int, int]]) -> tuple[PushedBatch, ...]:
         """What is known of the (batch, grant id) that one push holds; none where nobody waits for any of them."""
-        if not all(name in self._computed for name in names):
+        if not all(name in self.kept for name in names):
             return ()  # one of them has become durable: another process has taken this worker's place
-        items = tuple(self._computed.pop(name) for name in names)
+        items = tuple(self.kept.pop(name) for name in names)
         return items if any(self.is_wanted(item.batch, item.grant_id) for item in items) else ()
 
     def answer(self, push: Push) -> None:
@@ -137,8 +132,8 @@ class Grants:
         """`batch` is durable."""
         self._forget_answer(batch)
         self._newest.pop(batch, None)
-        if self._computed:
-            self._computed = {name: item for name, item in self._computed.items() if name[0] > batch}
+        if self.kept:
+            self.kept = {name: item for name, item in self.kept.items() if name[0] > batch}
 
     def void(self) -> None:
         """The server has taken all of its grants back. Copies of them may still come."""
@@ -150,7 +145,7 @@ class Grants:
     def _forget_answer(self, batch: int) -> None:
         self._owed.pop(batch, None)
         self._answered.pop(batch, None)
-        self._computed.pop((batch, self._newest.get(batch, -1)), None)
+        self.kept.pop((batch, self._newest.get(batch, -1)), None)
 
 
 def _runs(numbers: Iterable[int]) -> list[range]:
@@ -301,7 +296,7 @@ class WorkerCore:
         self.skipped = SkippedBatches()  # behind `_batches`
         self._durable = welcome.next_batch
         # What the server reports durable; ahead of `_durable` while batches that a predecessor announced are unread.
-        self._reported_durable = welcome.next_batch
+        self.reported_durable = welcome.next_batch
         self._announced = welcome.next_batch
         self._granted_until = welcome.next_batch  # behind the last batch that was granted
         self._grants = Grants()  # of this server
@@ -321,11 +316,6 @@ class WorkerCore:
         return len(self._batches)
 
     @property
-    def reported_durable(self) -> int:
-        """Batches below this one are in the durable model, by the server's last report."""
-        return self._reported_durable
-
-    @property
     def next_batch(self) -> int:
         """The batch that comes next out of the stream."""
         return self._durable + len(self._batches)
@@ -343,7 +333,7 @@ class WorkerCore:
     @property
     def rest(self) -> StoreRest | None:
         """What must be stored before the worker leaves: contributions that are computed, and not sent whole."""
-        if self._grants.is_any_kept or self._held_back_until:
+        if self._grants.kept or self._held_back_until:
             return StoreRest(self.term, self._held_back_until)
         return None
 
@@ -357,7 +347,7 @@ class WorkerCore:
             ValueError: it is not the next one.
         """
         self.hold(batch)
-        if batch.number < self._reported_durable:
+        if batch.number < self.reported_durable:
             return self._forget_durable()  # the server does not report it again
         return self._announce_if_few()
 
@@ -382,7 +372,7 @@ class WorkerCore:
             return None
         hi = self.origin + (self.next_batch + 1) * records_per_batch
         waiting = max(0, self.next_batch - max(self._granted_until, self._durable))
-        return self.skipped.take(now, self._reported_durable, hi, waiting=waiting, granted=self.retained - waiting)
+        return self.skipped.take(now, self.reported_durable, hi, waiting=waiting, granted=self.retained - waiting)
 
     def on_record(self, record: AnyRecord, now: float) -> list[WorkerAction]:
         """A record came on this worker's `commands` partition."""
@@ -405,7 +395,8 @@ class WorkerCore:
             case Settle() if record.term == self.term and record.session == self.session:
                 return self._on_settle(record)
             case Durable() if record.term == self.term:
-                return self._on_durable(record.until)
+                self.reported_durable = max(self.reported_durable, record.until)
+                return self._forget_durable()
             case Stop() if record.term >= self.term:
                 return [Exit(0, f"job ended ({record.reason})")]
         return []
@@ -438,7 +429,7 @@ class WorkerCore:
             return [Exit(1, f"the durable model is back at {record.next_batch} of {self._durable}: reading again")]
         if record.next_batch > self.skipped.end(self.next_batch):
             return [Exit(1, f"the durable model is at {record.next_batch}, {self.next_batch} were read: reading again")]
-        self._reported_durable = record.next_batch
+        self.reported_durable = record.next_batch
         return [*self._forget_durable(), *self._announce_all()]
 
     def _on_grant(self, grant: Grant) -> list[WorkerAction]:
@@ -573,18 +564,14 @@ class WorkerCore:
             self._applied = self._held_back_until = self._settling_until = self._settled_until = 0
             self._rest = None
 
-    def _on_durable(self, until: int) -> list[WorkerAction]:
-        self._reported_durable = max(self._reported_durable, until)
-        return self._forget_durable()
-
     def _forget_durable(self) -> list[WorkerAction]:
         before = self._durable
-        while self._batches and self._durable < self._reported_durable:
+        while self._batches and self._durable < self.reported_durable:
             number = self._batches.popleft().number
             self._grants.forget(number)
             self._durable += 1
         if not self._batches:
-            self._durable = self.skipped.passed(self._durable, self._reported_durable)
+            self._durable = self.skipped.passed(self._durable, self.reported_durable)
         if self._rest is not None and self._rest.settles <= self._durable:
             self._rest = None
         self._announced = max(self._announced, self._durable)

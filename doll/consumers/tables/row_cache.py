@@ -39,11 +39,6 @@ class OpLog:
         """Batches whose steps are kept, without the open one."""
         return len(self._closed)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of all entries."""
-        return len(self._open.ids) + sum(len(rows.ids) for _, rows in self._closed)
-
     def inc(self, steps: Rows) -> None:
         """Add to the open batch's steps."""
         self._open = add_in_order([self._open, steps]) if len(self._open.ids) else steps

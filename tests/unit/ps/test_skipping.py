@@ -224,13 +224,13 @@ def test_a_worker_sends_a_skip_when_all_before_it_is_durable_and_again_until_it_
     with pytest.raises(ValueError, match="expected batch 1, got 2"):
         core.skip(Skipped(2, 301, (), ()))
     assert [type(action.record) for action in core.tick(100.0) if isinstance(action, Send)].count(Skip) == 0
-    actions = core._on_durable(1)
+    actions = core.on_record(Durable(term=core.term, worker=core.worker, until=1), 100.0)
     assert [type(action.record) for action in actions if isinstance(action, Send)] == [Skip]
     repeated = [action.record for action in core.tick(200.0) if isinstance(action, Send)]
     assert [type(record) for record in repeated].count(Skip) == 1
     assert not any(isinstance(record, Push) for record in repeated)
     assert core.skipped
-    core._on_durable(301)
+    core.on_record(Durable(term=core.term, worker=core.worker, until=301), 100.0)
     assert (bool(core.skipped), core.next_batch) == (False, 301)
 
 

@@ -34,7 +34,7 @@ def test_the_process_ends_before_its_time_is_over_whatever_it_is_doing() -> None
 
 def test_an_earlier_time_wins_and_a_later_one_is_ignored() -> None:
     desk = Desk()
-    desk.departure.leave_by(220.0, "notice")
+    desk.departure.leave_within(120.0, "notice")
     desk.departure.leave_within(8.0, "sigterm")
     desk.departure.leave_within(30.0, "sigint")
     assert (desk.departure.by_s, desk.departure.cause) == (108.0, "sigterm")
@@ -44,5 +44,5 @@ def test_an_earlier_time_wins_and_a_later_one_is_ignored() -> None:
 
 def test_a_time_that_is_over_already_ends_the_process_at_once() -> None:
     desk = Desk()
-    desk.departure.leave_by(90.0, "notice")
+    desk.departure.leave_within(-10.0, "notice")
     assert desk.ends == [(0.0, 0)]

@@ -185,7 +185,7 @@ def test_own_steps_are_read_at_once_and_counted_once() -> None:
     server.apply(pushed, 1)
     assert cache.get(ids({3, 4}), 2, server.fetch)[:, 0].tolist() == [113, 1], "in version 2: not added again"
     cache.granted(2, 1)
-    assert (len(cache.own), cache.own.num_rows) == (0, 1)
+    assert (len(cache.own), len(cache.own._open.ids)) == (0, 1)
 
 
 def test_own_steps_stay_on_top_of_a_pushed_row() -> None:
