@@ -26,7 +26,7 @@ from typing import Any
 from doll.config import JobConfig
 from doll.errors import DollError
 from doll.kafka import topics
-from doll.kafka.tail import Tail
+from doll.kafka.reader import Tail
 from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.local import processes
 from doll.local.forks import Role

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from doll import telemetry
 from doll.consumers.lifecycle.redis_slots import lease_slot
-from doll.kafka.tail import on_finish
+from doll.kafka.reader import on_finish
 from doll.kafka.topics import cluster_id
 from doll.storage.redis_client import connect_redis
 

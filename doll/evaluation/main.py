@@ -16,8 +16,7 @@ from doll.config import JobConfig
 from doll.evaluation.evaluator import Evaluation, Evaluator
 from doll.evaluation.stored_weights import newest_weights
 from doll.kafka.publisher import Publisher
-from doll.kafka.reader import Partition
-from doll.kafka.tail import Tail
+from doll.kafka.reader import Partition, Tail
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import HEARTBEAT_EVERY_S

@@ -1,9 +1,17 @@
-"""The six topics of a job as it needs them: names, partitions, settings. Pure."""
+"""The six topics of a job as it needs them: names, partitions, settings; and what is wrong with the settings of topics
+that exist. Pure.
+
+Fatal is what would break the ledger or block the job: compaction deletes records that were not learned, and refuses
+records without a key; an `updates` with retention loses who has served the job and what was learned; a topic with fewer
+replicas than min.insync.replicas can never be written. Everything else is a warning: less survives than the job file
+asks for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -19,6 +27,7 @@ _CONTROL_RETENTION_MS: Final = 6 * _HOUR_MS
 _KEEP_FOREVER_MS: Final = -1
 _MIN_SAMPLE_LIMIT_BYTES: Final = 16 * 1024 * 1024
 _FETCH_OVERHEAD_BYTES: Final = 1024 * 1024
+_ALTER: Final = "kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config {change}"
 
 
 @dataclass(frozen=True)
@@ -71,3 +80,111 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
         )
         for kind in TOPIC_KINDS
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class ActualTopic:
+    """One topic as the broker has it."""
+
+    settings: Mapping[str, str]  # effective values by name, also values from the broker's own defaults
+    replicas: int  # of the partition that has the fewest
+    in_sync: int  # of the partition that has the fewest
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem of a topic; `fatal`: the job must not run with it."""
+
+    fatal: bool
+    text: str
+
+
+def find_problems(topic: TopicPlan, kind: str, actual: ActualTopic, replication_factor: int) -> list[Finding]:
+    """What is wrong with a topic, the worst first. Pure."""
+    findings: list[Finding] = []
+
+    def add_finding(fatal: bool, what: str, change: str = "") -> None:
+        todo = f"; change it: {_ALTER.format(topic=topic.name, change=change)}" if change else ""
+        findings.append(Finding(fatal, f"topic {topic.name}: {what}{todo}"))
+
+    policy = actual.settings.get("cleanup.policy", "delete")
+    if policy != "delete":
+        what = "records that were not learned yet" if kind == "samples" else "records that the job needs"
+        add_finding(
+            True,
+            f"cleanup.policy is {policy}, expected delete: compaction removes {what}, and refuses those without a key",
+            "cleanup.policy=delete",
+        )
+    in_sync = _number(actual, "min.insync.replicas", 1)
+    if in_sync > actual.replicas:
+        add_finding(
+            True,
+            f"min.insync.replicas is {in_sync}, but it has {actual.replicas} replicas: nothing can ever be written",
+            f"min.insync.replicas={max(1, actual.replicas - 1)}",
+        )
+    elif actual.in_sync < in_sync:
+        add_finding(
+            False, f"{actual.in_sync} replicas are in sync and {in_sync} must be: writers wait until enough are"
+        )
+    elif actual.replicas > 2 and in_sync < 2:  # of two, one must be allowed to fail
+        add_finding(
+            False,
+            "min.insync.replicas is 1: what one broker alone has acknowledged is lost with it",
+            f"min.insync.replicas={actual.replicas - 1}",
+        )
+    if actual.replicas > 1 and actual.settings.get("unclean.leader.election.enable") == "true":
+        add_finding(
+            False,
+            "unclean.leader.election.enable is true: a broker that lags behind may become the leader, and what was "
+            "acknowledged is gone",
+            "unclean.leader.election.enable=false",
+        )
+    if actual.replicas < replication_factor:
+        add_finding(False, f"it has {actual.replicas} replicas, kafka.replication_factor is {replication_factor}")
+    _check_retention(topic, kind, actual, add_finding)
+    limit, wanted = _number(actual, "max.message.bytes", 1 << 62), int(topic.settings.get("max.message.bytes", 0))
+    if limit < wanted:
+        what = "a longer record cannot be sent, so nobody can dead-letter it" if kind in ("samples", "dead") else (
+            "a record that names many refused samples cannot be written, and its writer ends"
+        )  # fmt: skip
+        add_finding(False, f"max.message.bytes is {limit}, expected {wanted}: {what}", f"max.message.bytes={wanted}")
+    return sorted(findings, key=lambda finding: not finding.fatal)
+
+
+def _check_retention(topic: TopicPlan, kind: str, actual: ActualTopic, add_finding: Any) -> None:
+    kept_ms, kept_bytes = _number(actual, "retention.ms", -1), _number(actual, "retention.bytes", -1)
+    wanted_ms = int(topic.settings["retention.ms"])
+    if kind == "updates" and (kept_ms >= 0 or kept_bytes >= 0):
+        add_finding(
+            True,
+            f"retention.ms is {kept_ms} and retention.bytes {kept_bytes}, expected -1 for both: it is the job's "
+            "ledger, and without its older records the job can be neither audited nor resumed",
+            "retention.ms=-1,retention.bytes=-1",
+        )
+    elif kind == "dead" and (kept_ms >= 0 or kept_bytes >= 0):
+        add_finding(
+            False,
+            f"retention.ms is {kept_ms} and retention.bytes {kept_bytes}, expected -1 for both: the audit fails once a "
+            "dead letter is deleted",
+            "retention.ms=-1,retention.bytes=-1",
+        )
+    elif kind == "samples" and 0 <= kept_ms < wanted_ms:
+        add_finding(
+            False,
+            f"retention.ms is {kept_ms}, data.retention_hours asks for {wanted_ms}: records may be deleted before they "
+            "are learned",
+            f"retention.ms={wanted_ms}",
+        )
+    elif kind == "samples" and kept_bytes >= 0:
+        add_finding(
+            False,
+            f"retention.bytes is {kept_bytes}: records may be deleted before data.retention_hours",
+            "retention.bytes=-1",
+        )
+
+
+def _number(actual: ActualTopic, name: str, default: int) -> int:
+    try:
+        return int(actual.settings.get(name, default))
+    except ValueError:
+        return default

@@ -18,6 +18,7 @@ from confluent_kafka.admin import (
     AclOperation,
     AclPermissionType,
     AdminClient,
+    ConfigResource,
     NewTopic,
     OffsetSpec,
     ResourcePatternType,
@@ -25,9 +26,16 @@ from confluent_kafka.admin import (
 )
 
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.kafka import topic_settings
 from doll.kafka.clients import error_of, kafka_credentials, make_admin, retry_while_leaderless, translate_errors
-from doll.kafka.topic_plan import MIN_ISR_SETTING, TOPIC_KINDS, TopicKind, TopicPlan, plan_topics
+from doll.kafka.topic_plan import (
+    MIN_ISR_SETTING,
+    TOPIC_KINDS,
+    ActualTopic,
+    TopicKind,
+    TopicPlan,
+    find_problems,
+    plan_topics,
+)
 from doll.services import Services
 from doll.telemetry import get_logger
 
@@ -166,16 +174,38 @@ def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -
     existing = {name: topic for name, topic in metadata.topics.items() if name in wanted}
     findings = [
         finding
-        for name, actual in topic_settings.fetch(admin, existing, _TIMEOUT_S).items()
-        for finding in topic_settings.find_problems(
-            wanted[name][1], wanted[name][0], actual, config.kafka.replication_factor
-        )
+        for name, actual in _settings_of(admin, existing, _TIMEOUT_S).items()
+        for finding in find_problems(wanted[name][1], wanted[name][0], actual, config.kafka.replication_factor)
     ]
     if fatal := [finding.text for finding in findings if finding.fatal]:
         raise ConfigError("; and ".join(fatal))
     for finding in findings:
         log.warning("topic_settings", problem=finding.text)
     return [finding.text for finding in findings]
+
+
+def _settings_of(admin: AdminClient, topics: Mapping[str, Any], timeout_s: float) -> dict[str, ActualTopic]:
+    """The settings of `topics` (name -> metadata), by name; empty, and logged, where the broker refuses."""
+    resources = {name: ConfigResource(ResourceType.TOPIC, name) for name in topics}
+    if not resources:
+        return {}
+    actual = {}
+    try:
+        futures = admin.describe_configs(list(resources.values()), request_timeout=timeout_s)
+        for name, resource in resources.items():
+            entries = futures[resource].result()
+            parts = topics[name].partitions.values()
+            actual[name] = ActualTopic(
+                {key: str(entry.value) for key, entry in entries.items() if entry.value is not None},
+                min((len(part.replicas) for part in parts), default=0),
+                min((len(part.isrs) for part in parts), default=0),
+            )
+    except (KafkaException, KeyError) as exc:
+        log.warning(
+            "topic_settings_unknown", reason=str(exc.args[0]), hint="allow DescribeConfigs, so that they are checked"
+        )
+        return {}
+    return actual
 
 
 def check(config: JobConfig, services: Services) -> None:

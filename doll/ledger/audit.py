@@ -17,9 +17,10 @@ from doll import telemetry
 from doll.kafka import topics
 from doll.kafka.range_reader import STALL_S, RangeReader
 from doll.kafka.samples_topic import replaced_topic
-from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range
+from doll.ledger.balance import Ledger, LedgerReport, Range
 from doll.ledger.lineage import GenerationFilter, Lineage, UpdatesRecord
 from doll.ledger.snapshot_counts import read_counts
+from doll.ledger.valid_updates import DurableModel
 from doll.records.control import DeadLetter, Finished, TermStarted, Update
 from doll.services import Services
 

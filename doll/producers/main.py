@@ -13,7 +13,7 @@ from typing import Final
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
-from doll.kafka.tail import Tail, on_finish
+from doll.kafka.reader import Tail, on_finish
 from doll.process.files import write_json
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import DELIVERED_TOTAL, LEFT, RATE_PER_S

@@ -15,7 +15,7 @@ from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_problem
 from doll.kafka.publisher import Publisher
-from doll.kafka.tail import JobRecords
+from doll.kafka.reader import JobRecords
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import HEARTBEAT_EVERY_S, LEFT, PROVISIONER
 from doll.provisioner.controller import Controller

@@ -10,12 +10,11 @@ from typing import Any
 from doll.config import JobConfig
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
-from doll.kafka.reader import Partition
-from doll.kafka.tail import Tail
+from doll.kafka.reader import Partition, Tail
 from doll.ledger.admission import read_lineage
 from doll.ledger.audit import audit
+from doll.ledger.balance import LedgerReport, named
 from doll.ledger.lineage import GenerationFilter, UpdatesRecord
-from doll.ledger.report import LedgerReport, named
 from doll.ledger.snapshot_counts import read_counts
 from doll.monitor.state.formats import clock
 from doll.monitor.state.heartbeats import RoleHeartbeats

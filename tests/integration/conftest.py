@@ -15,7 +15,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from doll.config import JobConfig, load
 from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
-from doll.kafka.tail import Tail
+from doll.kafka.reader import Tail
 from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport
 from doll.local.forks import ForkServer, Role

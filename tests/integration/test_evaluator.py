@@ -15,7 +15,7 @@ from confluent_kafka import Producer
 from doll.config import JobConfig, load
 from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
-from doll.kafka.tail import Tail
+from doll.kafka.reader import Tail
 from doll.local.forks import ForkServer, Role
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis

@@ -12,8 +12,7 @@ from confluent_kafka.admin import AdminClient
 from doll.config import load
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
-from doll.kafka.reader import TimedRecord
-from doll.kafka.tail import JobRecords
+from doll.kafka.reader import JobRecords, TimedRecord
 from doll.records.control import Evaluated, Hello, Leave, Metric, encode
 from record_builders import update
 

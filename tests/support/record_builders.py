@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range
+from doll.ledger.balance import Ledger, LedgerReport, Range
 from doll.ledger.lineage import UpdatesRecord
+from doll.ledger.valid_updates import DurableModel
 from doll.records.control import DeadLetter, Finished, Member, TermStarted, Update
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from doll.config import JobConfig, StdinSource
 from doll.ledger import offset_ranges
+from doll.ledger.balance import Range, named
 from doll.ledger.offset_ranges import Span
-from doll.ledger.report import Range, named
 from doll.monitor.state.history import History
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.prequential import Means

@@ -14,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from doll.config import JobConfig
-from doll.kafka.tail import Tail
+from doll.kafka.reader import Tail
 from doll.monitor.state.job_metrics import JobMetrics
 from doll.process.health import heartbeat_of
 from doll.process.signals import stop_requested

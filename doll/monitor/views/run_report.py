@@ -9,7 +9,7 @@ from typing import Any
 
 import doll
 from doll.amounts import usd
-from doll.ledger.report import LedgerReport
+from doll.ledger.balance import LedgerReport
 from doll.monitor.state import spot_history
 from doll.monitor.state.formats import clock, number, of
 from doll.monitor.state.progress import DeadLetterCounts, ProgressModel

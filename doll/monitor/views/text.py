@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from doll.config import StopConfig
-from doll.ledger.report import count
+from doll.ledger.balance import count
 from doll.monitor.state.formats import clock, known, number, of
 from doll.monitor.state.progress import JobSnapshot, WorkerLine
 

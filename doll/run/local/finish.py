@@ -9,8 +9,8 @@ from typing import Any
 from doll.config import JobConfig
 from doll.errors import AuditError, DollError, ServiceUnavailableError
 from doll.ledger.audit import audit
+from doll.ledger.balance import LedgerReport
 from doll.ledger.dead_letters import dead_records, save_dead_records
-from doll.ledger.report import LedgerReport
 from doll.local.forks import ForkServer
 from doll.local.processes import describe_exit, tail
 from doll.monitor.state.csv_file import CsvFile

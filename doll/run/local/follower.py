@@ -7,8 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from doll.config import JobConfig
-from doll.kafka.reader import Partition
-from doll.kafka.tail import Tail
+from doll.kafka.reader import Partition, Tail
 from doll.local.processes import describe_exit
 from doll.local.processes import tail as last_lines
 from doll.local.supervisor import Restart

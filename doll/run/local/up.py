@@ -23,7 +23,7 @@ from doll import telemetry
 from doll.config import JobConfig, StdinSource
 from doll.errors import BadStreamError, ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
-from doll.kafka.tail import Tail
+from doll.kafka.reader import Tail
 from doll.ledger.admission import ANY_TERM, admit
 from doll.local.forks import ForkServer
 from doll.local.processes import describe_exit, tail

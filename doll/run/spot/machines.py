@@ -14,7 +14,7 @@ from pathlib import Path
 
 from doll.config import JobConfig
 from doll.kafka.publisher import Publisher
-from doll.kafka.tail import JobRecords
+from doll.kafka.reader import JobRecords
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
 from doll.monitor.state.spot_history import MarketTimeline

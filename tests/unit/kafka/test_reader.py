@@ -10,8 +10,7 @@ from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.reader import Partition, Reader, from_end
-from doll.kafka.tail import Tail
+from doll.kafka.reader import Partition, Reader, Tail, from_end
 from doll.records.control import Hello, encode
 from doll.services import Services
 

@@ -20,8 +20,7 @@ from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
 from doll.kafka.publisher import Publisher
-from doll.kafka.topic_plan import TOPIC_KINDS, TopicKind, plan_topics
-from doll.kafka.topic_settings import ActualTopic, find_problems
+from doll.kafka.topic_plan import TOPIC_KINDS, ActualTopic, TopicKind, find_problems, plan_topics
 from doll.services import Services
 from job_files import job
 from waiting import WAIT_TIMEOUT_S, until

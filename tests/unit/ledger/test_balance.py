@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 import record_builders
-from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range
+from doll.ledger.balance import Ledger, LedgerReport, Range
+from doll.ledger.valid_updates import DurableModel
 from doll.records.control import Finished, Member, TermStarted, Update
 from record_builders import balance, dead_letter
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 from doll.ledger import offset_ranges
-from doll.ledger.balance import DurableModel, LedgerReport, Range
+from doll.ledger.balance import LedgerReport, Range
+from doll.ledger.valid_updates import DurableModel
 from doll.records.control import DeadLetter, Finished, Member, TermStarted, Update
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st

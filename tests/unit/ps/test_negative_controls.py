@@ -13,7 +13,8 @@ import pytest
 from doll.consumers.intake.batching import Batcher
 from doll.consumers.protocol.worker_core import Acknowledge, Batch, Send
 from doll.errors import IllegalEventError
-from doll.ledger.balance import DurableModel, LedgerReport
+from doll.ledger.balance import LedgerReport
+from doll.ledger.valid_updates import DurableModel
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import BatchId, Policy, PolicyView

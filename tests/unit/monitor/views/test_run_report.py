@@ -4,7 +4,7 @@ import json
 
 import pytest
 from doll.config import StopConfig, parse
-from doll.ledger.report import LedgerReport, Range
+from doll.ledger.balance import LedgerReport, Range
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.run_report import RunOutcome, build_report, summary
 from doll.monitor.views.text import one_line

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import pytest
 from doll.config import StopConfig, parse
-from doll.kafka.reader import Partition, TimedRecord
-from doll.kafka.tail import Tail
+from doll.kafka.reader import Partition, Tail, TimedRecord
 from doll.local.supervisor import Restart
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import LineDisplay
