@@ -4,10 +4,8 @@ Each record is one msgspec struct, encoded as MessagePack behind two bytes: a ma
 magic, version or type raises `RecordError`; the reader counts and drops such a record. Sample records are the user's
 own bytes (see `doll.records.packing` for the packed form).
 
-Topics: `events` carries Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave and Evaluated; partition n of
-`commands` Welcome, Grant, NewVersion, RowsStored, Settle, Durable, Hello, Fence and Stop for worker n; `updates`
-TermStarted, Update and Finished; `dead` DeadLetter; `metrics` Metric, ServerStatus and ProvisionDecision. A control
-link (`doll.control`) carries Grant, NewVersion, RowsStored, Push, Nack, GetRows, Attach, Attached, Ping and Detach.
+Each topic carries the records below its heading. A control link (`doll.control`) also carries Grant, NewVersion,
+RowsStored, Push, Nack and GetRows.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Final
 
@@ -46,36 +47,26 @@ def connect_redis(services: Services, *, timeout_s: float = 10.0, retries: int =
 
 def redis_problem(services: Services, timeout_s: float = 4.0) -> str | None:
     """None if Redis answers a PING within about `timeout_s`; else what is wrong and what to do."""
-    client = connect_redis(services, timeout_s=timeout_s, retries=0)
     try:
-        client.ping()
+        with connect_redis(services, timeout_s=timeout_s, retries=0) as client:
+            client.ping()
     except (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError) as exc:
         return f"Redis at {services.redis} refuses us ({exc}): set {REDIS_PASSWORD_ENV} (and {REDIS_USER_ENV})"
     except redis.exceptions.RedisError as exc:
         return f"Redis at {services.redis} does not answer ({exc}): start it, or correct redis.address or {REDIS_ENV}"
-    finally:
-        client.close()
     return None
 
 
 def server_pid(services: Services) -> int | None:
     """The process id of the Redis server; None where it does not answer within a second."""
-    client = connect_redis(services, timeout_s=1.0, retries=0)
-    try:
+    with contextlib.suppress(redis.RedisError), connect_redis(services, timeout_s=1.0, retries=0) as client:
         return int(client.info("server")["process_id"])
-    except redis.exceptions.RedisError:
-        return None
-    finally:
-        client.close()
+    return None
 
 
 def delete_keys(services: Services, pattern: str) -> int:
     """Delete the keys that match a glob; how many there were, 0 where Redis does not answer within a second."""
-    client = connect_redis(services, timeout_s=1.0, retries=0)
-    try:
+    with contextlib.suppress(redis.RedisError), connect_redis(services, timeout_s=1.0, retries=0) as client:
         keys = list(client.scan_iter(pattern, count=1000))
         return int(client.delete(*keys)) if keys else 0
-    except redis.exceptions.RedisError:
-        return 0
-    finally:
-        client.close()
+    return 0

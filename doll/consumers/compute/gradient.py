@@ -211,18 +211,13 @@ class GradientSum:
         pass
 
     def begin(self, grant: Grant) -> bool:
-        """Begin a set."""
         self._is_kept, self._last, self._bound = False, None, 0.0
         self._rows = {}
         self._grant, self._holds = grant, []
         return True
 
     def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
-        """Take a gradient, whose memory must not change until `keep`; False where float32 may not hold the sum.
-
-        Raises:
-            IllegalEventError: a batch must come behind the batches that were added before.
-        """
+        """False where float32 may not hold the sum."""
         self._expect_later(batch)
         floats = gradient.values[self._num_parameters : self._num_floats]
         bound = self._bound + max(gradient.norm, float(np.abs(floats).max(initial=0.0)))
@@ -244,7 +239,7 @@ class GradientSum:
             raise IllegalEventError(f"expected a batch after {self._holds[-1][0]}, got {batch}")
 
     def keep(self) -> None:
-        """Copy what `add` has taken: its memory may change from now on."""
+        """Copy what `add` has taken."""
         values, floats = self._last, self._num_floats
         if values is None:
             return
@@ -258,10 +253,7 @@ class GradientSum:
         self._is_kept, self._last = True, None
 
     def values(self) -> npt.NDArray[np.float32] | None:
-        """The sum, float32, shape (numel,), as `doll.model.flat_model` lays out a gradient; None without any gradient.
-
-        It is this object's memory, or the gradient's where it is one alone.
-        """
+        """The sum, in this object's memory, or in the gradient's where it is one alone."""
         if self._is_kept:
             self.keep()
             return self._memory

@@ -164,7 +164,10 @@ class SetContribution(Protocol):
         """The memory of the gradient that `add` has taken may change from now on."""
 
     def values(self) -> Contribution | None:
-        """What is pushed; None without any gradient. It may be this object's memory, until the next `add`."""
+        """What is pushed, float32, shape (numel,), as `doll.model.flat_model` lays out a gradient; None without any.
+
+        It may be this object's memory, until the next `add`.
+        """
         ...
 
     def rows(self) -> Mapping[str, Rows]:
@@ -292,11 +295,7 @@ class GrantHandler:
         return self._store(done, values, "")
 
     def store_rest(self, until: int) -> GradientDone:
-        """Store what was computed and is not pushed; see `GradientEngine.store_rest`.
-
-        Raises:
-            ServiceUnavailableError: waiting for the blob store was given up.
-        """
+        """Store what was computed and is not pushed; see `GradientEngine.store_rest`."""
         values = self._contribution.rest(until)
         done = self._store(GradientDone("", self._last[2], (), holds=self._contribution.holds), values, ":rest")
         self._contribution.rest_stored()

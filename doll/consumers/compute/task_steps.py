@@ -35,9 +35,8 @@ class OwnSteps:
         self._worker = worker
 
     def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, batch: int) -> GuardedGradient:
-        """The step of samples `x` of shape (n, ...), `y` of shape (n, ...), without those at which the task fails.
-
-        `values` is the change of the weights; loss and metrics are of the weights before it.
+        """Without the samples at which the task fails; `values` is the change of the weights, loss and metrics are of
+        the weights before it.
 
         Raises:
             TaskError: the task fails on all of them, or on none alone.

@@ -108,23 +108,16 @@ class Decoder:
     """Decodes in one thread of its own, in the order of the calls: a batch that is being decoded delays no gradient.
 
     Called from one thread; the futures are set by another.
-
-    Attributes:
-        depth: how many batches the caller may have under way at once.
     """
 
-    depth = 8  # batches that follow wake neither thread
+    depth = 8  # how many batches the caller may have under way at once: those that follow wake neither thread
 
     def __init__(self, decode: Callable[[Records], Decoded]) -> None:
         self._decode = decode
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="decode")
 
     def decode(self, records: Records) -> Future[Decoded]:
-        """The usable samples of one batch, as `Batch.data` takes them. What is refused is dead-lettered by then.
-
-        Futures are done in the order of the calls. Fails with ServiceUnavailableError where Kafka does not take a dead
-        letter.
-        """
+        """As `DeadLetters.decode`. Futures are done in the order of the calls."""
         return self._executor.submit(self._decode, records)
 
     def close(self) -> None:
