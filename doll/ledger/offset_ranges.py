@@ -80,16 +80,7 @@ def points(offsets: Iterable[int]) -> list[Span]:
     >>> points([4, 2, 3, 9, 3])
     [(2, 5), (9, 10)]
     """
-    merged: list[Span] = []
-    lo = hi = 0
-    for offset in sorted(offsets):
-        if merged and offset <= hi:
-            hi = max(hi, offset + 1)
-            merged[-1] = (lo, hi)
-        else:
-            lo, hi = offset, offset + 1
-            merged.append((lo, hi))
-    return merged
+    return union((offset, offset + 1) for offset in offsets)
 
 
 def contains(spans: Sequence[Span], offset: int) -> bool:

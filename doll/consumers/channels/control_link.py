@@ -300,9 +300,7 @@ class ControlLink:
                         self._deliver(records[number + 1 :])
                         return
         finally:
-            for descriptor in link.filenos():
-                if descriptor >= 0:
-                    loop.remove_reader(descriptor)
+            _stop_reading(link)
 
 
 def _stop_reading(link: Link) -> None:
