@@ -208,11 +208,7 @@ class _NoTables(TableManager):  # type: ignore[misc]
 
 
 def run_faust(config: JobConfig, services: Services, runtime: WorkerRuntime, folder: Path) -> int:
-    """Run a worker's app until the worker's end; its exit code.
-
-    Args:
-        folder: Faust's own data folder.
-    """
+    """Run a worker's app, with Faust's own data in `folder`, until the worker's end; its exit code."""
     loop = _new_loop()
     asyncio.set_event_loop(loop)
     worker = _FaustWorker(

@@ -68,16 +68,7 @@ class MainLoop(Protocol):
 
 
 class WorkerRuntime:
-    """One worker's tasks. Everything but the constructor runs on one event loop.
-
-    Attributes:
-        reader: of this worker's partition; the stream starts it, and passes on what it delivers.
-        fetch_progress: (delivered, position), kept by the stream: the records below `delivered` have been fed, and from
-            there to `position` there is no record (markers of transactions, for instance).
-        buffer: batches that are read and not decoded.
-        deleted_records: the stream asks it where to read on.
-        exit: how this process ends, and its code.
-    """
+    """One worker's tasks. Everything but the constructor runs on one event loop."""
 
     main_loop: MainLoop  # set before the loop starts
 
@@ -103,7 +94,7 @@ class WorkerRuntime:
         self._config = config
         self._core = core
         self._channel = channel
-        self.reader = reader
+        self.reader = reader  # of this worker's partition; the stream starts it, and passes on what it delivers
         self._link = link
         self._row_client = row_client
         self._decoder = decoder
@@ -120,6 +111,8 @@ class WorkerRuntime:
             align=config.training.policy.batches_per_push,
         )
         self.buffer = BatchBuffer(batcher, buffer_capacity(config))
+        # (delivered, position), kept by the stream: the records below `delivered` have been fed, and from there to
+        # `position` there is no record (markers of transactions, for instance).
         self.fetch_progress = (batcher.next_offset, batcher.next_offset)
         self._filled = asyncio.Event()  # something was fed
         self._stall_watch = StallWatch(config.worker.stall_timeout_s, commands_offset, time.monotonic())

@@ -87,8 +87,7 @@ def make_producer(config: JobConfig, services: Services, **extra: Any) -> Produc
 def make_consumer(config: JobConfig, services: Services, purpose: str, **extra: Any) -> Consumer:
     """A consumer for explicit positions (`assign`): it joins no group and commits nothing.
 
-    Args:
-        purpose: names it on the broker. librdkafka needs a group id also where no group is joined.
+    `purpose` is in its group id, which librdkafka needs also where no group is joined.
     """
     defaults = {
         "group_id": f"doll.{config.job}.{purpose}",

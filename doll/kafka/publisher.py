@@ -52,9 +52,6 @@ class Publisher:
 
     Args:
         on_error: gets errors of the client; by default they are logged.
-
-    Attributes:
-        refusals: by topic, why Kafka refused the first record that it did not take.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class Publisher:
         if on_error is not None:
             defaults["error_cb"] = functools.partial(_report_error, on_error)
         self.address = services.kafka
-        self.refusals: dict[str, str] = {}
+        self.refusals: dict[str, str] = {}  # by topic, why Kafka refused the first record that it did not take
         self._producer = make_producer(config, services, **{**defaults, **settings})
 
     def __enter__(self) -> Publisher:

@@ -28,13 +28,10 @@ class RangeReader:
     """One consumer that reads given ranges of offsets; it joins no group and commits nothing.
 
     Calls raise ServiceUnavailableError where the broker refuses, or sends nothing for `stall_timeout_s`.
-
-    Attributes:
-        problems: values that are no record of their topic, one sentence each.
     """
 
     def __init__(self, config: JobConfig, services: Services, stall_timeout_s: float = STALL_S) -> None:
-        self.problems: list[str] = []
+        self.problems: list[str] = []  # values that are no record of their topic, one sentence each
         self._services = services
         self._stall_s = stall_timeout_s
         self._consumer: Any = make_consumer(
@@ -53,11 +50,7 @@ class RangeReader:
         return partition_bounds(self._consumer, self._services.kafka, topic, partition, self._stall_s)
 
     def records(self, topic: str, kinds: tuple[type, ...], bounds: tuple[int, int] | None = None) -> Iterator[Any]:
-        """All control records of a topic with one partition, from its beginning to its present end.
-
-        Args:
-            bounds: as `bounds` returned them at another moment.
-        """
+        """All control records of a topic with one partition, from its beginning to its present end, or in `bounds`."""
         for offset, value in self.read(topic, 0, *(bounds or self.bounds(topic, 0))):
             try:
                 record = decode(value)

@@ -115,11 +115,6 @@ class Reader:
         purpose: names the consumer on the broker.
         start: the offset to start at, from a partition and its bounds (low, high).
 
-    Attributes:
-        ends: per partition, the offset behind its last record when this reader was opened: before it is history.
-        positions: per partition, the next offset: all before it has been returned.
-        refused: values that did not decode.
-
     Raises:
         ServiceUnavailableError: a topic does not exist, or the broker does not answer.
     """
@@ -142,9 +137,9 @@ class Reader:
         self._make_lookup = partial(make_consumer, config, services, f"{purpose}-ends")
         self._lookup: Any = None
         self._consumer = make_consumer(config, services, purpose, **{"fetch_wait_max_ms": _FETCH_WAIT_MS, **settings})
-        self.ends: dict[Partition, int] = {}
-        self.positions: dict[Partition, int] = {}
-        self.refused = 0
+        self.ends: dict[Partition, int] = {}  # behind the last record when this was opened: before it is history
+        self.positions: dict[Partition, int] = {}  # the next offset: all before it has been returned
+        self.refused = 0  # values that did not decode
         try:
             for partition in partitions:
                 low, high = partition_bounds(self._consumer, services.kafka, *partition, lookup_timeout_s)
@@ -252,11 +247,7 @@ class Reader:
         return all(self.bounds(partition)[1] <= position for partition, position in self.positions.items())
 
     def bounds(self, partition: Partition) -> tuple[int, int]:
-        """(low, high) of any partition: first offset that it still holds, and the one that its next record gets.
-
-        Raises:
-            ServiceUnavailableError: the broker does not answer, or the topic does not exist.
-        """
+        """As `partition_bounds`, of any partition."""
         return partition_bounds(self._ends_client(), self._address, *partition, self._lookup_s)
 
     def partition_ends(self, topic: str, partitions: int, timeout_s: float = 1.0) -> list[int] | None:
@@ -327,11 +318,7 @@ def end_of_unreadable(
 
 
 class Tail(Reader):
-    """Records of `topics` (full names, one partition each) from the earliest that is kept, or from now on.
-
-    Raises:
-        ServiceUnavailableError: a topic does not exist, or the broker does not answer.
-    """
+    """Records of `topics` (full names, one partition each) from the earliest that is kept, or from now on."""
 
     def __init__(
         self, config: JobConfig, services: Services, topics: Iterable[str], *, from_now_on: bool = False
@@ -374,9 +361,6 @@ class JobRecords(Reader):
 
     Args:
         positions: next offset by `topic/partition`; from the earliest kept offset for partitions that are not in it.
-
-    Raises:
-        ServiceUnavailableError: a topic does not exist, or the broker does not answer.
     """
 
     def __init__(self, config: JobConfig, services: Services, positions: Mapping[str, int]) -> None:

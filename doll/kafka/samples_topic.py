@@ -40,16 +40,12 @@ class ReplacedSamplesError(ConfigError):
 
 @dataclass(frozen=True)
 class SampleLog:
-    """The samples topic as the broker has it.
-
-    Attributes:
-        low, high: per partition, the first offset that is kept and the one that the next record gets.
-    """
+    """The samples topic as the broker has it."""
 
     name: str
     topic_id: str  # Kafka's id of the topic; "" where the broker has no ids
-    low: tuple[int, ...]
-    high: tuple[int, ...]
+    low: tuple[int, ...]  # per partition, the first offset that is kept
+    high: tuple[int, ...]  # per partition, the offset that the next record gets
 
 
 def describe_samples(
@@ -83,11 +79,7 @@ def describe_samples(
 
 
 def refuse_replaced_topic(name: str, expected: str, actual_id: str) -> None:
-    """Return unless both ids are known and differ.
-
-    Raises:
-        ReplacedSamplesError: they do.
-    """
+    """Raise ReplacedSamplesError where both ids are known and differ."""
     if problem := replaced_topic(name, expected, actual_id):
         raise ReplacedSamplesError(f"{problem}; {TRUNCATED_ADVICE}")
 

@@ -70,14 +70,11 @@ class Lineage:
 
 
 class GenerationFilter:
-    """Selects the records of one generation. Pure.
-
-    Attributes:
-        next_generation: the generation after it, as far as the records have been read; None: it is the newest.
-    """
+    """Selects the records of one generation. Pure."""
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
+        # The generation after it, as far as the records have been read; None: it is the newest.
         self.next_generation: int | None = None
 
     def records(self, records: Iterable[T]) -> Iterator[T]:

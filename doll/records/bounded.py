@@ -37,11 +37,7 @@ def json_value(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> Any:
 
 
 def json_object(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> dict[str, Any]:
-    """As `json_value`, of a text that holds an object.
-
-    Raises:
-        MalformedError: as there, or it is another value.
-    """
+    """As `json_value`, of a text that holds an object; MalformedError also where it holds another value."""
     value = json_value(text, max_chars=max_chars)
     if not isinstance(value, dict):
         raise MalformedError(f"expected a JSON object, got {type(value).__name__}")

@@ -19,13 +19,9 @@ _NUMBER: Final = re.compile(r"\d+")
 
 
 class UnreadValue(bytes):
-    """Stands for a value that was not read, or not kept: as bytes it is empty, so it is never decoded.
+    """Stands for a value that was not read, or not kept: as bytes it is empty, so it is never decoded."""
 
-    Attributes:
-        code, reason: of its dead letter.
-    """
-
-    code: DeadLetterCode
+    code: DeadLetterCode  # of its dead letter
     reason: str
     num_bytes: int  # of the value; 0 where it is not known
     head: bytes  # its first bytes

@@ -122,11 +122,7 @@ def encode_latest(latest: Latest) -> list[Buffer]:
 
 
 def decode_latest(data: Buffer) -> Latest:
-    """The pointer in `data`.
-
-    Raises:
-        BlobError: not a pointer of this schema.
-    """
+    """The pointer in `data`; BlobError where it is not a pointer of this schema."""
     try:
         return msgspec.msgpack.decode(data, type=Latest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
@@ -152,11 +148,7 @@ def encode_blob(array: npt.NDArray[np.float32], *, job: str, kind: Kind, version
 
 
 def finish_blob(memory: memoryview, *, job: str, kind: Kind, version: int) -> None:
-    """Write the header of a blob whose body is in `memory` already, from `HEADER_BYTES` on.
-
-    Args:
-        memory: of the whole blob, writable; the body is float32.
-    """
+    """Write the header of a blob whose body, float32, is in `memory` already, from `HEADER_BYTES` on."""
     body = memory[HEADER_BYTES:]
     memory[:HEADER_BYTES] = _header(job, kind, FLOAT32, version, len(body) // 4, crc32(body))
 
@@ -180,11 +172,7 @@ def encode_bytes(parts: Sequence[Buffer], *, job: str, kind: BytesKind, version:
 
 
 def decode_bytes(data: Buffer, *, job: str, kind: BytesKind, version: int | None) -> tuple[memoryview, int]:
-    """The body of such a blob, a view of `data`, and its version.
-
-    Raises:
-        BlobError: as `decode_blob`.
-    """
+    """The body of such a blob, a view of `data`, and its version (None: any). Raises as `decode_blob`."""
     return _open(data, job=job, kind=kind, dtype=BYTES, version=version, numel=None)
 
 

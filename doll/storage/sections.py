@@ -207,11 +207,7 @@ def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict
 
 
 def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, job: str, version: int) -> Encoded:
-    """The blob of a request for rows of several tables.
-
-    Args:
-        version: the oldest that the rows may be of.
-    """
+    """The blob of a request for rows of several tables, as of `version` or later."""
     sections = []
     for name, request in requests.items():
         shape = _table_shape(shapes[name])

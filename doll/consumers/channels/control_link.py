@@ -39,9 +39,6 @@ class ControlLink:
     Args:
         kind: `control.kind`: which endpoints of a Welcome are used.
         on_refused: called with the number of refusals so far when an endpoint of a Welcome is another user's or run's.
-
-    Attributes:
-        kind_in_use: "local", "redis" or "kafka".
     """
 
     def __init__(self, services: Services, kind: str, *, on_refused: Callable[[int], object] = lambda _: None) -> None:
@@ -61,7 +58,7 @@ class ControlLink:
         self._on_change: Callable[[], object] = lambda: None
 
     @property
-    def kind_in_use(self) -> str:
+    def kind_in_use(self) -> str:  # "local", "redis" or "kafka"
         return "kafka" if self._link is None else self._link.kind
 
     def welcome(self, welcome: Welcome) -> None:

@@ -154,11 +154,7 @@ class SetContribution(Protocol):
         ...
 
     def skip(self, batch: int) -> None:
-        """Batch `batch` has no usable sample: it belongs to what is pushed, and adds nothing to it.
-
-        Raises:
-            IllegalEventError: as `add`.
-        """
+        """As `add`, of a batch without a usable sample: it belongs to what is pushed, and adds nothing to it."""
 
     def keep(self) -> None:
         """The memory of the gradient that `add` has taken may change from now on."""

@@ -26,14 +26,11 @@ from doll.tables.rows import Rows, add_in_order
 
 
 class _Step(NamedTuple):
-    """What one batch has changed.
-
-    Attributes:
-        values: float32, shape (numel,): of parameters the change, of float buffers the value after the batch times its
-            samples, of other buffers the bytes after the batch.
-    """
+    """What one batch has changed."""
 
     batch: int
+    # float32, shape (numel,): of parameters the change, of float buffers the value after the batch times its samples,
+    # of other buffers the bytes after the batch.
     values: npt.NDArray[np.float32] | None  # None: no sample was usable
     rows: Mapping[str, Rows]  # of tables the change, by name; the caches hold it as well
     grant_id: int = 0

@@ -180,14 +180,9 @@ class BatchBuffer:
     """
 
     def __init__(self, batcher: Batcher[Value], capacity: int, max_bytes: int = MAX_WAITING_BYTES) -> None:
-        """
-        Args:
-            capacity: batches from which on reading pauses.
-            max_bytes: bytes in whole batches from which on reading pauses, too.
-        """
         self.batcher = batcher
-        self._capacity = capacity
-        self._max_bytes = max_bytes
+        self._capacity = capacity  # batches from which on reading pauses
+        self._max_bytes = max_bytes  # bytes in whole batches from which on reading pauses, too
         self._raw_batches: deque[tuple[RawBatch[Value], int]] = deque()  # with the bytes of its values
         self._waiting_bytes = 0
         self._cuts: deque[Iterator[RawBatch[Value]]] = deque()  # what is fed and not cut yet
@@ -231,11 +226,7 @@ class BatchBuffer:
         return self._is_full
 
     def take(self) -> RawBatch[Value]:
-        """The next batch.
-
-        Raises:
-            IndexError: the buffer is empty.
-        """
+        """The next batch; IndexError where the buffer is empty."""
         raw, num_bytes = self._raw_batches.popleft()
         self._waiting_bytes -= num_bytes
         self._cut()

@@ -43,17 +43,13 @@ class Part(NamedTuple):
 
 
 class SampleBytes:
-    """The bytes of a batch's samples, as a list or, where all have one width, as one block.
-
-    Attributes:
-        width: bytes of each sample; 0: they differ.
-    """
+    """The bytes of a batch's samples, as a list or, where all have one width, as one block."""
 
     def __init__(self, values: list[bytes] | None, bodies: Sequence[memoryview | bytes], width: int) -> None:
         self._values = values
         self._bodies = bodies
         self._block: memoryview | None = None
-        self.width = width
+        self.width = width  # bytes of each sample; 0: they differ
         self._count = len(values) if values is not None else sum(map(len, bodies)) // width
 
     @classmethod
@@ -95,11 +91,7 @@ class SampleBytes:
 
 
 def decode_in_bulk(task: Task, samples: SampleBytes) -> tuple[list[Part], npt.NDArray[np.int64]]:
-    """What `task.decode_block` and `task.decode_many` make of a batch.
-
-    Returns:
-        The parts that were decoded and the places of all other samples, rising.
-    """
+    """What `task.decode_block` and `task.decode_many` make of a batch, and the places of all other samples, rising."""
     parts: list[Part] = []
     left = np.arange(len(samples))
     if _overrides(task, "decode_block"):

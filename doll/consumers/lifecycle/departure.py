@@ -28,12 +28,7 @@ def end_within(seconds: float, code: int) -> None:
 
 
 class Departure:
-    """Whether, by when and why this process leaves. Safe to use from any thread and from signal handlers.
-
-    Attributes:
-        by_s: when it must have ended, on `clock`; None: it stays.
-        cause: why, as in its Leave: `sigterm`, `notice`.
-    """
+    """Whether, by when and why this process leaves. Safe to use from any thread and from signal handlers."""
 
     def __init__(
         self,
@@ -44,8 +39,8 @@ class Departure:
         self._clock = clock
         self._end_within = end_within
         self._lock = threading.RLock()  # a signal may come while the same thread is in here
-        self.by_s: float | None = None
-        self.cause = ""
+        self.by_s: float | None = None  # when it must have ended, on `clock`; None: it stays
+        self.cause = ""  # why, as in its Leave: `sigterm`, `notice`
 
     def leave_within(self, seconds: float, cause: str) -> None:
         """This process must have ended `seconds` from now. Of several times the earliest counts."""
@@ -69,10 +64,6 @@ class ProcessExit:
     """The end of this process on its own account: in order if Faust allows it, within `worker.drain_s` in any case.
 
     The first request to end decides. One event loop owns it.
-
-    Attributes:
-        code: exit code of the process; 0: the job is over, or another process has its place; 1: start it again.
-        is_requested: the process is about to end.
     """
 
     def __init__(
@@ -89,7 +80,7 @@ class ProcessExit:
             flush: delivers what was sent.
             stop: asks for the end in order.
         """
-        self.code = 0
+        self.code = 0  # 0: the job is over, or another process has its place; 1: start it again
         self.is_requested = False
         self._within_s = within_s
         self._flush = flush

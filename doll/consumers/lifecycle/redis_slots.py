@@ -88,16 +88,11 @@ class SlotLeases:
 
 
 class HeldSlot:
-    """A slot that this process holds until the end of the context. From `start_renewing` on a thread renews its lease.
-
-    Attributes:
-        number: the slot.
-        lost: another process has taken it: this one gets SIGTERM and may take another slot.
-    """
+    """A slot that this process holds until the context's end. From `start_renewing` on a thread renews its lease."""
 
     def __init__(self, slots: SlotLeases, number: int, config: JobConfig, leave: Callable[[], None]) -> None:
         self.number = number
-        self.lost = False
+        self.lost = False  # another process has taken it: this one gets SIGTERM and may take another slot
         self._slots = slots
         self._config = config
         self._leave = leave

@@ -46,11 +46,7 @@ _INSTANCE_ENV: Final = "DOLL_INSTANCE"
 
 
 class Imds:
-    """Reads the instance metadata service, version 2.
-
-    Args:
-        endpoint: default: $AWS_EC2_METADATA_SERVICE_ENDPOINT, else the link-local address.
-    """
+    """Reads the instance metadata service, version 2."""
 
     def __init__(self, endpoint: str = "", *, timeout_s: float = _TIMEOUT_S) -> None:
         self._endpoint = (endpoint or os.environ.get(ENDPOINT_ENV) or _ENDPOINT).rstrip("/")
@@ -126,11 +122,7 @@ def _checked_text(value: str, what: str) -> str:
 
 
 class NoticeWatcher:
-    """Polls for a spot interruption notice every few seconds, from a thread, and reports it once.
-
-    Args:
-        on_notice: called with the seconds that are left.
-    """
+    """Polls for a spot interruption notice, from a thread, and calls `on_notice` once, with the seconds left."""
 
     def __init__(
         self,

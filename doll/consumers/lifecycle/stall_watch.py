@@ -4,16 +4,12 @@ from __future__ import annotations
 
 
 class StallWatch:
-    """Progress of one worker on its two partitions, `samples` and `commands`. Times are monotonic seconds.
-
-    Attributes:
-        samples_at_s: when a record of `samples` was last read or decoded; whoever does it writes it here.
-    """
+    """Progress of one worker on its two partitions, `samples` and `commands`. Times are monotonic seconds."""
 
     def __init__(self, stall_timeout_s: float, next_command: int, now: float) -> None:
         """`next_command`: offset of the next command."""
         self._timeout_s = stall_timeout_s
-        self.samples_at_s = now
+        self.samples_at_s = now  # when a record of `samples` was last read or decoded; whoever does it writes it here
         self._commands_at_s = now
         self._next_command = next_command
         self._empty_until = 0  # `samples` holds no record from the next one up to here
@@ -31,11 +27,7 @@ class StallWatch:
         return max(0, high - max(next_offset, self._empty_until))
 
     def observe(self, *, unread: int, is_waiting: bool, next_command: int, commands_high: int, now: float) -> None:
-        """The ends of both logs are known again.
-
-        Args:
-            is_waiting: the worker does not want more records now.
-        """
+        """The ends of both logs are known again. `is_waiting`: the worker does not want more records now."""
         if next_command != self._next_command or commands_high <= next_command:
             self._next_command, self._commands_at_s = next_command, now
         if not unread or is_waiting:

@@ -75,11 +75,7 @@ class SkippedBatches:
         return next_batch if self._range is None else self._range.until
 
     def passed(self, durable: int, reported: int) -> int:
-        """The number of durable batches.
-
-        Args:
-            durable: without the range, which begins there.
-        """
+        """The number of durable batches: `durable` before the range, and those of the range once it is reported."""
         if self._range is None or reported < self._range.until:
             return durable
         until, self._range = self._range.until, None

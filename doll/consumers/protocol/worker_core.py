@@ -352,11 +352,7 @@ class WorkerCore:
         return self._announce_if_few()
 
     def hold(self, batch: Batch) -> None:
-        """As `batch_ready`, where more batches come at the same moment: `announce` tells the server of all of them.
-
-        Raises:
-            ValueError: it is not the next one.
-        """
+        """As `batch_ready`, where more batches come at the same moment: `announce` tells the server of all of them."""
         if batch.number != self.next_batch:
             raise ValueError(f"expected batch {self.next_batch}, got {batch.number}")
         self._batches.append(batch)

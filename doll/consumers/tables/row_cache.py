@@ -98,17 +98,12 @@ Fetch: TypeAlias = Callable[[RowRequest], FetchedRows]
 
 
 class RowCache:
-    """Rows of one table, with the worker's own steps on top (read-my-writes). Not thread-safe.
-
-    Attributes:
-        own: steps that fetched rows may lack. `inc` adds to it and to the rows that are here.
-        num_hits, num_misses: rows that `get` has found here, and that it has fetched or asked about.
-    """
+    """Rows of one table, with the worker's own steps on top (read-my-writes). Not thread-safe."""
 
     def __init__(self, shape: TableShape, max_bytes: int) -> None:
         """`max_bytes`: of the cache, without `own`. It holds one row at least."""
-        self.own = OpLog(shape.width)
-        self.num_hits = self.num_misses = 0
+        self.own = OpLog(shape.width)  # steps that fetched rows may lack; `inc` adds to it and to the rows here
+        self.num_hits = self.num_misses = 0  # rows that `get` has found here, and that it has fetched or asked about
         self._shape = shape
         self._capacity = capacity = max(1, min(shape.num_rows, max_bytes // cached_row_bytes(shape.width)))
         self._index = IdIndex(capacity)

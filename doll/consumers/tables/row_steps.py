@@ -30,15 +30,11 @@ def state_row_bytes(width: int, num_states: int) -> int:
 
 
 class RowSteps:
-    """Steps on one table. Not thread-safe.
-
-    Attributes:
-        num_evicted: rows that have lost their state, each time counted.
-    """
+    """Steps on one table. Not thread-safe."""
 
     def __init__(self, width: int, optimizer: RowOptimizer, max_bytes: int | None = None) -> None:
         """`max_bytes`: of the state, that of one row at least; None: no bound."""
-        self.num_evicted = 0
+        self.num_evicted = 0  # rows that have lost their state, each time counted
         self._width = width
         self._optimizer = optimizer
         self._row_bytes = state_row_bytes(width, len(optimizer.state_names))
