@@ -197,31 +197,37 @@ class _WorkerProcess:
             engine = self._thread_engine(blobs, dead_letters, row_client, scope)
         else:
             engine = self._pipeline_engine(self._stages, blobs, dead_letters, scope)
-        link = None
-        if config.control.kind != "kafka":
-            link = ControlLink(
-                services, config.control.kind,
-                on_refused=lambda count: channel.report({CONTROL_REFUSED_TOTAL: float(count)}),
-            )  # fmt: skip
-            link.welcome(welcome)
-        per_batch = config.data.records_per_batch
-        reader = ChunkReader(
-            config, services, Partition(config.topic("samples"), self._worker),
-            group=f"doll-{config.job}-w{self._worker}", start=welcome.origin + welcome.next_batch * per_batch,
-            learned=Learned(welcome.origin + welcome.included * per_batch, welcome.leader_epoch),
-            fetch_max_wait_ms=config.worker.fetch_max_wait_ms,
-            max_chunk_records=max(1, stream_buffer_records(config) // 2),
-        )  # fmt: skip
         runtime = WorkerRuntime(
-            config, core=core, channel=channel, reader=reader, decoder=decoder, engine=engine,
-            commands_offset=commands_offset, departure=self._departure, heartbeat=self._heartbeat, link=link,
-            row_client=row_client,
+            config, core=core, channel=channel, reader=self._reader(welcome), decoder=decoder, engine=engine,
+            commands_offset=commands_offset, departure=self._departure, heartbeat=self._heartbeat,
+            link=self._link(welcome), row_client=row_client,
         )  # fmt: skip
         try:
             return run_faust(config, services, runtime, self._run_folder / "faust" / f"worker-{self._worker}")
         finally:
             decoder.close()
             engine.close()
+
+    def _reader(self, welcome: Welcome) -> ChunkReader:
+        config, per_batch = self._config, self._config.data.records_per_batch
+        return ChunkReader(
+            config, self._services, Partition(config.topic("samples"), self._worker),
+            group=f"doll-{config.job}-w{self._worker}", start=welcome.origin + welcome.next_batch * per_batch,
+            learned=Learned(welcome.origin + welcome.included * per_batch, welcome.leader_epoch),
+            fetch_max_wait_ms=config.worker.fetch_max_wait_ms,
+            max_chunk_records=max(1, stream_buffer_records(config) // 2),
+        )  # fmt: skip
+
+    def _link(self, welcome: Welcome) -> ControlLink | None:
+        if self._config.control.kind == "kafka":
+            return None
+
+        def report_refused(count: int) -> None:
+            self._channel.report({CONTROL_REFUSED_TOTAL: float(count)})
+
+        link = ControlLink(self._services, self._config.control.kind, on_refused=report_refused)
+        link.welcome(welcome)
+        return link
 
     def _pipeline_engine(
         self, stages: Stages, blobs: Blobs, dead_letters: DeadLetters, scope: str
