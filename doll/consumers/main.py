@@ -214,7 +214,6 @@ class _WorkerProcess:
             config, self._services, Partition(config.topic("samples"), self._worker),
             group=f"doll-{config.job}-w{self._worker}", start=welcome.origin + welcome.next_batch * per_batch,
             learned=Learned(welcome.origin + welcome.included * per_batch, welcome.leader_epoch),
-            fetch_max_wait_ms=config.worker.fetch_max_wait_ms,
             max_chunk_records=max(1, stream_buffer_records(config) // 2),
         )  # fmt: skip
 

@@ -118,12 +118,11 @@ class ChunkReader:
         group: of the committed offsets.
         learned: what is in the model; of it, records from `start` on are read again, since they are not durable.
         max_chunk_records: bounds a chunk, with `MAX_CHUNK_RECORDS` and `MAX_CHUNK_BYTES`.
-        fetch_max_wait_ms: how long a fetch may wait at the broker for `FETCH_MIN_BYTES`.
     """
 
     def __init__(
         self, config: JobConfig, services: Services, partition: Partition, *, group: str, start: int,
-        fetch_max_wait_ms: int, max_chunk_records: int = MAX_CHUNK_RECORDS, learned: Learned = NOTHING_LEARNED,
+        max_chunk_records: int = MAX_CHUNK_RECORDS, learned: Learned = NOTHING_LEARNED,
     ) -> None:  # fmt: skip
         self._address = services.kafka
         self._partition = partition
@@ -132,7 +131,7 @@ class ChunkReader:
         self._consumer: Any = make_consumer(
             config, services, "samples", group_id=group, auto_offset_reset="error", enable_auto_offset_store=False,
             isolation_level="read_committed", enable_partition_eof=True, check_crcs=True,
-            fetch_min_bytes=FETCH_MIN_BYTES, fetch_wait_max_ms=fetch_max_wait_ms,
+            fetch_min_bytes=FETCH_MIN_BYTES, fetch_wait_max_ms=config.worker.fetch_max_wait_ms,
             max_partition_fetch_bytes=max(_MIN_PARTITION_FETCH_BYTES, config.data.max_record_bytes),
             fetch_max_bytes=unpacked_limit_bytes // 2, receive_message_max_bytes=unpacked_limit_bytes,
             queued_min_messages=_FETCHED_AHEAD_RECORDS, queued_max_messages_kbytes=_FETCHED_AHEAD_KBYTES,

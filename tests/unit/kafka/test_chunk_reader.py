@@ -32,7 +32,10 @@ GROUP = "the-group"
 
 @pytest.fixture
 def config(services: Services, job_name: str) -> JobConfig:
-    config = parse(f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 1, max_record_bytes: 2000000}}\n")
+    config = parse(
+        f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 1, max_record_bytes: 2000000}}\n",
+        ["worker.fetch_max_wait_ms=20"],
+    )
     topics.ensure(config, services)
     return config
 
@@ -43,9 +46,7 @@ class Rig:
     def __init__(self, config: JobConfig, services: Services, start: int, **bounds: Any) -> None:
         self.config, self.services = config, services
         self.partition = Partition(config.topic("samples"), 0)
-        self.reader = ChunkReader(
-            config, services, self.partition, group=GROUP, start=start, fetch_max_wait_ms=20, **bounds
-        )
+        self.reader = ChunkReader(config, services, self.partition, group=GROUP, start=start, **bounds)
         self.deliveries: queue.Queue[Delivery] = queue.Queue()
         self.reader.start(self.deliveries.put)
 
@@ -300,9 +301,7 @@ def test_a_failure_of_whoever_takes_is_the_last_delivery(config: JobConfig, serv
         if len(got) == 1:
             raise RuntimeError("no room")
 
-    reader = ChunkReader(
-        config, services, Partition(config.topic("samples"), 0), group=GROUP, start=0, fetch_max_wait_ms=20
-    )
+    reader = ChunkReader(config, services, Partition(config.topic("samples"), 0), group=GROUP, start=0)
     reader.start(deliver)  # what comes first is the end of the empty log
     until(lambda: len(got) == 2, "the failure")
     assert isinstance(got[1], RuntimeError)
@@ -327,9 +326,7 @@ def test_a_broker_that_hangs_does_not_hold_up_the_end(make_rig: Callable[..., Ri
 
 
 def test_a_reader_is_closed_soon_also_without_kafka(config: JobConfig, nowhere: Services) -> None:
-    reader = ChunkReader(
-        config, nowhere, Partition(config.topic("samples"), 0), group=GROUP, start=0, fetch_max_wait_ms=20
-    )
+    reader = ChunkReader(config, nowhere, Partition(config.topic("samples"), 0), group=GROUP, start=0)
     reader.start(lambda delivery: None)
     reader.commit(10)
     began_s = time.monotonic()
