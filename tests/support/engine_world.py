@@ -465,7 +465,7 @@ class World:
         self._do(process, core.rest_stored(order, done))
 
     def _load_weights(self, process: Process, grant: Grant) -> bool:
-        """As `doll.consumers.compute.local_model.CachedVersion`."""
+        """As `doll.consumers.compute.gradient.CachedVersion`."""
         term, version = process.cached
         is_allowed = term == grant.term and version >= grant.min_version
         offered = process.offered[1] if process.offered[0] == grant.term else -1
