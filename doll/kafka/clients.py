@@ -115,11 +115,7 @@ class Settings(dict[str, Any]):
 
 
 def kafka_credentials(config: JobConfig) -> tuple[str, str] | None:
-    """User name and password for SASL from the environment; None where the job's Kafka asks for none.
-
-    Raises:
-        ConfigError: SASL is asked for and the environment lacks the user name or the password.
-    """
+    """User name and password for SASL from the environment; None where the job's Kafka asks for none."""
     if not config.kafka.security.startswith("sasl"):
         return None
     username, password = os.environ.get(KAFKA_USER_ENV), os.environ.get(KAFKA_PASSWORD_ENV)
@@ -134,9 +130,6 @@ def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Setti
     `extra` adds or replaces settings, with `_` for each `.`: `kafka_settings(config, services, group_id="g")`.
 
     While a broker is unreachable, the client logs one line in 30 seconds, not one each 50 ms.
-
-    Raises:
-        ConfigError: SASL is asked for and the environment lacks the user name or the password.
     """
     settings = Settings(
         {
