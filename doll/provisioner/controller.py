@@ -459,7 +459,7 @@ class Controller:
             **self._where_the_job_stands(self._account.last_bill(), rates, prices, alarms, now_s), phase="unavailable",
             markets=self._plan.markets, reasons=(why,) * self.settings.num_slots, binding="unavailable", feasible=True,
             results=(), instances=(), ready=frozenset(), expected_cost_usd=math.nan, expected_finish_s=math.nan,
-            slack_s=math.nan, alpha=self.observed.alpha(), finished=False,
+            slack_s=math.nan, alpha=self.observed.spot.alpha(), finished=False,
         )  # fmt: skip
 
     def _where_the_job_stands(

@@ -35,6 +35,7 @@ class KeptState:
         Raises:
             KeyError, TypeError, ValueError: `kept` is something else, or of another number of slots.
         """
+        restored: dict[str, Any] = {}
         for name, kind in self.KEPT.items():
             value = kept.get(name) if name in self.LATER else kept[name]
             attribute = self._attribute(name)
@@ -43,7 +44,8 @@ class KeptState:
                 if value is not None:
                     current.restore(value)
             elif value is not None and kind is not KeptState:
-                setattr(self, attribute, _restored(value, kind, current))
+                restored[attribute] = _restored(value, kind, current)
+        vars(self).update(restored)  # all values or none
 
     def _attribute(self, name: str) -> str:
         return f"_{name}" if f"_{name}" in vars(self) else name

@@ -17,7 +17,6 @@ from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.observation import Observed
 from doll.provisioner.planning import planner
 from doll.provisioner.planning.estimators import re_estimated
-from doll.provisioner.planning.release_rule import of_slots
 from doll.provisioner.planning.state import Bools, Market, PlannerSettings, PlannerState, SlotHistory
 from doll.provisioner.scale_in import ScaleIn, SlotChange
 from doll.provisioner.settings import ControllerSettings
@@ -215,7 +214,7 @@ class MarketPlan(KeptState):
         for instance in instances:
             if instance.market == "spot" and instance.notice_s is None and instance.id in ready:
                 up[instance.slot] = True
-        observed.observe_spot(now_s, up, self._on_spot & self.scale_in.active & counts, pools)
+        observed.spot.observe(now_s, up, self._on_spot & self.scale_in.active & counts, pools)
 
     def state(
         self, observed: Observed, instances: Sequence[Instance], ready: Collection[str], launch_state: LaunchState,
@@ -238,17 +237,11 @@ class MarketPlan(KeptState):
             on_spot = self._on_spot.copy()
         history = self._history.copy() if self._dry_run else self._history
         history.observe(self._spot_available(on_spot, running, launch_state, now_s), now_s)
-        return history.state(
-            now_s=now_s,
-            started_s=started_s,
-            samples_done=self.samples_done(observed),
-            rates_per_s=observed.rates_per_s(),
-            on_spot=on_spot,
-            up=up,
-            alpha=observed.alpha(),
-            prices=prices,
-            spent_usd=bill.usd,
-        )
+        return PlannerState(
+            elapsed_s=max(0.0, now_s - started_s), samples_done=self.samples_done(observed),
+            rates_per_s=observed.rates_per_s(), on_spot=on_spot, up=up, alpha=observed.spot.alpha(), prices=prices,
+            spent_usd=bill.usd, **history.since(started_s),
+        )  # fmt: skip
 
     def _spot_available(self, on_spot: Bools, running: Bools, launch_state: LaunchState, now_s: float) -> Bools:
         """Whether spot has a machine for each slot, shape (N,)."""
@@ -300,7 +293,7 @@ class MarketPlan(KeptState):
         """
         settings, active = self.planned(observed), self.scale_in.active
         first = self._on_spot is None and fleet_is_empty
-        working = of_slots(state, active)
+        working = state.of_slots(active)
         plan = (planner.start if first else planner.plan)(working, settings)
         chosen, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
         expected_usd, finish_s = plan.forecast.expected_cost_usd, plan.forecast.expected_finish_s

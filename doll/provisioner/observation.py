@@ -19,7 +19,7 @@ from doll.ledger.lineage import Change, Lineage, UpdatesRecord
 from doll.provisioner.kept_state import KeptState, plain
 from doll.provisioner.planning.estimators import AvailabilityEstimator, BootTimeEstimator, RateEstimator
 from doll.provisioner.planning.loss_history import LossHistory
-from doll.provisioner.planning.state import Alpha, Bools
+from doll.provisioner.planning.state import Bools
 from doll.records.control import (
     Alive,
     Announce,
@@ -273,10 +273,6 @@ class Observed(KeptState):
                 self._last_arrival_s = now_s
         self._ends = (now_s, list(ends))
 
-    def observe_spot(self, now_s: float, up: Bools, assigned: Bools, pools: Sequence[str]) -> None:
-        """How spot fares: as `AvailabilityEstimator.observe`."""
-        self.spot.observe(now_s, up, assigned, pools)
-
     def _pause_s(self) -> Floats:
         """How long each stream may be without a sample before it counts as paused, shape (N,)."""
         return np.maximum(PAUSE_S, _GAPS_OF_A_PAUSE * self._samples_per_record / self._arrived.per_s())
@@ -298,10 +294,6 @@ class Observed(KeptState):
         """λ̂_n: samples that come per second, or that the worker can read where those are fewer; shape (N,)."""
         rates: Floats = np.minimum(self._arrived.per_s(), self._read.per_s())
         return rates
-
-    def alpha(self) -> Alpha:
-        """Availability of spot with its 90 % interval."""
-        return self.spot.alpha()
 
     @property
     def service_s(self) -> float:

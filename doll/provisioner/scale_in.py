@@ -8,29 +8,123 @@ danger or the rule is switched off. See docs/decisions/0032-scale-in-releases-sl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
+from doll.amounts import usd
+from doll.errors import InfeasiblePlanError
 from doll.provisioner.kept_state import KeptState
 from doll.provisioner.observation import Observed
-from doll.provisioner.planning.release_rule import (
-    ErrorTarget,
-    deadline_at_risk,
-    error_refusal,
-    of_slots,
-    release_refusal,
-    with_work,
-)
+from doll.provisioner.planning import planner
+from doll.provisioner.planning.estimators import MIN_EVALUATIONS, MIN_FALL
 from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
 from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
 from doll.records.control import ProvisionDecision
+from doll.theory.fitting import fit_tail
 
 _RECALL: Final = 0.5
 """A slot is recalled at this share of the reserve for a release: the distance keeps slots from alternating."""
 _UNKNOWN: Final = "the state of an earlier provisioner is lost"
+MOST_LATE = 0.05
+"""Accepted probability of missing the deadline after a release, where the job states none (`plan.risk`)."""
+_DEARER = 1.01  # of the expected cost: beyond what rounding of forecasts explains
+_REPLICAS = 50
+
+
+def spare_needed_s(settings: PlannerSettings, reserve: float) -> float:
+    """Seconds that must be left to spare with all remaining slots on-demand, for the release of a slot.
+
+    The reserve, and what the deadline guard keeps: all of spot interrupted now, detected late, and booted again.
+    """
+    return reserve * settings.deadline_s + settings.detection_delay + settings.boot_s
+
+
+def deadline_at_risk(state: PlannerState, settings: PlannerSettings, reserve: float) -> str:
+    """Whether the work cannot be done in time by the slots of `state`, with this reserve.
+
+    Args:
+        state: of the slots that would work.
+        settings: with the work that the error target needs.
+        reserve: fraction of the deadline that must be left to spare.
+    """
+    plan = planner.plan(state, settings)
+    needed_s = spare_needed_s(settings, reserve)
+    if not plan.feasible or plan.slack_s < needed_s:
+        return (
+            f"the deadline would be at risk: {state.num_workers} workers would leave {plan.slack_s:.0f} s to spare, "
+            f"{needed_s:.0f} s are required"
+        )
+    return ""
+
+
+def release_refusal(before: PlannerState, after: PlannerState, settings: PlannerSettings, reserve: float) -> str:
+    """Whether going from the slots of `before` to the slots of `after` endangers deadline or budget, or costs more.
+
+    The predictions are the planner's for both: Eq. (15)-(16) and (21)-(22) of the DOLL paper on the remaining work.
+    """
+    if refusal := deadline_at_risk(after, settings, reserve):
+        return refusal
+    forecast, cost_usd = (
+        planner.plan(after, settings).forecast,
+        planner.plan(before, settings).forecast.expected_cost_usd,
+    )
+    accepted = MOST_LATE if settings.risk is None else settings.risk
+    if forecast.miss_prob > accepted:
+        return f"the deadline would be missed with probability {forecast.miss_prob:.3f}, {accepted:g} is accepted"
+    if forecast.over_budget:
+        return f"the expected cost of {usd(forecast.expected_cost_usd)} USD would be above the budget"
+    if forecast.expected_cost_usd > _DEARER * cost_usd:
+        return (
+            f"the expected cost would rise from {usd(cost_usd)} to {usd(forecast.expected_cost_usd)} USD: to be in "
+            "time, the other workers would have to be on-demand for longer"
+        )
+    return ""
+
+
+@dataclass(frozen=True)
+class ErrorTarget:
+    """The held-out error that a job is to reach.
+
+    Attributes:
+        error: ε.
+        measure: "error_rate" or "loss".
+    """
+
+    error: float
+    measure: str
+
+
+def error_refusal(
+    updates: Sequence[float], errors: Sequence[float], target: float, floor_growth: float
+) -> tuple[str, float]:
+    """Whether the error target would be out of reach, and how many updates it takes by the job's own error curve.
+
+    γ of (10) is proportional to 1/(K b), so an update of fewer batches raises the floor of the curve.
+
+    Args:
+        updates: J of each held-out evaluation, ascending, shape (m,).
+        errors: above 0, shape (m,).
+        target: ε.
+        floor_growth: batches of an update now over those after the release, at least 1.
+
+    Returns:
+        The refusal or "", and the upper end of J(ε); 0 where the curve is too short to say.
+    """
+    at, measured = np.asarray(updates, dtype=np.float64), np.asarray(errors, dtype=np.float64)
+    if len(at) < MIN_EVALUATIONS or measured[-1] > MIN_FALL * measured[0]:
+        return "", 0.0
+    fit = fit_tail(at, measured, np.random.default_rng(len(at)), replicas=_REPLICAS)
+    floor = fit.curve.gamma * floor_growth
+    if floor >= target:
+        return (f"the error target {target:g} would be at risk: the error curve would not fall below {floor:.4g}"), 0.0
+    try:
+        needed = fit.updates_to(target)
+    except InfeasiblePlanError:  # as the floor is below the target, by rounding only
+        return "", 0.0
+    return "", needed.high if np.isfinite(needed.high) else needed.point
 
 
 @dataclass(frozen=True)
@@ -126,7 +220,7 @@ class ScaleIn(KeptState):
     # --- a turn
 
     def review(
-        self, state: PlannerState, planner: PlannerSettings, observed: Observed, noticed: Collection[int], now_s: float
+        self, state: PlannerState, asked: PlannerSettings, observed: Observed, noticed: Collection[int], now_s: float
     ) -> list[SlotChange]:
         """Recall slots, or release one, or neither.
 
@@ -136,7 +230,7 @@ class ScaleIn(KeptState):
         """
         if self._settings is None:
             return [self._recall(slot, "scale-in is switched off") for slot in np.flatnonzero(self.released).tolist()]
-        if self.released.any() and (changes := self._recall_in_danger(state, planner)):
+        if self.released.any() and (changes := self._recall_in_danger(state, asked)):
             return changes
         if self._stopped or self._tuner is None:
             return []
@@ -146,20 +240,20 @@ class ScaleIn(KeptState):
         slot = self._candidate(state, observed, noticed)
         if slot is None:
             return [SlotChange("release_refused", -1, f"{verdict.why}, but no worker is ready")]
-        if refusal := self._refusal(slot, state, planner, observed):
+        if refusal := self._refusal(slot, state, asked, observed):
             return [SlotChange("release_refused", slot, f"{verdict.why}, but {refusal}")]
         self.released[slot] = True
         self._whys[slot] = verdict.why
         self._tuner.removed(observed.losses, now_s)
         return [SlotChange("release", slot, verdict.why)]
 
-    def _recall_in_danger(self, state: PlannerState, planner: PlannerSettings) -> list[SlotChange]:
+    def _recall_in_danger(self, state: PlannerState, asked: PlannerSettings) -> list[SlotChange]:
         """As many of the released slots, the fastest stream first, as the deadline needs."""
         assert self._settings is not None
         reserve = _RECALL * self._settings.deadline_reserve
         changes: list[SlotChange] = []
         for slot in sorted(np.flatnonzero(self.released).tolist(), key=lambda slot: -float(state.rates_per_s[slot])):
-            if not (danger := deadline_at_risk(of_slots(state, self.active), planner, reserve)):
+            if not (danger := deadline_at_risk(state.of_slots(self.active), asked, reserve)):
                 break
             changes.append(self._recall(slot, danger))
             self._stopped = f"slots were recalled: {danger}"
@@ -182,7 +276,7 @@ class ScaleIn(KeptState):
             default=None,
         )
 
-    def _refusal(self, slot: int, state: PlannerState, planner: PlannerSettings, observed: Observed) -> str:
+    def _refusal(self, slot: int, state: PlannerState, asked: PlannerSettings, observed: Observed) -> str:
         """Why the slot may not be released, or ""."""
         settings, tuner = self._settings, self._tuner
         assert settings is not None
@@ -200,10 +294,10 @@ class ScaleIn(KeptState):
                 refusal, needed = error_refusal(updates, errors, target.error, growth)
                 if refusal:
                     return refusal
-                per_update = planner.samples_per_update or observed.batches_per_update * planner.batch_size
-                planner = with_work(planner, needed * per_update if needed else 0.0)
-        before, after = of_slots(state, self.active), of_slots(state, remaining)
-        return release_refusal(before, after, planner, settings.deadline_reserve)
+                per_update = asked.samples_per_update or observed.batches_per_update * asked.batch_size
+                asked = replace(asked, samples=max(asked.samples, needed * per_update if needed else 0.0))
+        before, after = state.of_slots(self.active), state.of_slots(remaining)
+        return release_refusal(before, after, asked, settings.deadline_reserve)
 
     # --- kept over restarts
 

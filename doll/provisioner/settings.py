@@ -12,10 +12,9 @@ from doll.config import JobConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.plan_request import apply_speed_up, of_workers, planner_settings, updates_to_target
-from doll.provisioner.planning.release_rule import ErrorTarget
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.planning.tuner import TunerSettings
-from doll.provisioner.scale_in import ScaleInSettings
+from doll.provisioner.scale_in import ErrorTarget, ScaleInSettings
 from doll.theory.checks import Floats
 
 ALARM_S: Final = 300.0

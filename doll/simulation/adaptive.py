@@ -16,7 +16,7 @@ from doll.provisioner.planning.baselines import (
     baselines,
 )
 from doll.provisioner.planning.planner import plan, start
-from doll.provisioner.planning.state import Alpha, PlannerSettings, SlotHistory
+from doll.provisioner.planning.state import Alpha, PlannerSettings, PlannerState, SlotHistory
 from doll.theory.cost import Prices
 
 # Half a machine-hour up and half down before anything has been seen (Jeffreys' prior, weighed in hours).
@@ -67,15 +67,15 @@ class Adaptive:
         moved = np.zeros(choice.shape, dtype=np.bool_)
         unfinished = observation.done < job.samples * (1 - 1e-9)
         for index in np.flatnonzero(unfinished):
-            state = self._history.state(
-                job=int(index),
-                now_s=observation.now_s,
+            state = PlannerState(
+                elapsed_s=observation.now_s,
                 samples_done=float(observation.done[index]),
                 rates_per_s=self._rates[index],
                 on_spot=on_spot[index],
                 up=observation.ready[index],
                 alpha=Alpha(float(alpha[index])),
                 prices=Prices(float(observation.price[index]), float(job.on_demand[index])),
+                **self._history.since(job=int(index)),
             )
             decided = start(state, self.settings) if first else plan(state, self.settings)
             choice[index] = np.where(decided.on_spot, SPOT, ON_DEMAND)

@@ -8,7 +8,7 @@ import numpy as np
 
 from doll.provisioner.planning.estimators import AvailabilityEstimator
 from doll.provisioner.planning.planner import plan, start
-from doll.provisioner.planning.state import PlannerSettings, SlotHistory
+from doll.provisioner.planning.state import PlannerSettings, PlannerState, SlotHistory
 from doll.simulation.system import System
 
 
@@ -33,15 +33,16 @@ class PlannerProvisioner:
             self._history.begin(available)
         self._history.observe(available, now_s)
         self._availability.observe(now_s, available, on_spot)
-        state = self._history.state(
-            now_s=now_s,
+        state = PlannerState(
+            elapsed_s=now_s,
             samples_done=float(system.engine.batches_total * settings.batch_size),
-            rates_per_s=settings.rates_per_s,
+            rates_per_s=np.asarray(settings.rates_per_s),
             on_spot=on_spot,
-            up=system.up,
+            up=np.asarray(system.up),
             alpha=self._availability.alpha(),
             prices=settings.worker_prices,
             spent_usd=system.usd,
+            **self._history.since(),
         )
         decided = start(state, self.settings) if first else plan(state, self.settings)
         self._history.move(decided.moved, now_s)

@@ -7,18 +7,18 @@ the DOLL paper, Theorems 4 and 5 (static).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.errors import InfeasiblePlanError
+from doll.provisioner.planning.state import Bools
 from doll.theory.checks import Floats
 from doll.theory.cost import Prices
 from doll.theory.planning import best_assignment
 
 Choices = npt.NDArray[np.int8]
-Bools = npt.NDArray[np.bool_]
 
 ON_DEMAND, SPOT, OFF = np.int8(0), np.int8(1), np.int8(2)
 
@@ -96,60 +96,60 @@ class MarketPolicy(Protocol):
         ...
 
 
-class AllOnDemand:
+class _Fixed:
+    """Chooses once, at the start: one market for all slots."""
+
+    market: ClassVar[np.int8]
+
+    def start(self, job: BacktestJob) -> None:
+        self._choice: Choices = np.full((job.num_jobs, job.num_slots), self.market)
+
+    def decide(self, observation: Observation) -> Choices:
+        return self._choice
+
+
+class AllOnDemand(_Fixed):
     """Never takes a risk."""
 
-    name = "on-demand"
-
-    def start(self, job: BacktestJob) -> None:
-        self._choice: Choices = np.full((job.num_jobs, job.num_slots), ON_DEMAND)
-
-    def decide(self, observation: Observation) -> Choices:
-        return self._choice
+    name, market = "on-demand", ON_DEMAND
 
 
-class AllSpot:
+class AllSpot(_Fixed):
     """Never pays on-demand prices, and is as late as the market is."""
 
-    name = "all-spot"
-
-    def start(self, job: BacktestJob) -> None:
-        self._choice: Choices = np.full((job.num_jobs, job.num_slots), SPOT)
-
-    def decide(self, observation: Observation) -> Choices:
-        return self._choice
+    name, market = "all-spot", SPOT
 
 
-class Static:
+class Static(_Fixed):
     """Theorems 4 and 5 once at the start, with the availability and price that the recording has on average."""
 
-    name = "static"
+    name, market = "static", ON_DEMAND
 
     def start(self, job: BacktestJob) -> None:
-        self._choice: Choices = np.full((job.num_jobs, job.num_slots), ON_DEMAND)
+        super().start(job)
         for index in range(job.num_jobs):
             prices = Prices(float(job.pool_price[index]), float(job.on_demand[index]))
+            alpha = float(job.pool_alpha[index])
             try:
-                plan = best_assignment(
-                    job.samples, job.rates_per_s, float(job.pool_alpha[index]), job.deadline_s, prices
-                )
+                plan = best_assignment(job.samples, job.rates_per_s, alpha, job.deadline_s, prices)
             except InfeasiblePlanError:
                 continue
             self._choice[index, plan.spot] = SPOT
 
-    def decide(self, observation: Observation) -> Choices:
-        return self._choice
 
-
-class Greedy:
-    """Spot while there is slack, waiting without capacity; then on-demand to the end (the NSDI paper's greedy)."""
-
-    name = "greedy"
+class _Committing:
+    """Slots that are committed stay on-demand to the end."""
 
     def start(self, job: BacktestJob) -> None:
         self._job = job
         self._late = np.zeros(job.num_jobs, dtype=np.bool_)
         self._committed = np.zeros((job.num_jobs, job.num_slots), dtype=np.bool_)
+
+
+class Greedy(_Committing):
+    """Spot while there is slack, waiting without capacity; then on-demand to the end (the NSDI paper's greedy)."""
+
+    name = "greedy"
 
     def decide(self, observation: Observation) -> Choices:
         self._late |= no_slack(self._job, observation)
@@ -158,7 +158,7 @@ class Greedy:
         return np.where(self._committed, ON_DEMAND, SPOT)
 
 
-class UniformProgress:
+class UniformProgress(_Committing):
     """Uniform Progress of "Can't Be Late" with the fleet as one task, whose progress is that of all slots together.
 
     Rules: idle and behind the line of uniform progress: on-demand. On-demand: stay until ahead of the line by two
@@ -167,11 +167,6 @@ class UniformProgress:
     """
 
     name = "uniform-progress"
-
-    def start(self, job: BacktestJob) -> None:
-        self._job = job
-        self._late = np.zeros(job.num_jobs, dtype=np.bool_)
-        self._committed = np.zeros((job.num_jobs, job.num_slots), dtype=np.bool_)
 
     def decide(self, observation: Observation) -> Choices:
         job = self._job

@@ -17,21 +17,7 @@ import numpy.typing as npt
 from doll.provisioner.planning import market_rules
 from doll.provisioner.planning.forecast import Forecast, forecast
 from doll.provisioner.planning.market_rules import Slack
-from doll.provisioner.planning.state import Alpha, Bools, Market, PlannerSettings, PlannerState
-from doll.theory.cost import Prices
-
-__all__ = [
-    "Alpha",
-    "Market",
-    "Plan",
-    "PlannerSettings",
-    "PlannerState",
-    "Prices",
-    "Reason",
-    "plan",
-    "slot_ranges",
-    "start",
-]
+from doll.provisioner.planning.state import Bools, Market, PlannerSettings, PlannerState
 
 
 class Reason(enum.IntEnum):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -182,6 +182,17 @@ class PlannerState:
     def num_workers(self) -> int:
         return len(self.rates_per_s)
 
+    def of_slots(self, slots: Bools) -> PlannerState:
+        """The state of some slots alone, in their order.
+
+        Raises:
+            ValueError: no slot with a rate above 0 is left.
+        """
+        if slots.all():
+            return self
+        names = ("rates_per_s", "on_spot", "up", "spot_available", "spot_changed_s", "moved_s")
+        return replace(self, **{name: getattr(self, name)[slots] for name in names})
+
 
 class SlotHistory(KeptState):
     """Spot's availability per slot and its changes, and the slots' moves, in seconds of any one clock.
@@ -220,37 +231,16 @@ class SlotHistory(KeptState):
         """These slots change their market at `now_s`; array of the history's shape."""
         self.moved_s[moved] = now_s
 
-    def state(
-        self,
-        *,
-        now_s: float,
-        samples_done: float,
-        rates_per_s: npt.ArrayLike,
-        on_spot: npt.ArrayLike,
-        up: npt.ArrayLike,
-        alpha: Alpha,
-        prices: Prices,
-        spent_usd: float = 0.0,
-        started_s: float = 0.0,
-        job: int | None = None,
-    ) -> PlannerState:
-        """Where one job stands at `now_s`; other arguments as of `PlannerState`.
+    def since(self, started_s: float = 0.0, *, job: int | None = None) -> dict[str, Any]:
+        """What `PlannerState` takes of the past.
 
         Args:
             started_s: when the job began.
             job: which of M jobs; None for a history of one.
         """
         at = slice(None) if job is None else job
-        return PlannerState(
-            elapsed_s=max(0.0, now_s - started_s),
-            samples_done=samples_done,
-            rates_per_s=np.asarray(rates_per_s, dtype=np.float64),
-            on_spot=np.asarray(on_spot, dtype=np.bool_),
-            up=np.asarray(up, dtype=np.bool_),
-            alpha=alpha,
-            prices=prices,
-            spent_usd=spent_usd,
-            spot_available=self.spot_available[at],
-            spot_changed_s=self.spot_changed_s[at] - started_s,
-            moved_s=self.moved_s[at] - started_s,
-        )
+        return {
+            "spot_available": self.spot_available[at],
+            "spot_changed_s": self.spot_changed_s[at] - started_s,
+            "moved_s": self.moved_s[at] - started_s,
+        }

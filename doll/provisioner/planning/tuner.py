@@ -10,9 +10,8 @@ Source: MLLess (Middleware 2021; journal version 2023), "Scale-in auto-tuner"; f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -79,9 +78,17 @@ _Reference = tuple[float, float, float, float, Annotated[float, Meta(gt=0)]]
 """Constants of the reference curve, and seconds of a step."""
 
 
-@dataclass
-class _State(KeptState):
-    """What is kept over restarts."""
+class ScaleInTuner(KeptState):
+    """Asked with a job's losses; the caller reports removals.
+
+    Args:
+        workers: P, at the start.
+        score: what is compared with the threshold.
+
+    Attributes:
+        workers: p, how many there are now.
+        removals: how many workers were removed.
+    """
 
     KEPT: ClassVar = {
         "workers": Annotated[int, Meta(ge=1)], "knee": float, "confirmations": int, "looked_at_step": float,
@@ -89,97 +96,75 @@ class _State(KeptState):
         "step_times": list[tuple[int, float, int]],
     }  # fmt: skip
 
-    workers: int
-    knee: float | None = None  # candidate, or the knee once there is a reference
-    confirmations: int = 0
-    looked_at_step: float = 0.0  # newest step at the last look for the knee
-    reference: _Reference | None = None
-    removals: int = 0
-    removed_step: float = 0.0
-    next_s: float = -math.inf  # no decision before
-    step_times: list[tuple[int, float, int]] = field(default_factory=list)  # workers, mean seconds, how many steps
-
-
-class ScaleInTuner(KeptState):
-    """Asked with a job's losses; the caller reports removals.
-
-    Args:
-        workers: P, at the start.
-        score: what is compared with the threshold.
-    """
-
     def __init__(self, settings: TunerSettings, workers: int, score: Score = scale_in.relative_excess) -> None:
         checks.positive(workers=workers)
         self.settings = settings
         self._score = score
-        self._state = _State(workers)
-
-    @property
-    def workers(self) -> int:
-        """p: how many there are now."""
-        return self._state.workers
+        self.workers = workers
+        self.removals = 0
+        self._knee: float | None = None  # candidate, or the knee once there is a reference
+        self._confirmations = 0
+        self._looked_at_step = 0.0  # newest step at the last look for the knee
+        self._reference: _Reference | None = None
+        self._removed_step = 0.0
+        self._next_s = -math.inf  # no decision before
+        self._step_times: list[tuple[int, float, int]] = []  # workers, mean seconds, how many steps
 
     @property
     def knee_step(self) -> float | None:
         """The step of the knee; None before it is certain."""
-        return self._state.knee if self._state.reference is not None else None
-
-    @property
-    def removals(self) -> int:
-        """How many workers were removed."""
-        return self._state.removals
+        return self._knee if self._reference is not None else None
 
     def ask(self, history: LossHistory, now_s: float) -> TunerVerdict:
         """Whether a worker should be removed now. At most one answer in `every_s` is yes, and that one repeats only
         after that time if the caller does not follow it."""
-        state = self._state
-        state.removed_step = min(state.removed_step, history.last_step)  # after a roll-back
-        if state.reference is None:
+        self._removed_step = min(self._removed_step, history.last_step)  # after a roll-back
+        if self._reference is None:
             why = self._look_for_the_knee(history)
             if why:
                 return TunerVerdict(False, why)
-        if now_s < state.next_s:
-            return TunerVerdict(False, f"the next decision is due in {state.next_s - now_s:.0f} s")
-        state.next_s = now_s + self.settings.every_s
-        if state.workers <= self.settings.min_workers:
-            return TunerVerdict(False, f"{state.workers} workers are the least that may work")
-        if state.removals == 0:
-            return TunerVerdict(True, f"the loss curve has its knee at update {state.knee:.0f}")
+        if now_s < self._next_s:
+            return TunerVerdict(False, f"the next decision is due in {self._next_s - now_s:.0f} s")
+        self._next_s = now_s + self.settings.every_s
+        if self.workers <= self.settings.min_workers:
+            return TunerVerdict(False, f"{self.workers} workers are the least that may work")
+        if self.removals == 0:
+            return TunerVerdict(True, f"the loss curve has its knee at update {self._knee:.0f}")
         return self._compare(history)
 
     def _look_for_the_knee(self, history: LossHistory) -> str:
         """Why there is no reference yet; "" once there is one."""
-        state, settings = self._state, self.settings
-        if history.last_step <= state.looked_at_step:
-            state.looked_at_step = min(state.looked_at_step, history.last_step)  # after a roll-back
+        settings = self.settings
+        if history.last_step <= self._looked_at_step:
+            self._looked_at_step = min(self._looked_at_step, history.last_step)  # after a roll-back
             return "no update since the last decision"
-        state.looked_at_step = history.last_step
+        self._looked_at_step = history.last_step
         steps, losses = history.curve()
         at = scale_in.knee(steps, losses, settings.knee_slope, settings.span)
-        if at is None or state.knee is None or at > state.knee:
-            state.knee, state.confirmations = at, 0
+        if at is None or self._knee is None or at > self._knee:
+            self._knee, self._confirmations = at, 0
         else:
-            state.confirmations += 1
-        if state.knee is None or state.confirmations < settings.confirmations:
+            self._confirmations += 1
+        if self._knee is None or self._confirmations < settings.confirmations:
             return "the loss curve has no knee yet"
         curve = scale_in.fit_reference(steps, losses)
         step_s = scale_in.mean_step_s(history.step_seconds())
         if curve is None or step_s is None:
             return "no reference curve fits the losses yet"
-        state.reference = (*curve.theta, step_s)
+        self._reference = (*curve.theta, step_s)
         return ""
 
     def _compare(self, history: LossHistory) -> TunerVerdict:
-        state, settings = self._state, self.settings
-        assert state.reference is not None
-        steps, losses = history.curve(after=state.removed_step)
+        settings = self.settings
+        assert self._reference is not None
+        steps, losses = history.curve(after=self._removed_step)
         if len(steps) < scale_in.MIN_POINTS:
             return TunerVerdict(False, f"{len(steps)} losses since the last removal, {scale_in.MIN_POINTS} are needed")
         curve = scale_in.fit_slow(steps, losses)
         step_times = self._step_time_now(history)
         if curve is None or not step_times:
             return TunerVerdict(False, "no curve fits the losses since the last removal")
-        a, exponent, c, floor, reference_step_s = state.reference
+        a, exponent, c, floor, reference_step_s = self._reference
         reference = Pace(ReferenceCurve((a, exponent, c, floor)), reference_step_s)
         step = reference_step = history.last_step
         if settings.elapsed_reference:
@@ -193,12 +178,11 @@ class ScaleInTuner(KeptState):
 
     def removed(self, history: LossHistory, now_s: float) -> None:
         """A worker was removed."""
-        state = self._state
-        self._note_step_time(history)
-        state.workers -= 1
-        state.removals += 1
-        state.removed_step = history.last_step
-        state.next_s = now_s + self.settings.every_s
+        self._step_times += self._step_time_now(history)
+        self.workers -= 1
+        self.removals += 1
+        self._removed_step = history.last_step
+        self._next_s = now_s + self.settings.every_s
 
     def gain_of_removal(self, history: LossHistory) -> float | None:
         """Perf/$ with one worker fewer over that of now, for the same steps at the same price of each worker.
@@ -206,33 +190,18 @@ class ScaleInTuner(KeptState):
         By the step times that were measured, d(w) = a + b w: T and cost are in proportion to d and to w d. None where
         they were measured with one number of workers only.
         """
-        measured = [*self._state.step_times, *self._step_time_now(history)]
+        measured = [*self._step_times, *self._step_time_now(history)]
         if len({workers for workers, _, _ in measured}) < 2:
             return None
         times = scale_in.fit_step_times(*zip(*measured, strict=True))
-        workers = self._state.workers
+        workers = self.workers
         now_s, then_s = times.seconds(workers), times.seconds(workers - 1)
         if workers < 2 or now_s <= 0 or then_s <= 0:
             return None
         return now_s**2 * workers / (then_s**2 * (workers - 1))
 
     def _step_time_now(self, history: LossHistory) -> list[tuple[int, float, int]]:
-        skip = self.settings.ignored_steps if self._state.removals else 0
-        seconds = history.step_seconds(self._state.removed_step, skip)
+        skip = self.settings.ignored_steps if self.removals else 0
+        seconds = history.step_seconds(self._removed_step, skip)
         step_s = scale_in.mean_step_s(seconds)
-        return [] if step_s is None else [(self._state.workers, step_s, len(seconds))]
-
-    def _note_step_time(self, history: LossHistory) -> None:
-        self._state.step_times += self._step_time_now(history)
-
-    # --- kept over restarts
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return self._state.to_dict()
-
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from what `to_dict` returned; raises as `KeptState.restore`, and then nothing of it is taken."""
-        state = _State(self._state.workers)
-        state.restore(kept)
-        self._state = state
+        return [] if step_s is None else [(self.workers, step_s, len(seconds))]

@@ -9,7 +9,6 @@ Sources: EC2 API reference, "DescribeSpotPriceHistory"; Price List API reference
 
 from __future__ import annotations
 
-import bisect
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -45,27 +44,6 @@ KEEP_ON_DEMAND_DAYS: Final = 7
 _MOST_CACHE_BYTES: Final = 16_000_000
 
 
-class _Steps:
-    """One pool's changes of price, in order."""
-
-    def __init__(self) -> None:
-        self.times_s: list[float] = []
-        self.usd_per_h: list[float] = []
-
-    def add(self, time_s: float, usd_per_h: float) -> None:
-        at = bisect.bisect_left(self.times_s, time_s)
-        if at < len(self.times_s) and self.times_s[at] == time_s:
-            self.usd_per_h[at] = usd_per_h
-        else:
-            self.times_s.insert(at, time_s)
-            self.usd_per_h.insert(at, usd_per_h)
-
-    def at(self, time_s: float) -> float | None:
-        """The price at that time; None before the first change that is known."""
-        at = bisect.bisect_right(self.times_s, time_s)
-        return self.usd_per_h[at - 1] if at else None
-
-
 class SpotHistory:
     """Spot prices of some pools, as far as they have been asked for.
 
@@ -77,7 +55,7 @@ class SpotHistory:
     def __init__(self, client: Any, *, page_size: int = 1000) -> None:
         self._client = client
         self._page_size = page_size
-        self._steps: dict[Ec2Pool, _Steps] = {}
+        self._usd_per_h: dict[Ec2Pool, dict[float, float]] = {}  # each change of price, by its time
         self._known: dict[Ec2Pool, tuple[float, float]] = {}  # from when to when it has been asked
         self._failed_s = -math.inf
 
@@ -109,19 +87,17 @@ class SpotHistory:
 
     def at(self, pool: Ec2Pool, time_s: float) -> float | None:
         """USD per hour at that time; before what is known, the first price that is; None where nothing is."""
-        steps = self._steps.get(pool)
-        if not steps or not steps.times_s:
+        changes = self._usd_per_h.get(pool)
+        if not changes:
             return None
-        price = steps.at(time_s)
-        return steps.usd_per_h[0] if price is None else price
+        return changes[max((at_s for at_s in changes if at_s <= time_s), default=min(changes))]
 
     def series(self, pool: Ec2Pool, start_s: float, end_s: float) -> Series | None:
         """The price from `start_s` to `end_s` as steps; None where nothing is known."""
         first = self.at(pool, start_s)
         if first is None:
             return None
-        steps = self._steps[pool]
-        inner = [(at, usd) for at, usd in zip(steps.times_s, steps.usd_per_h, strict=True) if start_s < at < end_s]
+        inner = sorted((at_s, usd) for at_s, usd in self._usd_per_h[pool].items() if start_s < at_s < end_s)
         times = [start_s, *(at for at, _ in inner), end_s]
         values = [first, *(usd for _, usd in inner)]
         return Series(np.array(times), np.array([*values, values[-1]]))
@@ -144,7 +120,7 @@ class SpotHistory:
                     if usd is None:
                         log.warning("spot_price_refused", pool=str(pool), price=short(change["SpotPrice"], 60))
                         continue
-                    self._steps.setdefault(pool, _Steps()).add(change["Timestamp"].timestamp(), usd)
+                    self._usd_per_h.setdefault(pool, {})[change["Timestamp"].timestamp()] = usd
         for pool in pools:
             first, last = self._known.get(pool, (since_s, until_s))
             self._known[pool] = (min(first, since_s), max(last, until_s))
@@ -331,7 +307,7 @@ def connect(config: JobConfig, fleet: Ec2Fleet, *, run_folder: Path) -> Ec2Price
     cache = config.path(settings.price_cache) if settings.price_cache is not None else run_folder / "prices.json"
     on_demand = OnDemandPrices(aws_client("pricing", PRICING_REGION), client.meta.region_name, cache=cache)
     return Ec2Prices(
-        client, on_demand, instance_types=settings.instance_types, zones=fleet.zones(),
+        client, on_demand, instance_types=settings.instance_types, zones=fleet.offers.zones(),
         stated_usd_per_h=config.plan.on_demand_usd_per_h, lacks_capacity=fleet.cache.lacks_capacity,
     )  # fmt: skip
 

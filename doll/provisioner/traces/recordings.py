@@ -44,6 +44,14 @@ class Survey:
     sets: list[TraceSet] = field(default_factory=list)
     skipped: list[LeftOut] = field(default_factory=list)
 
+    def check(self, folder: Path) -> None:
+        """
+        Raises:
+            ConfigError: no recording is usable; the message lists what was skipped and why.
+        """
+        if not self.sets:
+            raise no_recordings_error(folder, self.skipped)
+
 
 def survey(folder: Path) -> Survey:
     """All trace sets in `folder` and its sub-folders: normal form, or a format of `doll.provisioner.traces.formats`.
@@ -80,8 +88,7 @@ def select(folder: Path, surveyed: Survey, parts: Sequence[str] | None) -> Surve
     Raises:
         ConfigError: nothing in the folder can be used, or no set has such a name.
     """
-    if not surveyed.sets:
-        raise no_recordings_error(folder, surveyed.skipped)
+    surveyed.check(folder)
     if not parts:
         return surveyed
     sets = [recorded for recorded in surveyed.sets if any(part in recorded.name for part in parts)]
@@ -101,8 +108,7 @@ def load(folder: Path) -> list[TraceSet]:
         ConfigError: no recording is usable; the message lists what was skipped and why.
     """
     result = survey(folder)
-    if not result.sets:
-        raise no_recordings_error(folder, result.skipped)
+    result.check(folder)
     return result.sets
 
 
@@ -115,10 +121,9 @@ def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
     Raises:
         ConfigError: no recording is usable, or not this one; the message lists what was skipped.
     """
-    result = survey(folder)
-    if not result.sets:
-        raise no_recordings_error(folder, result.skipped)
     pools: dict[str, Pool] = {}
+    result = survey(folder)
+    result.check(folder)
     for pool in (pool for recorded in result.sets for pool in recorded.pools):
         pools.setdefault(pool.name, pool)
     chosen = next(iter(pools.values())) if name is None else pools.get(name)

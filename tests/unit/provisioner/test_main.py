@@ -70,7 +70,7 @@ def test_the_bill_follows_the_billing_of_the_fleet_that_was_opened(
     for name in ("require_services", "heartbeat_of", "telemetry", "_publisher"):
         monkeypatch.setattr(main, name, MagicMock())
     monkeypatch.setattr(main, "topics", SimpleNamespace(ensure=MagicMock(), topic_id=lambda *_: "id"))
-    records = SimpleNamespace(sample_ends=lambda: None, positions={})
+    records = SimpleNamespace(sample_ends=lambda: None, positions={}, named_positions=dict)
     monkeypatch.setattr(main, "JobRecords", lambda *_: nullcontext(records))
     monkeypatch.setattr("time.time", clock)
     setup = ProvisionerSetup(

@@ -211,7 +211,7 @@ def test_a_restart_forgets_nothing() -> None:
     model.observe_ends(T0, [0, 0])
     model.observe_ends(T0 + 60, [900, 900])
     for second in (0, 60, 120):
-        model.observe_spot(T0 + second, np.array([second < 120, True]), np.array([True, True]), ["a", "b"])
+        model.spot.observe(T0 + second, np.array([second < 120, True]), np.array([True, True]), ["a", "b"])
     again = observed(heartbeat_timeout_s=30.0)
     again.restore(json.loads(json.dumps(model.to_dict())))
     assert again.holder(0) == model.holder(0)
@@ -219,7 +219,7 @@ def test_a_restart_forgets_nothing() -> None:
     assert again.batches_done == model.batches_done == 12
     assert (again.version, again.term, again.errors("loss")) == (4, 1, ([3], [0.9]))
     assert again.rates_per_s().tolist() == model.rates_per_s().tolist()
-    assert again.alpha() == model.alpha()
+    assert again.spot.alpha() == model.spot.alpha()
     with pytest.raises(ValueError, match="expected 3 slots, got 2"):
         observed(3).restore(model.to_dict())
 

@@ -16,11 +16,10 @@ from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import EndReason, Instance
 from doll.provisioner.launch_state import LaunchLimits
-from doll.provisioner.planning.release_rule import ErrorTarget
 from doll.provisioner.planning.tuner import TunerSettings
 from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.reconcile import Launch, Terminate
-from doll.provisioner.scale_in import ScaleIn, ScaleInSettings
+from doll.provisioner.scale_in import ErrorTarget, ScaleIn, ScaleInSettings
 from doll.provisioner.settings import ControllerSettings, controller_settings
 from doll.records.control import Evaluated, Member, ProvisionDecision, TermStarted, Update
 from doll.theory.scale_in import ReferenceCurve
@@ -187,7 +186,7 @@ def test_the_streams_of_released_slots_do_not_count() -> None:
     )
     assert before.slack_s > scene.decisions[-1].slack_s
     rate = scene.controller.observed.rates_per_s()[slot]
-    alpha = scene.controller.observed.alpha().point
+    alpha = scene.controller.observed.spot.alpha().point
     ends = np.zeros(4)
     for _ in range(200):
         ends += 100.0 * (np.arange(4) != slot)  # a producer that pauses with the worker
@@ -195,7 +194,7 @@ def test_the_streams_of_released_slots_do_not_count() -> None:
         scene.controller.turn(scene.clock())
         scene.clock.advance(10.0)
     assert scene.controller.observed.rates_per_s()[slot] == pytest.approx(rate)
-    assert scene.controller.observed.alpha().point >= alpha - 0.02
+    assert scene.controller.observed.spot.alpha().point >= alpha - 0.02
 
 
 # --- what it refuses

@@ -53,69 +53,43 @@ _MISCONFIGURED = ErrorRule(LaunchFailure.CONFIG, alarm=True)
 # decides by what others say, and by how often. See `doll.provisioner.reconcile.LaunchState`.
 _REFUSED = ErrorRule(LaunchFailure.REFUSED, Scope.POOL, REFUSAL_BACKOFF_S, alarm=True)
 
-# A code that ends in "." stands for all that begin with it.
-RULES: Final[dict[str, ErrorRule]] = {
-    "InsufficientInstanceCapacity": _NO_CAPACITY,
-    "InsufficientCapacity": _NO_CAPACITY,
-    "InsufficientHostCapacity": _NO_CAPACITY,
-    "InsufficientReservedInstanceCapacity": _NO_CAPACITY,
-    "InsufficientVolumeCapacity": _NO_CAPACITY,
-    "ReservationCapacityExceeded": _NO_CAPACITY,
-    "UnfulfillableCapacity": _NO_CAPACITY,
-    "SpotMaxPriceTooLow": _NO_CAPACITY,  # only where the launch template sets a maximum price; DOLL sets none
-    "Unsupported": ErrorRule(LaunchFailure.CAPACITY, Scope.PAIR, math.inf),  # no such type in that zone
-    "InsufficientFreeAddressesInSubnet": ErrorRule(LaunchFailure.CAPACITY, Scope.SUBNET, QUOTA_BACKOFF_S, alarm=True),
-    "MaxSpotInstanceCountExceeded": _SPOT_QUOTA,
-    "VcpuLimitExceeded": _ON_DEMAND_QUOTA,
-    "InstanceLimitExceeded": _ON_DEMAND_QUOTA,
-    "RequestLimitExceeded": _THROTTLED,
-    "Throttling": _THROTTLED,
-    "ThrottlingException": _THROTTLED,
-    "RequestThrottled": _THROTTLED,
-    "RequestThrottledException": _THROTTLED,
-    "InternalError": _THROTTLED,
-    "InternalFailure": _THROTTLED,
-    "ServerInternal": _THROTTLED,
-    "ServiceUnavailable": _THROTTLED,
-    "Unavailable": _THROTTLED,
-    "RequestTimeout": _THROTTLED,
-    "RequestResourceCountExceeded": _THROTTLED,
-    "BandwidthLimitExceeded": _THROTTLED,
-    "PriorRequestNotComplete": _THROTTLED,
-    "SlowDown": _THROTTLED,
-    "RequestExpired": _THROTTLED,  # the call waited too long, or the clock is being set
-    "ExpiredToken": _THROTTLED,  # credentials of a role are renewed
-    "ExpiredTokenException": _THROTTLED,
-    "IdempotentParameterMismatch": ErrorRule(LaunchFailure.TAKEN),
-    "AuthFailure.": _REFUSED,  # of the service-linked role of spot; on-demand does without
-    "Blocked": _REFUSED,
-    "InvalidBlockDeviceMapping": _REFUSED,
-    "InvalidKeyPair.": _REFUSED,
-    "InvalidSecurityGroupID.": _REFUSED,
-    "InvalidSnapshot.": _REFUSED,
-    "MaxIOPSLimitExceeded": _REFUSED,
-    "NetworkInterfaceLimitExceeded": _REFUSED,
-    "PendingVerification": _REFUSED,
-    "UnsupportedOperation": _REFUSED,
-    "VolumeLimitExceeded": _REFUSED,
-    "UnauthorizedOperation": _MISCONFIGURED,
-    "AuthFailure": _MISCONFIGURED,
-    "OptInRequired": _MISCONFIGURED,
-    "InvalidClientTokenId": _MISCONFIGURED,
-    "SignatureDoesNotMatch": _MISCONFIGURED,
-    "InvalidLaunchTemplateId.": _MISCONFIGURED,
-    "InvalidLaunchTemplateName.": _MISCONFIGURED,
-    "InvalidLaunchTemplateVersion": _MISCONFIGURED,
-    "InvalidAMIID.": _MISCONFIGURED,
-    "InvalidSubnetID.": _MISCONFIGURED,
-    "InvalidGroup.": _MISCONFIGURED,
-    "InvalidParameter": _MISCONFIGURED,
-    "InvalidParameterValue": _MISCONFIGURED,
-    "InvalidParameterCombination": _MISCONFIGURED,
-    "InvalidFleetConfig": _MISCONFIGURED,
-    "InvalidFleetConfiguration": _MISCONFIGURED,
-    "MissingParameter": _MISCONFIGURED,
-}
+_CODES: Final[dict[ErrorRule, tuple[str, ...]]] = {
+    _NO_CAPACITY: (
+        "InsufficientInstanceCapacity", "InsufficientCapacity", "InsufficientHostCapacity",
+        "InsufficientReservedInstanceCapacity", "InsufficientVolumeCapacity", "ReservationCapacityExceeded",
+        "UnfulfillableCapacity",
+        "SpotMaxPriceTooLow",  # only where the launch template sets a maximum price; DOLL sets none
+    ),
+    # No such type in that zone.
+    ErrorRule(LaunchFailure.CAPACITY, Scope.PAIR, math.inf): ("Unsupported",),
+    ErrorRule(LaunchFailure.CAPACITY, Scope.SUBNET, QUOTA_BACKOFF_S, alarm=True): (
+        "InsufficientFreeAddressesInSubnet",
+    ),
+    _SPOT_QUOTA: ("MaxSpotInstanceCountExceeded",),
+    _ON_DEMAND_QUOTA: ("VcpuLimitExceeded", "InstanceLimitExceeded"),
+    _THROTTLED: (
+        "RequestLimitExceeded", "Throttling", "ThrottlingException", "RequestThrottled", "RequestThrottledException",
+        "InternalError", "InternalFailure", "ServerInternal", "ServiceUnavailable", "Unavailable", "RequestTimeout",
+        "RequestResourceCountExceeded", "BandwidthLimitExceeded", "PriorRequestNotComplete", "SlowDown",
+        "RequestExpired",  # the call waited too long, or the clock is being set
+        "ExpiredToken", "ExpiredTokenException",  # credentials of a role are renewed
+    ),
+    ErrorRule(LaunchFailure.TAKEN): ("IdempotentParameterMismatch",),
+    _REFUSED: (
+        "AuthFailure.",  # of the service-linked role of spot; on-demand does without
+        "Blocked", "InvalidBlockDeviceMapping", "InvalidKeyPair.", "InvalidSecurityGroupID.", "InvalidSnapshot.",
+        "MaxIOPSLimitExceeded", "NetworkInterfaceLimitExceeded", "PendingVerification", "UnsupportedOperation",
+        "VolumeLimitExceeded",
+    ),
+    _MISCONFIGURED: (
+        "UnauthorizedOperation", "AuthFailure", "OptInRequired", "InvalidClientTokenId", "SignatureDoesNotMatch",
+        "InvalidLaunchTemplateId.", "InvalidLaunchTemplateName.", "InvalidLaunchTemplateVersion", "InvalidAMIID.",
+        "InvalidSubnetID.", "InvalidGroup.", "InvalidParameter", "InvalidParameterValue",
+        "InvalidParameterCombination", "InvalidFleetConfig", "InvalidFleetConfiguration", "MissingParameter",
+    ),
+}  # fmt: skip
+RULES: Final = {code: rule for rule, codes in _CODES.items() for code in codes}
+"""What each code asks for. A code that ends in "." stands for all codes that begin with it."""
 
 # The reason that is reported of a launch that failed for several: the most informative one comes first.
 _RANK: Final = (
@@ -175,11 +149,8 @@ _ADVICE: Final[dict[str, str]] = {
 
 def advice(code: str) -> str:
     """What a person can do about a code that is not about capacity."""
-    known = next((text for start, text in _ADVICE.items() if code.startswith(start)), None)
-    return (
-        known
-        or 'look it up in AWS\'s "Error codes for the Amazon EC2 API"; launch template, image, keys or permissions'
-    )
+    unknown = 'look it up in AWS\'s "Error codes for the Amazon EC2 API"; launch template, image, keys or permissions'
+    return next((text for start, text in _ADVICE.items() if code.startswith(start)), unknown)
 
 
 def _find(code: str) -> ErrorRule | None:

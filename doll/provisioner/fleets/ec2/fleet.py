@@ -12,16 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from doll import telemetry
 from doll.config import Ec2FleetConfig, JobConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.provisioner.fleets.ec2.capacity import CapacityCache, Ec2Pool
 from doll.provisioner.fleets.ec2.client import CallPacer, aws_client, aws_errors, code_of, unavailable
-from doll.provisioner.fleets.ec2.launch import Ec2Launcher
+from doll.provisioner.fleets.ec2.launch import Ec2Launcher, Offers, Override
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
-from doll.provisioner.fleets.ec2.offers import Offers, Override
 from doll.provisioner.fleets.ec2.tags import CLUSTER_TAG, WORKER_TAG, filters_of, instances_of
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
@@ -35,16 +34,6 @@ LISTING_LAG_S: Final = 60.0
 ENDED_KEPT_S: Final = 3600.0
 FRESH_S: Final = 5.0
 """A listing of the whole cluster replaces a search of an order's own for this long: a turn lists, then launches."""
-
-
-class Notices(Protocol):
-    """Interruption notices, as `Ec2Notices` reads them."""
-
-    def read(self, own: Collection[str]) -> Mapping[str, float]:
-        """When each of these instances that has a notice will be interrupted; reported at least once."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -83,6 +72,9 @@ class Ec2Fleet:
         clock: Unix seconds.
         sleep: waits; only the pacing of calls uses it.
         page_size: of listings; 5 to 1000.
+
+    Attributes:
+        offers: instance types by subnet.
     """
 
     def __init__(
@@ -95,7 +87,7 @@ class Ec2Fleet:
         version: int,
         subnets: Sequence[str],
         instance_types: Sequence[str],
-        notices: Notices | None = None,
+        notices: Ec2Notices | None = None,
         api_calls_per_s: float = 2.0,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
@@ -108,10 +100,10 @@ class Ec2Fleet:
         self._clock = clock
         self._pacer = CallPacer(api_calls_per_s, sleep=sleep)
         self._page_size = page_size
-        self._offers = Offers(client, subnets, instance_types)
+        self.offers = Offers(client, subnets, instance_types)
         named = "LaunchTemplateId" if launch_template.startswith("lt-") else "LaunchTemplateName"
         self._launcher = Ec2Launcher(
-            client, self._offers, cluster=cluster, job=job, template={named: launch_template, "Version": str(version)},
+            client, self.offers, cluster=cluster, job=job, template={named: launch_template, "Version": str(version)},
             pacer=self._pacer, adopt=self._adopted, clock=clock,
         )  # fmt: skip
         self._known: dict[str, _Known] = {}
@@ -185,22 +177,6 @@ class Ec2Fleet:
             log.warning("foreign_instances", ids=foreign, cluster=self._cluster)
         for start in range(0, len(own), _MAX_IDS_PER_CALL):
             self._terminate(own[start : start + _MAX_IDS_PER_CALL])
-
-    def zones(self) -> list[str]:
-        """The zones that have a subnet and at least one of the instance types, in order of preference.
-
-        Raises:
-            LaunchError: subnets or types do not exist, or EC2 does not answer.
-        """
-        return [zone for zone, _ in self._offers.by_zone()]
-
-    def zone_names(self) -> dict[str, str]:
-        """The names of these zones by their ids, which are the same in every account.
-
-        Raises:
-            LaunchError: as `zones`.
-        """
-        return self._offers.zone_names()
 
     def close(self) -> None:
         if self._notices is not None:

@@ -74,5 +74,5 @@ def connect(config: JobConfig, fleet: Ec2Fleet) -> Ec2Placement | None:
         return None
     return Ec2Placement(
         aws_client("ec2", settings.region), instance_types=settings.instance_types, workers=config.data.workers,
-        zones=fleet.zone_names(),
+        zones=fleet.offers.zone_names(),
     )  # fmt: skip

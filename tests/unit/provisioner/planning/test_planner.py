@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks.paper.formulas import best_num_spot
-from doll.provisioner.planning.planner import Alpha, PlannerSettings, PlannerState, Prices, Reason, plan, start
+from doll.provisioner.planning.planner import Reason, plan, start
+from doll.provisioner.planning.state import Alpha, PlannerSettings, PlannerState
+from doll.theory.cost import Prices
 
 PRICES = Prices(0.158, 0.286)
 SAMPLES = 51_200_000.0

@@ -8,15 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from doll.provisioner.planning import planner
-from doll.provisioner.planning.release_rule import (
-    deadline_at_risk,
-    error_refusal,
-    of_slots,
-    release_refusal,
-    spare_needed_s,
-    with_work,
-)
 from doll.provisioner.planning.state import Alpha, PlannerSettings, PlannerState
+from doll.provisioner.scale_in import deadline_at_risk, error_refusal, release_refusal, spare_needed_s
 from doll.theory.cost import Prices
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,7 +35,7 @@ def state(slots: int = 4, *, rate: float = 10.0, **change: Any) -> PlannerState:
 def without(before: PlannerState, slot: int) -> PlannerState:
     kept = np.ones(before.num_workers, dtype=bool)
     kept[slot] = False
-    return of_slots(before, kept)
+    return before.of_slots(kept)
 
 
 def test_the_slots_that_are_left_must_do_the_work_in_time() -> None:
@@ -124,15 +117,10 @@ def test_a_curve_that_is_too_short_says_nothing() -> None:
     assert error_refusal([], [], 0.1, 1.0) == ("", 0.0)
 
 
-def test_more_work_is_never_less() -> None:
-    assert with_work(settings(), 50_000.0).samples == 50_000.0
-    assert with_work(settings(), 10.0).samples == 40_000.0
-
-
 def test_a_part_of_the_slots_is_a_state_of_its_own() -> None:
     whole = state(3, rates_per_s=np.array([1.0, 2.0, 3.0]), on_spot=np.array([True, False, True]))
-    part = of_slots(whole, np.array([True, False, True]))
+    part = whole.of_slots(np.array([True, False, True]))
     assert part.rates_per_s.tolist() == [1.0, 3.0]
     assert part.on_spot.tolist() == [True, True]
     assert (part.num_workers, part.moved_s.shape) == (2, (2,))
-    assert of_slots(whole, np.ones(3, dtype=bool)) is whole
+    assert whole.of_slots(np.ones(3, dtype=bool)) is whole

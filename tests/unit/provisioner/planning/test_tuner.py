@@ -170,7 +170,7 @@ def test_an_answer_that_is_not_followed_is_given_again() -> None:
 def test_without_new_losses_the_knee_is_not_confirmed() -> None:
     """A job that stands still is no flat curve."""
     job = Job()
-    while job.tuner._state.knee is None:
+    while job.tuner._knee is None:
         job.run(1)
     for _ in range(20):
         job.now_s += 10.0

@@ -152,7 +152,7 @@ def test_a_type_that_a_zone_does_not_offer_is_never_asked_for(rig: Ec2Rig) -> No
     fleet = rig.make(instance_types=("c5.xlarge", "c99.mega"))
     fleet.launch(Order(0, 1, "spot"))
     assert overrides(rig.market.requests[0]) == [("c5.xlarge", rig.subnets[0])]
-    assert fleet.zones() == [ZONE_A, ZONE_B]
+    assert fleet.offers.zones() == [ZONE_A, ZONE_B]
     error = refused(rig.make(instance_types=("c99.mega",)), Order(0, 1, "spot"))
     assert error.failure is LaunchFailure.CONFIG
     assert "correct fleet.instance_types" in str(error)
