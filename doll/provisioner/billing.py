@@ -37,7 +37,6 @@ class BillingRule:
 
     Attributes:
         step_s: a started step is a whole one; 0 counts time as it is.
-        minimum_s: least time that an instance is billed for.
         free_if_interrupted_s: a spot instance that its owner takes back within this time costs nothing.
         source, as_of: where the rule comes from, and when it was read.
     """
@@ -94,7 +93,6 @@ class BillLine:
 
     Attributes:
         billed_s: machine-seconds that count.
-        usd: what it costs so far.
         usd_without_boots: of that, the time in which its worker was the slot's: from ready until fenced or ended.
         free: it was interrupted so soon that it costs nothing.
     """
@@ -123,13 +121,10 @@ class Bill:
     """A sum of lines.
 
     Attributes:
-        usd: all of it.
-        usd_by_market: USD by market.
         usd_without_boots: as `BillLine`; the paper's cost (16), (22) counts no boots and no overlap.
         hours_by_market: billed machine-hours by market.
         instances: how many there were, the free ones included.
         free: how many cost nothing.
-        lines: one per instance, where they are kept.
     """
 
     usd: float = 0.0
@@ -298,7 +293,6 @@ class BillingAccount(KeptState):
     """Bills instances and keeps the bills of ended instances.
 
     Args:
-        rule: how the cloud bills.
         price_of: `PriceFeed.series`.
     """
 

@@ -80,7 +80,6 @@ class Controller:
 
     Args:
         billing: how the owner of the fleet's machines bills.
-        state_store: persists state and journal.
         probe: reports whether spot has a machine without buying one; None: inferred from launches and their outcomes.
         check_lease: raises where another provisioner has taken over.
         dry_run: decide and report, but change nothing and persist nothing.

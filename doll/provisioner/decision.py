@@ -24,7 +24,6 @@ class ActionResult:
     """An action and its outcome.
 
     Attributes:
-        failure: why it failed; "" where it did not.
         id: of the instance that was launched.
     """
 
@@ -59,13 +58,11 @@ class Decision:
         instances: as of now, ended ones included while the fleet lists them.
         ready: ids of instances whose worker has its slot.
         incarnations: the highest used, per slot.
-        bill: until now.
         samples_done, target_samples: work that is in the model, and work that is wanted.
         updates_done, target_updates: the same in updates; `target_updates` is None where the policy does not fix the
             batches of an update.
         rates_per_s: λ_n as estimated, shape (N,).
         prices: of a worker with all of its machines.
-        machines_per_worker: k.
         finished: nothing runs and nothing is left to do.
     """
 

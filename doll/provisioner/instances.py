@@ -24,7 +24,6 @@ class InstanceTracker(KeptState):
         pools: the newest spot pool of each slot; "" before the first.
         ready_s: since when an instance's worker has, or had, its slot, by id.
         fenced_s: when the next incarnation took the slot over, by id.
-        interruptions: spot instances that were interrupted.
     """
 
     KEPT: ClassVar = {

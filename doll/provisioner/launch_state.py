@@ -87,7 +87,6 @@ class LaunchState(KeptState):
     """Launches and their outcomes. The caller reports every outcome; `to_dict` and `restore` persist the object.
 
     Attributes:
-        slots: the launches of each slot.
         no_capacity_s: when a spot launch of any slot last got no machine, unless one has succeeded since; else -inf.
         limits: may be replaced at any time; pauses that have begun stay as they are.
         pending: orders whose outcome is not known yet, by slot, and since when. They are repeated exactly as they were.
@@ -208,11 +207,7 @@ class LaunchState(KeptState):
             self._not_before(attempts, "spot", at_s + min(pause_s, limits.max_backoff_s))
 
     def instance_failed(self, instance: Instance, why: str, now_s: float) -> None:
-        """A machine ended by itself, never became ready or went silent: the slot's next launch waits, in any market.
-
-        Args:
-            why: what the machine did, for people.
-        """
+        """A machine ended by itself, never became ready or went silent: the slot's next launch waits, in any market."""
         limits, attempts = self.limits, self.slots[instance.slot]
         attempts.failures += 1
         attempts.failure = f"{instance.id} {why}"

@@ -83,13 +83,10 @@ class ProvisionerSetup:
     """What a provisioner needs to start.
 
     Attributes:
-        services: where Kafka and Redis are.
         run_folder: where its state and its journal are kept.
-        machines: opens the fleet with its prices.
         read_settings: settings from a job file, with notes on their origin.
         load: the job file as it is now; it may be edited while the job runs.
         path: that file.
-        dry_run: decide, but launch and terminate nothing.
         accept: called with a job file that was edited and is followed from now on.
     """
 

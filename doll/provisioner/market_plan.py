@@ -87,7 +87,6 @@ class DesiredState:
 
     Attributes:
         urgent: the deadline is in danger.
-        state: what the planner was asked with.
     """
 
     phase: Phase
@@ -118,7 +117,6 @@ class MarketPlan(KeptState):
     Args:
         billing: of the fleet, for the reserve of the budget.
         probe: reports whether spot has a machine without buying one; None: inferred from launches and their outcomes.
-        dry_run: choices are not remembered.
 
     Attributes:
         planner: work, deadline and behaviour; the work as re-estimated.
@@ -288,7 +286,6 @@ class MarketPlan(KeptState):
         """The markets of all slots, by the planner and within the budget; remembered unless this is a dry run.
 
         Args:
-            fleet_is_empty: no instance runs or boots.
             hold: why no slot moves from spot to on-demand now; "": they may, except slots whose source has paused.
         """
         settings, active = self.planned(observed), self.scale_in.active

@@ -70,8 +70,6 @@ class SlotHolder:
 
     Attributes:
         incarnation: of the fleet's instance (`Order.incarnation`); 0: a worker that no fleet has started.
-        since_s: when it was welcomed.
-        last_seen_s: time of its last heartbeat.
         works: it has not left, and has been heard while others were.
     """
 

@@ -82,8 +82,6 @@ class FleetStatus:
 
     Attributes:
         wanted: market of each slot; None: no machine.
-        reasons: why, one per slot.
-        instances: as the fleet lists them.
         urgent: the deadline is in danger: fallbacks are not held back.
         spare_usd: what may still be committed; infinite without a budget.
         commit_usd: what one launch commits, by market.

@@ -86,12 +86,7 @@ def release_refusal(before: PlannerState, after: PlannerState, settings: Planner
 
 @dataclass(frozen=True)
 class ErrorTarget:
-    """The held-out error that a job is to reach.
-
-    Attributes:
-        error: ε.
-        measure: "error_rate" or "loss".
-    """
+    """The held-out error ε that a job is to reach; `measure` is "error_rate" or "loss"."""
 
     error: float
     measure: str
@@ -132,7 +127,6 @@ class ScaleInSettings:
     """What a job asks of the rule.
 
     Attributes:
-        tuner: when a removal is worth it.
         deadline_reserve: fraction of the deadline that must be left to spare after a release.
         require_gain: release only where Perf/$ rises by the step times that were measured.
         target: the held-out error that the job is to reach; None: its work says enough.

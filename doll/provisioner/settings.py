@@ -34,11 +34,9 @@ class ControllerSettings:
         rates_per_s: λ_n of the job file, samples per second, shape (N,): one slot each.
         samples_per_record: m of packed records.
         prior_alpha: assumed availability of spot before anything is observed.
-        limits: rates and timeouts of launches.
         heartbeat_timeout_s: a worker that sent nothing for this long, while others did, does not work.
         target_error, measure: the work is re-estimated from the job's own held-out errors; None: it stays as planned.
         started_s: when the job's clock began, Unix seconds; None: at the first turn.
-        scale_in: when workers are removed; None: never.
         machines_per_worker: k: an instance of a slot is so many machines, all of them or none. Prices of the feed are
             the values of one machine.
         max_stall_s: time for which machines are paid and no update is applied before everything is ended.

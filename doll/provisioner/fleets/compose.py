@@ -85,7 +85,6 @@ class ComposeFleet:
     Args:
         cluster: value of the label `doll.cluster`.
         project, file, service: which service of which compose file under which project name.
-        docker: the program.
         timeout_s: a docker command that takes longer has failed.
         clock: Unix seconds, as the engine's.
         environment: of the docker commands; default: ours.

@@ -40,9 +40,7 @@ class Order:
     """One try to get an instance for a slot.
 
     Attributes:
-        slot: worker n.
         incarnation: number of the machine of the slot, 1 or more; a higher one fences the lower ones.
-        market: where to buy it.
         attempt: 0, 1, ...; the same order launches at most once, so a new try after a failure is a new attempt.
         avoid: names of pools without capacity.
         run: distinguishes the orders of one run of a job from orders of others, also of an earlier run: an owner
@@ -64,7 +62,6 @@ class Instance:
     """What embodies a slot, as the fleet sees it: a machine, or one process that stands for all of a worker's.
 
     Attributes:
-        id: the fleet's own name for it.
         pool: instance type and zone, "c5.xlarge/us-east-1a"; prices and capacity are the pool's.
         launched_s: when it was asked for.
         ended_s: when it ended; None while it has not.
@@ -108,7 +105,6 @@ class LaunchError(DollError):
     """An order that got no instance.
 
     Attributes:
-        failure: what to do about it.
         code: the fleet's own word for it.
         pools: the pools that refused; empty where the failure was not about pools.
     """

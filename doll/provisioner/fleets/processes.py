@@ -49,7 +49,6 @@ class Machine:
 
     Attributes:
         preempted: its owner has taken it, or given notice.
-        without_notice: without notice.
         killed: SIGKILL found it alive.
         exit_code: negative for a signal; None while it runs, or where its end was not observed.
         bought_s: when it was launched in wall seconds since the market's opening.
@@ -72,9 +71,7 @@ class ProcessFleet:
     Args:
         forks: starts the processes; only the thread that calls this fleet may use it.
         spec: what to start for an instance; the identity is added to its environment, and it is named for its id.
-        folder: where `instances.json` is kept.
         market: when spot is there; None: always.
-        market_clock: when that market has opened.
         boot_s: from a launch to a worker that works, wall seconds. The process starts at once, gets ready within this
             time and joins the job when it is over, so that a boot takes as long as it should on a busy machine too.
             Nothing boots before the market has opened.

@@ -32,7 +32,6 @@ class BacktestJob:
         deadline_s: θ.
         rates_per_s: λ_n, shape (N,); shape (W, N) for jobs whose streams differ too, which the baselines do not take.
         boot_s: a machine works so long after it has been chosen.
-        tick_s: time between two decisions.
         on_demand: USD per hour, shape (W,).
         pool_alpha, pool_price: means over the whole recordings, shape (W,); only static plans may look at them.
     """

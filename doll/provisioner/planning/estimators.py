@@ -168,7 +168,6 @@ class RateEstimator(KeptState):
 
     Args:
         prior_per_s: rates that the job file states, shape (N,).
-        prior_s: how many seconds of observation they are worth.
         half_life_s: what was seen, and the prior, count half after so many seconds of up-time: a stream that changes in
             the course of a day is followed, and noise of minutes is not.
     """

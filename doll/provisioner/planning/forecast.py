@@ -26,7 +26,6 @@ class Forecast:
         expected_cost_usd, cost_sd_usd: cost of the workers until the job ends.
         expected_finish_s, finish_sd_s: end of the job on its clock.
         miss_prob: probability of ending after the deadline. With the guard only the noise of arrivals is left in it.
-        over_budget: the expected cost is more than the budget.
     """
 
     expected_cost_usd: float

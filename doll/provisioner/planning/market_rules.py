@@ -149,7 +149,6 @@ def deadline_rule(
     less by leaving.
 
     Args:
-        wanted: the markets that the rule chose.
         move_s: what a move now costs: the boot time, or 0 where nothing runs yet.
 
     Returns:

@@ -55,7 +55,6 @@ class Plan:
         on_spot: bool, shape (N,): True for spot.
         moved: bool, shape (N,): slots whose market changes by this plan.
         reason_codes: int8, shape (N,): values of `Reason`.
-        feasible: the deadline can still be met.
         binding: what decides: "none" (all is on spot), "deadline", "guard", "price", "late" or "done".
         slack_s: time to spare if all were on-demand from now on, in seconds of the whole fleet; negative when late.
         required_workers: workers of mean rate that must be up from now on.

@@ -39,12 +39,7 @@ def stack_usd_per_h(kind: StackKind) -> float:
 
 
 def stack_lines(kind: StackKind, seconds: float, workers_usd: float) -> list[str]:
-    """A line for each part, and what the job costs with its workers.
-
-    Args:
-        seconds: for which the job runs.
-        workers_usd: cost of the workers in this time.
-    """
+    """A line for each part, and what the job costs with its workers."""
     hours = seconds / SECONDS_PER_HOUR
     width = max(len(part.name) for part in PARTS[kind])
     total = stack_usd_per_h(kind)

@@ -127,14 +127,9 @@ class PlannerState:
     """Where the job stands.
 
     Args:
-        elapsed_s: seconds since the job began.
-        samples_done: samples in the model.
         rates_per_s: λ_n as estimated, one per slot, shape (N,).
         on_spot: current market of each slot, shape (N,): True on spot, False on-demand.
         up: the slot's worker is ready and works, shape (N,).
-        alpha: availability of spot.
-        prices: current prices.
-        spent_usd: cost so far.
         spot_available: whether spot has a machine for this slot now, shape (N,): for a slot on spot, whether it runs or
             boots; for one on-demand, what a probe reported. Default: as `up` for slots on spot, True for the others.
         spot_changed_s: since when `spot_available` is what it is, shape (N,). Default: since ever.
@@ -235,7 +230,6 @@ class SlotHistory(KeptState):
         """What `PlannerState` takes of the past.
 
         Args:
-            started_s: when the job began.
             job: which of M jobs; None for a history of one.
         """
         at = slice(None) if job is None else job

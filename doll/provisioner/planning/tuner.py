@@ -65,7 +65,6 @@ class TunerVerdict:
 
     Attributes:
         remove: one worker should go.
-        why: for people.
         score: s; NaN where none was computed.
     """
 
@@ -87,7 +86,6 @@ class ScaleInTuner(KeptState):
 
     Attributes:
         workers: p, how many there are now.
-        removals: how many workers were removed.
     """
 
     KEPT: ClassVar = {

@@ -132,7 +132,6 @@ class OnDemandPrices:
     Args:
         client: boto3's client of the price list; None: only what is on disk.
         cache: file that caches the price list; None: no cache.
-        today: the date, as an argument for tests.
     """
 
     def __init__(
@@ -230,7 +229,6 @@ class Ec2Prices:
 
     Args:
         client: boto3's EC2 client.
-        on_demand: prices of the types in this region.
         instance_types, zones: the pools are all pairs of them.
         stated_usd_per_h: on-demand price that the job file states, for types that no other source has.
         lacks_capacity: whether a pool is known to have no machines; its price is of no use then.

@@ -66,7 +66,6 @@ class Pool:
     Attributes:
         name: of the pool, e.g. "us-east-1a c3.xlarge".
         num_machines: how many were asked for while `num_up` was recorded.
-        on_demand_usd_per_hour: price of a machine that stays.
         price: spot price, USD per machine and hour.
         num_up: machines up or obtainable, 0 .. num_machines.
     """

@@ -23,9 +23,7 @@ class Windows:
         price: USD per spot machine and hour, shape (W, T).
         on_demand: USD per on-demand machine and hour, shape (W,).
         pool_alpha, pool_price: means over each job's whole recording, shape (W,): what a static plan may know.
-        pools: name of each job's pool.
         start_s: where each job begins in its recording, shape (W,).
-        tick_s: seconds per tick.
     """
 
     up: Bools

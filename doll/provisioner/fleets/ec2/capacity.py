@@ -41,7 +41,6 @@ class CapacityCache:
     """Pools without capacity, by market.
 
     Args:
-        backoff_s: how long a pool without capacity is not asked.
         zone_pools: so many pools of a zone that fail within `zone_window_s` stand for all of it.
     """
 

@@ -41,11 +41,7 @@ def aws_client(service: str, region: str | None) -> Any:
 
 
 class CallPacer:
-    """Spaces calls: EC2 throttles bursts for the whole account.
-
-    Args:
-        per_s: calls per second, at most.
-    """
+    """Spaces calls: EC2 throttles bursts for the whole account."""
 
     def __init__(
         self,

@@ -65,7 +65,6 @@ class Ec2Fleet:
         cluster: value of the tag `doll:cluster`.
         job: value of the tag `doll:job`; jobs may use one cluster, one after the other. "": no tag.
         launch_template: id or name.
-        version: of the launch template.
         subnets, instance_types: in order of preference.
         notices: where interruption notices come from; None: an interruption is seen when it has happened.
         api_calls_per_s: mutating calls, at most.

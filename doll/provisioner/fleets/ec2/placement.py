@@ -28,7 +28,6 @@ class Ec2Placement:
     Args:
         client: boto3's EC2 client.
         instance_types: 3 or more: fewer always score low.
-        workers: how many instances at once.
         zones: names by zone id; zones without a name here appear by their id.
     """
 

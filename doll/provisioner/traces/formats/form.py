@@ -31,7 +31,6 @@ class TraceFormat:
         name: for messages.
         published_as: pattern of the names under which such files were published, without .gz.
         recognises: whether a file with this first line, stripped, has the format.
-        load: reads a file.
     """
 
     name: str
