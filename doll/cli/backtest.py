@@ -23,8 +23,7 @@ def backtest(
     ],
     workers: options.WorkersOption = None,
     job_length: Annotated[
-        float,
-        options.duration("Length of the job with all workers on-demand [default: 12h]."),
+        float, options.duration("Length of the job with all workers on-demand [default: 12h].")
     ] = 43_200.0,
     deadline_ratio: Annotated[
         list[float] | None,
@@ -32,10 +31,7 @@ def backtest(
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Jobs per trace set and deadline.")] = 12,
     boot: options.BootOption = None,
-    tick: Annotated[
-        float,
-        options.duration("Interval between decisions [default: 3m]."),
-    ] = 180.0,
+    tick: Annotated[float, options.duration("Interval between decisions [default: 3m].")] = 180.0,
     trace_set: Annotated[
         list[str] | None, typer.Option(help="Only trace sets whose name contains this; may be repeated.")
     ] = None,

@@ -19,7 +19,7 @@ def compare(
         typer.Option(
             "--policies",
             metavar="NAME[:KEY=VALUE...][,...]",
-            help="Policies, with options of theirs after colons [default: every registered policy].",
+            help="Policies, each with its options after colons [default: every registered policy].",
             show_default=False,
         ),
     ] = None,

@@ -59,10 +59,7 @@ class LetterOptions:
 
 @dead_app.command("list")
 def list_(
-    job: RunOptions,
-    letters: LetterOptions,
-    run_folder: RunFolderOption = None,
-    as_json: JsonOption = False,
+    job: RunOptions, letters: LetterOptions, run_folder: RunFolderOption = None, as_json: JsonOption = False
 ) -> None:
     """List the records with a dead letter: partition/offset, size, time, state, code, reason.
 
@@ -82,10 +79,7 @@ def list_(
 
 @dead_app.command("show")
 def show(
-    job: RunOptions,
-    letters: LetterOptions,
-    run_folder: RunFolderOption = None,
-    as_json: JsonOption = False,
+    job: RunOptions, letters: LetterOptions, run_folder: RunFolderOption = None, as_json: JsonOption = False
 ) -> None:
     """Show the contents of dead records, as far as their dead letters hold them, as text and in hexadecimal.
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, get_type_hints
@@ -44,20 +45,14 @@ class DollGroup(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except DollError as error:
+        except (DollError, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                raise  # a reader such as head has ended; click says nothing then
             if os.environ.get(DEBUG_ENV):
-                import traceback
-
                 traceback.print_exc()
-            sys.stderr.write(f"doll: {error}\n")
-            raise typer.Exit(error.exit_code) from error
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # a reader such as head has ended; click says nothing then
-                raise
-            if os.environ.get(DEBUG_ENV):
-                import traceback
-
-                traceback.print_exc()
+            if isinstance(error, DollError):
+                sys.stderr.write(f"doll: {error}\n")
+                raise typer.Exit(error.exit_code) from error
             from doll.process.files import unwritable
 
             sys.stderr.write(f"doll: {unwritable(error)} ({DEBUG_ENV}=1 shows where)\n")

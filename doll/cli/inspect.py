@@ -50,10 +50,7 @@ def topics(
     emit(as_json, [dataclasses.asdict(topic) for topic in job_topics.topics], job_topics.text())
 
 
-def status(
-    job: RunOptions,
-    as_json: JsonOption = False,
-) -> None:
+def status(job: RunOptions, as_json: JsonOption = False) -> None:
     """Show the state of a job: updates, error, rates, workers. For a run that has ended: its report.
 
     Example: doll status runs/digits-20260101-120000

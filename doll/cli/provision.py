@@ -48,11 +48,7 @@ def provision(
 
 
 @provision_app.command(short_help="Provision until the job has finished.")
-def run(
-    job: JobOptions,
-    run_folder: RunFolderOption = None,
-    dry_run: DryRunOption = False,
-) -> None:
+def run(job: JobOptions, run_folder: RunFolderOption = None, dry_run: DryRunOption = False) -> None:
     """Provision until the job has finished, then terminate all machines. SIGTERM or Ctrl-C leaves all machines running.
 
     A restarted provisioner continues from its saved state, and takes over from one that still runs. Deadline, budget
@@ -72,10 +68,7 @@ def run(
 
 @provision_app.command(short_help="Run one iteration.")
 def once(
-    job: JobOptions,
-    run_folder: RunFolderOption = None,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
+    job: JobOptions, run_folder: RunFolderOption = None, dry_run: DryRunOption = False, as_json: JsonOption = False
 ) -> None:
     """Observe, decide and act once. With --dry-run nothing is changed.
 
@@ -87,11 +80,7 @@ def once(
 
 
 @provision_app.command(short_help="Terminate all machines of the job.")
-def drain(
-    job: JobOptions,
-    run_folder: RunFolderOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def drain(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOption = False) -> None:
     """Terminate all machines of the job and wait until they are gone; this stops a provisioner that runs.
 
     Workers finish their batches or return them to the job. The job itself can continue: doll provision run launches
@@ -122,11 +111,7 @@ def drain(
 
 
 @provision_app.command(short_help="Show slots, markets, machines, cost and reasons.")
-def status(
-    job: JobOptions,
-    run_folder: RunFolderOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def status(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOption = False) -> None:
     """Show what the provisioner last decided and why, from its journal. It changes nothing, and needs no service.
 
     Example: doll provision status my.yaml

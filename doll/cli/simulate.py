@@ -25,8 +25,7 @@ class SettingOptions:
         float, typer.Option(min=0, help="Squared coefficient of variation of arrivals: 1 Poisson, 0 regular.")
     ] = 1.0
     replacement: Annotated[
-        bool,
-        typer.Option("--replacement/--no-replacement", help="Requeue batches of lost workers, or wait for them."),
+        bool, typer.Option("--replacement/--no-replacement", help="Requeue batches of lost workers, or wait for them.")
     ] = True
     arrivals_pause: Annotated[
         bool,

@@ -17,68 +17,6 @@ from doll.errors import ConfigError
 GROUP: Final = "doll.policies"
 
 
-class _Registry:
-    """All policies by name: DOLL's own, and those of other distributions; nothing of one is imported until it is named.
-
-    A distribution registers a policy in its metadata:
-
-        [project.entry-points."doll.policies"]
-        theirs = "their_package.policy:SPEC"
-
-    Attributes:
-        built_in: the names of DOLL's own.
-    """
-
-    built_in: Final = ("doll", "bsp", "asp", "ssp", "essp", "vap", "isp", "wsp")
-
-    @cached_property
-    def _entry_points(self) -> dict[str, list[EntryPoint]]:
-        points = {name: [EntryPoint(name, f"doll.ps.policies.{name}:SPEC", GROUP)] for name in self.built_in}
-        for point in importlib.metadata.entry_points(group=GROUP):
-            points.setdefault(point.name, []).append(point)
-        return points
-
-    def names(self) -> tuple[str, ...]:
-        """Every registered name: DOLL's own first, then the others in alphabetical order."""
-        return (*self.built_in, *sorted(self._entry_points.keys() - set(self.built_in)))
-
-    def load(self, name: str) -> Any:
-        """The `doll.ps.policies.PolicySpec` that is registered under `name`, not checked.
-
-        Raises:
-            KeyError: the name is not registered.
-            ConfigError: two distributions register it, or its module cannot be imported.
-        """
-        points = self._entry_points[name]
-        if len(points) > 1:
-            owners = " and ".join(sorted(map(_distribution, points)))
-            raise ConfigError(
-                f"{GROUP}: {name!r} is registered by {owners}: expected one; uninstall or rename the other"
-            )
-        try:
-            return points[0].load()
-        except Exception as exc:  # other people's code: whatever it raises at import
-            raise ConfigError(
-                f"cannot load {self.origin(name)}: {type(exc).__name__}: {exc}; update or uninstall this distribution"
-            ) from exc
-
-    def origin(self, name: str) -> str:
-        """Where the policy comes from, for messages: the distribution, and the entry point's value."""
-        point = self._entry_points[name][0]
-        return f"{GROUP} entry point {name} = {point.value} of {_distribution(point)}"
-
-    def refresh(self) -> None:
-        """Forget what was discovered: distributions were installed or removed since."""
-        vars(self).pop("_entry_points", None)
-
-
-def _distribution(point: EntryPoint) -> str:
-    return "doll" if point.dist is None else f"{point.dist.name} {point.dist.version}"
-
-
-POLICIES: Final = _Registry()
-
-
 class PolicyConfig(Section, ABC):
     """Base of every policy's section. Its methods are what planner, progress and reports predict with.
 
@@ -132,6 +70,84 @@ class PolicyConfig(Section, ABC):
         )
 
 
+class _Policies(Variants):
+    """The sections of all policies by name: DOLL's own, and of other distributions. A policy that is not used is not
+    imported.
+
+    A distribution registers a policy in its metadata:
+
+        [project.entry-points."doll.policies"]
+        theirs = "their_package.policy:SPEC"
+    """
+
+    built_in: Final = ("doll", "bsp", "asp", "ssp", "essp", "vap", "isp", "wsp")
+
+    @property
+    def classes(self) -> dict[str, type[Section]]:
+        """DOLL's own: what docs/configuration.md lists."""
+        return {name: policy_section(name) for name in self.built_in}
+
+    @cached_property
+    def _entry_points(self) -> dict[str, list[EntryPoint]]:
+        points = {name: [EntryPoint(name, f"doll.ps.policies.{name}:SPEC", GROUP)] for name in self.built_in}
+        for point in importlib.metadata.entry_points(group=GROUP):
+            points.setdefault(point.name, []).append(point)
+        return points
+
+    def names(self) -> tuple[str, ...]:
+        """Every registered name: DOLL's own first, then the others in alphabetical order."""
+        return (*self.built_in, *sorted(self._entry_points.keys() - set(self.built_in)))
+
+    def load(self, name: str) -> Any:
+        """The `doll.ps.policies.PolicySpec` that is registered under `name`, not checked.
+
+        Raises:
+            KeyError: the name is not registered.
+            ConfigError: two distributions register it, or its module cannot be imported.
+        """
+        points = self._entry_points[name]
+        if len(points) > 1:
+            owners = " and ".join(sorted(map(_distribution, points)))
+            raise ConfigError(
+                f"{GROUP}: {name!r} is registered by {owners}: expected one; uninstall or rename the other"
+            )
+        try:
+            return points[0].load()
+        except Exception as exc:  # other people's code: whatever it raises at import
+            raise ConfigError(
+                f"cannot load {self.origin(name)}: {type(exc).__name__}: {exc}; update or uninstall this distribution"
+            ) from exc
+
+    def origin(self, name: str) -> str:
+        """Where the policy comes from, for messages: the distribution, and the entry point's value."""
+        point = self._entry_points[name][0]
+        return f"{GROUP} entry point {name} = {point.value} of {_distribution(point)}"
+
+    def refresh(self) -> None:
+        """Forget what was discovered: distributions were installed or removed since."""
+        vars(self).pop("_entry_points", None)
+
+    def validate(self, value: Any) -> Section:
+        if isinstance(value, PolicyConfig):
+            return value
+        name = value.get(self.key, self.default) if isinstance(value, dict) else None
+        names = self.names()
+        if name not in names:
+            raise self.unknown(names)
+        try:
+            section = policy_section(name)
+        except ConfigError as exc:
+            raise ValueError(str(exc)) from exc
+        return section.model_validate({**value, self.key: name})
+
+
+def _distribution(point: EntryPoint) -> str:
+    return "doll" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+POLICIES: Final = _Policies("name", default="doll")
+
+
 def policy_section(name: str) -> type[PolicyConfig]:
     """The section class of a registered policy.
 
@@ -149,31 +165,6 @@ def policy_section(name: str) -> type[PolicyConfig]:
         missing = ", ".join(sorted(section.__abstractmethods__))
         raise ConfigError(f"{POLICIES.origin(name)}: expected {section.__name__} to define {missing}")
     return section
-
-
-class _Policies(Variants):
-    """The sections of all registered policies; a policy that is not used is not imported."""
-
-    @property
-    def classes(self) -> dict[str, type[Section]]:
-        """DOLL's own: what docs/configuration.md lists."""
-        return {name: policy_section(name) for name in POLICIES.built_in}
-
-    def validate(self, value: Any) -> Section:
-        if isinstance(value, PolicyConfig):
-            return value
-        name = value.get(self.key, self.default) if isinstance(value, dict) else None
-        names = POLICIES.names()
-        if name not in names:
-            raise self.unknown(names)
-        try:
-            section = policy_section(name)
-        except ConfigError as exc:
-            raise ValueError(str(exc)) from exc
-        return section.model_validate({**value, self.key: name})
-
-
-policies: Final = _Policies("name", default="doll")
 
 
 def default_policy() -> PolicyConfig:

@@ -15,7 +15,7 @@ from doll.config.pipeline import PipelineConfig
 from doll.config.section import Section
 
 CHECKPOINT_URLS: Final = {
-    "s3": ("s3://bucket/prefix", re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?")),
+    "s3": ("s3://bucket/prefix", re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?"))
 }
 """URLs of checkpoint stores by scheme: the form for messages, and the pattern. `doll.storage.stores` opens them."""
 MAX_SET_S: Final = 2.0

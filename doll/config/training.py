@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from doll.config.policy import PolicyConfig, default_policy, policies
+from doll.config.policy import POLICIES, PolicyConfig, default_policy
 from doll.config.section import LONGEST_S, Section
 from doll.config.variants import Variants
 
@@ -78,7 +78,7 @@ class GuardConfig(Section):
 class TrainingConfig(Section):
     """How the model learns."""
 
-    policy: Annotated[PolicyConfig, policies] = Field(default_factory=default_policy)
+    policy: Annotated[PolicyConfig, POLICIES] = Field(default_factory=default_policy)
     optimizer: OptimizerConfig = Field(default_factory=SgdConfig)
     reduction: Literal["mean", "sum"] = "mean"
     """mean: step on the mean gradient of an update's samples; sum: on the sum, as the paper writes it"""

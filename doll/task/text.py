@@ -125,10 +125,7 @@ class Vocabulary:
     """
 
     def __init__(
-        self,
-        size: int,
-        ids: Mapping[str, int] | None = None,
-        counts: npt.NDArray[np.float64] | None = None,
+        self, size: int, ids: Mapping[str, int] | None = None, counts: npt.NDArray[np.float64] | None = None
     ) -> None:
         """
         Args:
