@@ -13,9 +13,9 @@ from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
-from doll.theory.cost import cost_ratio, cost_usd, runtime_s
+from doll.theory.cost import cost_ratio
 
-from benchmarks.paper.formulas import best_num_spot, best_num_spot_at_risk, on_demand_runtime_s
+from benchmarks.paper.formulas import best_num_spot, best_num_spot_at_risk, cost_usd, on_demand_runtime_s, runtime_s
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
 from benchmarks.paper.setting import (
     CYCLE_S,

@@ -12,15 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from doll.theory import checks
-from doll.theory.cost import Prices
+from doll.theory.checks import Floats
+from doll.theory.cost import SECONDS_PER_HOUR, TOLERANCE, Prices, effective_of_sorted
 from doll.theory.fitting import Decay
-from doll.theory.planning import normal_quantile, tail, too_slow
+from doll.theory.planning import quantile_of_risk, tail, too_slow
 from doll.theory.preemption import uptime_variance_s2
 from doll.theory.queueing import batch_rate_per_s, update_rate_per_s
 from doll.theory.scale_in import Pace, relative_excess
-
-_TOLERANCE = 1e-9  # as in `doll.theory.planning`
-
 
 # --- updates done by a given time
 
@@ -423,6 +421,82 @@ def on_demand_runtime_s(samples: float, rate_per_s: float, num_workers: int) -> 
 # --- Theorem 4
 
 
+def runtime_s(num_spot: npt.ArrayLike, samples: float, rate_per_s: float, num_workers: int, alpha: float) -> Floats:
+    """(15): expected seconds with `num_spot` of the workers on spot; infinite where no worker is ever up.
+
+    Args:
+        num_spot: N_s, 0 .. N; a number or an array.
+        samples: J K b.
+        rate_per_s: λ_A, samples per second at one worker that is up.
+        num_workers: N.
+        alpha: long-run fraction of time a spot worker is up, in [0, 1].
+
+    Returns:
+        float64, of the shape of `num_spot`.
+
+    Source: the DOLL paper, Eq. (15).
+
+    >>> float(runtime_s(32, 51_200_000, 125, 64, alpha=0.5))
+    8533.333333333334
+    """
+    checks.positive(num_workers=num_workers, rate_per_s=rate_per_s)
+    checks.fraction(alpha=alpha)
+    checks.non_negative(samples=samples)
+    spot = np.asarray(num_spot, dtype=np.float64)
+    if spot.size and not (spot.min() >= 0 and spot.max() <= num_workers):
+        raise ValueError(f"num_spot: expected 0 .. {num_workers}, got {spot.tolist()}")
+    return _divide(samples, rate_per_s * (num_workers - (1 - alpha) * spot))
+
+
+def cost_usd(
+    num_spot: npt.ArrayLike, samples: float, rate_per_s: float, num_workers: int, alpha: float, prices: Prices
+) -> Floats:
+    """(16): expected cost in USD with `num_spot` of the workers on spot; infinite where no worker is ever up.
+
+    Arguments as in `runtime_s`.
+
+    Source: the DOLL paper, Eq. (16), with prices per hour.
+
+    >>> prices = Prices(spot_usd_per_h=0.158, on_demand_usd_per_h=0.286)
+    >>> all_on_demand, mixed = cost_usd([0, 30], 51_200_000, 125, 64, 0.9, prices)
+    >>> round(float(mixed / all_on_demand), 4)
+    0.8019
+    """
+    time_h = runtime_s(num_spot, samples, rate_per_s, num_workers, alpha) / SECONDS_PER_HOUR
+    slope = alpha * prices.spot_usd_per_h - prices.on_demand_usd_per_h
+    usd_per_h = num_workers * prices.on_demand_usd_per_h + slope * np.asarray(num_spot, dtype=np.float64)
+    # An endless job is infinitely dear even where its price per hour is 0 (all spot, never up).
+    return np.where(np.isinf(time_h), math.inf, np.where(np.isinf(time_h), 0.0, time_h) * usd_per_h)
+
+
+def unequal_runtime_s(samples: float, rates_per_s: npt.ArrayLike, alpha: float) -> Floats:
+    """(21): expected seconds with the n slowest streams on spot, for every n = 0 .. N.
+
+    Args:
+        samples: J K b.
+        rates_per_s: λ_n, one per worker, in any order.
+        alpha: availability.
+
+    Returns:
+        float64, shape (N + 1,).
+
+    Source: the DOLL paper, Eq. (21).
+
+    >>> [float(t) for t in unequal_runtime_s(600, [1, 2, 3], alpha=0.5)]
+    [100.0, 109.0909090909091, 133.33333333333334, 200.0]
+    """
+    checks.non_negative(samples=samples)
+    checks.fraction(alpha=alpha)
+    return _divide(samples, effective_of_sorted(np.sort(checks.rates(rates_per_s)), alpha))
+
+
+def _divide(top: float, below: Floats) -> Floats:
+    """top / below, infinite where below is 0 (and top is not)."""
+    out = np.full(np.shape(below), math.inf if top > 0 else 0.0)
+    quotient: Floats = np.divide(top, below, out=out, where=np.asarray(below) > 0)
+    return quotient
+
+
 def required_workers(samples: float, rate_per_s: float, deadline_s: float) -> float:
     """x = J K b / (λ_A θ): workers that must be up all the time to meet the deadline.
 
@@ -466,14 +540,14 @@ def best_num_spot(
     checks.fraction(alpha=alpha)
     checks.positive(num_workers=num_workers)
     needed = required_workers(samples, rate_per_s, deadline_s)
-    if needed > num_workers * (1 + _TOLERANCE):
+    if needed > num_workers * (1 + TOLERANCE):
         raise too_slow(samples, rate_per_s * num_workers, deadline_s, f"{needed:.3f} > {num_workers} workers",
-                        workers=math.ceil(needed - _TOLERANCE))  # fmt: skip
+                        workers=math.ceil(needed - TOLERANCE))  # fmt: skip
     if not prices.spot_is_cheaper:
         return 0
-    if alpha * num_workers >= needed * (1 - _TOLERANCE):
+    if alpha * num_workers >= needed * (1 - TOLERANCE):
         return num_workers
-    return max(0, min(num_workers, math.floor((num_workers - needed) / (1 - alpha) + _TOLERANCE)))
+    return max(0, min(num_workers, math.floor((num_workers - needed) / (1 - alpha) + TOLERANCE)))
 
 
 def best_num_spot_at_risk(
@@ -511,11 +585,21 @@ def best_num_spot_at_risk(
     if not prices.spot_is_cheaper:
         return 0
     needed = required_workers(samples, rate_per_s, deadline_s)
-    spread = normal_quantile(risk, z) * math.sqrt(uptime_variance_s2(deadline_s, alpha, cycle_s) * effect) / deadline_s
+    spread = _quantile(risk, z) * math.sqrt(uptime_variance_s2(deadline_s, alpha, cycle_s) * effect) / deadline_s
     spot = np.arange(num_workers + 1, dtype=np.float64)
     # The left side falls with N_s, so the numbers that will do are 0 .. the answer.
-    enough = num_workers - (1 - alpha) * spot - spread * np.sqrt(spot) >= needed - _TOLERANCE * max(1.0, needed)
+    enough = num_workers - (1 - alpha) * spot - spread * np.sqrt(spot) >= needed - TOLERANCE * max(1.0, needed)
     return max(0, int(np.count_nonzero(enough)) - 1)
+
+
+def _quantile(risk: float | None, z: float | None) -> float:
+    if (risk is None) == (z is None):
+        raise ValueError("expected exactly one of risk and z")
+    if z is not None:
+        checks.non_negative(z=z)
+        return z
+    assert risk is not None
+    return quantile_of_risk(risk)
 
 
 # --- scale-in

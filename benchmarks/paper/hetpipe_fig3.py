@@ -10,11 +10,12 @@ N_m grows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, best_partition
-from doll.pipeline.planner.schedule import StageTimes, choose_in_flight, saturation, simulate
+from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.pipeline.planner.timeline import Timeline
 from doll.pipeline.profiling.profile import Profile
 
@@ -58,6 +59,77 @@ class Point:
     devices: str
 
 
+def utilization(timeline: Timeline, stage: int) -> float:
+    """Share of the steady state in which this stage computes."""
+    steady_s = timeline.steady_completions_s()
+    begin_s, end_s = steady_s[0], steady_s[-1]
+    busy_s = sum(max(0.0, min(span.end_s, end_s) - max(span.start_s, begin_s)) for span in timeline.of_stage(stage))
+    return busy_s / (end_s - begin_s)
+
+
+def saturation(stages: Sequence[StageTimes]) -> float:
+    """What many minibatches in flight gain over one at a time: the time of a minibatch by that of the slowest stage.
+
+    >>> saturation([StageTimes(1.0, 1.0)] * 4)
+    4.0
+    """
+    return sum(times.total_s for times in stages) / max(times.total_s for times in stages)
+
+
+@dataclass(frozen=True)
+class InFlightChoice:
+    """N_m for a set of virtual workers.
+
+    Attributes:
+        in_flight: N_m.
+        throughput: minibatches per second of all virtual workers together.
+        by_in_flight: that of each N_m that fits, from 1 on.
+    """
+
+    in_flight: int
+    throughput: float
+    by_in_flight: tuple[float, ...]
+
+
+def choose_in_flight(
+    stages_of: Callable[[int], Sequence[Sequence[StageTimes]] | None],
+    max_in_flight: int,
+    *,
+    tolerance: float = 0.01,
+    minibatches: int = 100,
+) -> InFlightChoice:
+    """The N_m, common to all virtual workers, with which they do the most; each goes at the pace of the slowest.
+
+    Args:
+        stages_of: N_m -> the stages of each virtual worker, cut for so many minibatches in flight; None where a
+            virtual worker has too little memory for so many, and then no larger N_m is tried.
+        max_in_flight: the largest N_m to try.
+        tolerance: the smallest N_m within this share of the best throughput is taken: a larger one makes weights older.
+        minibatches: length of each simulation.
+
+    Raises:
+        ValueError: no virtual worker, or not even one minibatch in flight fits.
+    """
+    by_in_flight: list[float] = []
+    for in_flight in range(1, max_in_flight + 1):
+        workers = stages_of(in_flight)
+        if workers is None:
+            break
+        if not workers:
+            raise ValueError("expected a virtual worker at least, got none")
+        count = max(minibatches, 6 * in_flight + 2)
+        # Virtual workers that are alike are simulated once.
+        different = {tuple(stages) for stages in workers}
+        by_in_flight.append(len(workers) * min(simulate(stages, in_flight, count).throughput() for stages in different))
+    if not by_in_flight:
+        raise ValueError(
+            f"expected that one minibatch in flight fits, and an N_m up to {max_in_flight} to try: none does"
+        )
+    enough = (1.0 - tolerance) * max(by_in_flight)
+    chosen = next(number for number, throughput in enumerate(by_in_flight, 1) if throughput >= enough)
+    return InFlightChoice(chosen, by_in_flight[chosen - 1], tuple(by_in_flight))
+
+
 def _cut(profile: Profile, kind: str, in_flight: int) -> tuple[list[StageTimes], tuple[int, ...], str] | None:
     """The stages' times, layers and devices; None where they do not fit."""
     try:
@@ -90,7 +162,7 @@ def points(profile: Profile, kind: str) -> list[Point]:
             Point(
                 in_flight, images_per_s, images_per_s / (line[0].images_per_s if line else images_per_s),
                 timeline.throughput() / _simulate(times, 1).throughput(), saturation(times),
-                max(timeline.utilization(stage) for stage in range(len(times))), layers, devices,
+                max(utilization(timeline, stage) for stage in range(len(times))), layers, devices,
             )
         )  # fmt: skip
     return line

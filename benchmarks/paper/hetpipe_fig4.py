@@ -21,8 +21,7 @@ import numpy as np
 from doll.pipeline.planner.allocation import GroupRates
 from doll.pipeline.planner.fleet_plan import FleetPlan, plan_fleet
 from doll.pipeline.planner.partition import MemoryRule
-from doll.pipeline.planner.placement import ring_bytes
-from doll.pipeline.profiling.profile import Device
+from doll.pipeline.profiling.profile import Device, Profile
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
 from benchmarks.paper.hetpipe_models import GPUS, MODELS, NETWORK, OPTIMIZER_MULTIPLIER, virtual_worker
@@ -64,15 +63,29 @@ def fleet_of(kinds: str) -> list[Device]:
     return [device for kind in kinds for device in virtual_worker(kind * PER_NODE)]
 
 
-def horovod(rates: GroupRates, kinds: str) -> float | None:
-    """Images per second of data-parallel training on four GPUs of each kind; None if the model does not fit on one."""
-    alone = [rates.rate([GPUS[kind]], 1) for kind in kinds]
+def ring_bytes(parameter_bytes: float, workers: int) -> float:
+    """What each of n workers sends in one half of a ring's all-reduce, S (n - 1) / n: the volume that the HetPipe paper
+    states for Horovod.
+
+    >>> round(ring_bytes(548e6, 16) / 1e6), round(ring_bytes(230e6, 12) / 1e6)
+    (514, 211)
+    """
+    return parameter_bytes * (workers - 1) / workers
+
+
+def horovod(profile: Profile, rates: GroupRates, kinds: str) -> float | None:
+    """Images per second of data-parallel training on four GPUs of each kind; None if the model does not fit on one.
+
+    Args:
+        rates: at N_m = 1.
+    """
+    alone = [rates.rate([GPUS[kind]]) for kind in kinds]
     if not all(alone):
         return None
     workers = PER_NODE * len(kinds)
-    size = 2.0 * ring_bytes(sum(layer.parameter_bytes for layer in rates.profile.layers), workers)
+    size = 2.0 * ring_bytes(sum(layer.parameter_bytes for layer in profile.layers), workers)
     link = NETWORK.between_nodes_bytes_per_s if len(kinds) > 1 else NETWORK.within_node_bytes_per_s
-    return workers * rates.profile.batch_size / (1.0 / min(alone) + size / link)
+    return workers * profile.batch_size / (1.0 / min(alone) + size / link)
 
 
 def best_by_allocation(plan: FleetPlan) -> tuple[dict[str, float], dict[str, int]]:
@@ -88,12 +101,10 @@ def best_by_allocation(plan: FleetPlan) -> tuple[dict[str, float], dict[str, int
 
 def of_model(name: str) -> ModelResult:
     profile, memory = MODELS[name](), MemoryRule(OPTIMIZER_MULTIPLIER)
-    rates = GroupRates(profile, NETWORK, memory)
+    rates = GroupRates(profile, NETWORK, memory, 1)
 
     def plan(kinds: str, k: int, **options: object) -> FleetPlan:
-        return plan_fleet(
-            profile, fleet_of(kinds), NETWORK, memory, k=k, max_in_flight=MAX_IN_FLIGHT, rates=rates, **options
-        )  # type: ignore[arg-type]
+        return plan_fleet(profile, fleet_of(kinds), NETWORK, memory, k=k, max_in_flight=MAX_IN_FLIGHT, **options)  # type: ignore[arg-type]
 
     whole = plan("VRGQ", 4)
     by_allocation, chosen = best_by_allocation(whole)
@@ -101,11 +112,11 @@ def of_model(name: str) -> ModelResult:
     for gpus, (kinds, k) in TABLE_4.items():
         by_rule = best_by_allocation(plan(kinds, k, rules=["ED"]))[0]
         by_gpus[gpus] = by_rule.get(LOCAL, by_rule[DEALT])  # on one node the placements are the same
-    fits = "".join(kind for kind in GPUS if rates.rate([GPUS[kind]], 1))
+    fits = "".join(kind for kind in GPUS if rates.rate([GPUS[kind]]))
     local = next(each.best for each in whole.candidates if each.rule == "ED" and each.placement_name == "local")
     assert local is not None
     return ModelResult(
-        by_allocation, chosen, by_gpus, {gpus: horovod(rates, kinds) for gpus, (kinds, _) in TABLE_4.items()},
+        by_allocation, chosen, by_gpus, {gpus: horovod(profile, rates, kinds) for gpus, (kinds, _) in TABLE_4.items()},
         PER_NODE * len(fits), fits, local.traffic.activation_bytes(is_between=True),
     )  # fmt: skip
 

@@ -132,7 +132,8 @@ def run(quick: bool) -> Result:
     truth = ReferenceCurve(PAPER_THETA)
     noisy = np.array([truth.loss(step) for step in steps]) + rng.normal(0, 0.01, len(steps))
     for name, span in (("raw", None), ("smoothed", 5.0)):
-        fitted = scale_in.fit_reference(steps, noisy, smoothing_span=span)
+        losses = noisy if span is None else scale_in.ewma_both_ways(noisy, span)
+        fitted = scale_in.fit_reference(steps, losses)
         error = 1.0 if fitted is None else abs(fitted.loss(320) / truth.loss(320) - 1)
         checks.append(
             Check(f"(b) θ = {PAPER_THETA}, σ = 0.01, 120 points, {name}: error 200 steps ahead", None, 0.005, error,

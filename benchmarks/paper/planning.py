@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.errors import InfeasiblePlanError
-from doll.theory.cost import Prices, cost_ratio, cost_usd, runtime_s, unequal_cost_usd, unequal_runtime_s
+from doll.theory.cost import Prices, cost_ratio, unequal_cost_usd
 from doll.theory.planning import best_assignment
 
-from benchmarks.paper.formulas import best_num_spot, best_num_spot_at_risk, on_demand_runtime_s
+from benchmarks.paper.formulas import (
+    best_num_spot,
+    best_num_spot_at_risk,
+    cost_usd,
+    on_demand_runtime_s,
+    runtime_s,
+    unequal_runtime_s,
+)
 from benchmarks.paper.harness import FORMULA, OURS, Check, Result, Value, axes_style, main
 from benchmarks.paper.setting import CYCLE_S, HIGH, LOW, RATE, SAMPLES, SETTINGS, N
 

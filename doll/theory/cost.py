@@ -1,9 +1,10 @@
 """What a mix of spot and on-demand workers costs and how long it takes, in expectation.
 
 A worker on-demand is billed until the job ends, one on spot only while it is up. `samples` is the whole work, J K b:
-updates times batches per update times samples per batch. `num_spot` may be one number or an array everywhere.
+updates times batches per update times samples per batch.
 
-Source: the DOLL paper, Eq. (5)-(6), (15)-(17), (19)-(22). The corrections are listed in docs/theory.md.
+Source: the DOLL paper, Eq. (19)-(22). The corrections are listed in docs/theory.md. The formulas of equal streams, (15)
+and (16), are in `benchmarks/paper/formulas.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from doll.theory import checks
 from doll.theory.checks import Floats
 
 SECONDS_PER_HOUR = 3600.0
+# Floats that stand for whole numbers: (64 - 60.95) / 0.1 must not lose a worker to rounding.
+TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -49,50 +52,6 @@ def work_samples(updates: float, group_size: int, batch_size: int) -> float:
     checks.non_negative(updates=updates)
     checks.positive(group_size=group_size, batch_size=batch_size)
     return float(updates) * group_size * batch_size
-
-
-def runtime_s(num_spot: npt.ArrayLike, samples: float, rate_per_s: float, num_workers: int, alpha: float) -> Floats:
-    """(15): expected seconds with `num_spot` of the workers on spot; infinite where no worker is ever up.
-
-    Args:
-        num_spot: N_s, 0 .. N; a number or an array.
-        samples: J K b.
-        rate_per_s: λ_A, samples per second at one worker that is up.
-        num_workers: N.
-        alpha: long-run fraction of time a spot worker is up, in [0, 1].
-
-    Returns:
-        float64, of the shape of `num_spot`.
-
-    Source: the DOLL paper, Eq. (15).
-
-    >>> float(runtime_s(32, 51_200_000, 125, 64, alpha=0.5))
-    8533.333333333334
-    """
-    spot = _spot(num_spot, num_workers)
-    checks.fraction(alpha=alpha)
-    checks.non_negative(samples=samples)
-    checks.positive(rate_per_s=rate_per_s)
-    return _divide(samples, rate_per_s * (num_workers - (1 - alpha) * spot))
-
-
-def cost_usd(
-    num_spot: npt.ArrayLike, samples: float, rate_per_s: float, num_workers: int, alpha: float, prices: Prices
-) -> Floats:
-    """(16): expected cost in USD with `num_spot` of the workers on spot; infinite where no worker is ever up.
-
-    Arguments as in `runtime_s`.
-
-    Source: the DOLL paper, Eq. (16), with prices per hour.
-
-    >>> prices = Prices(spot_usd_per_h=0.158, on_demand_usd_per_h=0.286)
-    >>> all_on_demand, mixed = cost_usd([0, 30], 51_200_000, 125, 64, 0.9, prices)
-    >>> round(float(mixed / all_on_demand), 4)
-    0.8019
-    """
-    spot = _spot(num_spot, num_workers)
-    time_h = runtime_s(spot, samples, rate_per_s, num_workers, alpha) / SECONDS_PER_HOUR
-    return _times(time_h, _burn_usd_per_h(spot, num_workers, alpha, prices))
 
 
 @dataclass(frozen=True)
@@ -144,91 +103,64 @@ def cost_ratio(deadline_ratio: float, num_workers: int, alpha: float, prices: Pr
     return CostRatio(real, lower, _ratio_at(max(real - 1, 0.0), num_workers, alpha, prices))
 
 
-def unequal_runtime_s(samples: float, rates_per_s: npt.ArrayLike, alpha: float) -> Floats:
-    """(21): expected seconds with the n slowest streams on spot, for every n = 0 .. N.
+def unequal_cost_usd(samples: float, rates_per_s: npt.ArrayLike, alpha: float, prices: Prices) -> Floats:
+    """(22): expected cost in USD with the n slowest streams on spot, for every n = 0 .. N; infinite where nobody works.
 
     Args:
         samples: J K b.
         rates_per_s: λ_n, one per worker, in any order.
-        alpha: availability.
+        alpha: availability, in [0, 1].
 
     Returns:
         float64, shape (N + 1,).
-
-    Source: the DOLL paper, Eq. (21).
-
-    >>> [float(t) for t in unequal_runtime_s(600, [1, 2, 3], alpha=0.5)]
-    [100.0, 109.0909090909091, 133.33333333333334, 200.0]
-    """
-    checks.non_negative(samples=samples)
-    return _divide(samples, effective_rates_per_s(rates_per_s, alpha))
-
-
-def unequal_cost_usd(samples: float, rates_per_s: npt.ArrayLike, alpha: float, prices: Prices) -> Floats:
-    """(22): expected cost in USD with the n slowest streams on spot, for every n = 0 .. N.
-
-    Arguments and shape as in `unequal_runtime_s`.
 
     Source: the DOLL paper, Eq. (22), with prices per hour.
 
     >>> [round(float(c), 4) for c in unequal_cost_usd(3600, [1.0, 1.0], 0.5, Prices(1, 2))]
     [2.0, 1.6667, 1.0]
     """
-    time_h = unequal_runtime_s(samples, rates_per_s, alpha) / SECONDS_PER_HOUR
-    count = len(time_h) - 1
-    return _times(time_h, _burn_usd_per_h(np.arange(count + 1, dtype=np.float64), count, alpha, prices))
-
-
-def effective_rates_per_s(rates_per_s: npt.ArrayLike, alpha: float) -> Floats:
-    """(20) times K b: S - (1 - α) Λ(n), samples per second with the n slowest streams on spot, n = 0 .. N.
-
-    Source: the DOLL paper, Eq. (20).
-
-    >>> [float(r) for r in effective_rates_per_s([3, 1], alpha=0.5)]
-    [4.0, 3.5, 2.0]
-    """
+    checks.non_negative(samples=samples)
     checks.fraction(alpha=alpha)
-    return effective_of_sorted(np.sort(checks.rates(rates_per_s)), alpha)
+    effective = effective_of_sorted(np.sort(checks.rates(rates_per_s)), alpha)
+    hours = samples / SECONDS_PER_HOUR
+    return hours * relative_cost(effective, alpha, prices) if samples else np.zeros(len(effective))
+
+
+def relative_cost(effective_per_s: Floats, alpha: float, prices: Prices) -> Floats:
+    """(22) for one sample, in USD per 3600 samples: price per hour over effective rate, n = 0 .. N; infinite where
+    nobody works.
+
+    Args:
+        effective_per_s: of `effective_of_sorted`, shape (N + 1,).
+    """
+    count = len(effective_per_s) - 1
+    slope = alpha * prices.spot_usd_per_h - prices.on_demand_usd_per_h
+    usd_per_h = count * prices.on_demand_usd_per_h + slope * np.arange(count + 1)
+    # alpha = 0 leaves rounding noise in place of 0.
+    works = effective_per_s > TOLERANCE * effective_per_s[0]
+    relative: Floats = np.divide(usd_per_h, effective_per_s, out=np.full(count + 1, math.inf), where=works)
+    return relative
 
 
 def effective_of_sorted(ascending_per_s: Floats, alpha: float) -> Floats:
-    """As `effective_rates_per_s`, of rates that are checked and in ascending order."""
+    """(20) times K b: S - (1 - α) Λ(n), samples per second with the n slowest streams on spot, n = 0 .. N.
+
+    Args:
+        ascending_per_s: λ_n in ascending order, shape (N,).
+
+    Source: the DOLL paper, Eq. (20).
+
+    >>> [float(r) for r in effective_of_sorted(np.array([1.0, 3.0]), alpha=0.5)]
+    [4.0, 3.5, 2.0]
+    """
     slowest = np.concatenate(([0.0], np.cumsum(ascending_per_s)))
     effective: Floats = np.maximum(slowest[-1] - (1 - alpha) * slowest, 0.0)
     return effective
-
-
-def _spot(num_spot: npt.ArrayLike, num_workers: int) -> Floats:
-    checks.positive(num_workers=num_workers)
-    spot = np.asarray(num_spot, dtype=np.float64)
-    if spot.size and not (spot.min() >= 0 and spot.max() <= num_workers):
-        raise ValueError(f"num_spot: expected 0 .. {num_workers}, got {spot.tolist()}")
-    return spot
-
-
-def _burn_usd_per_h(spot: Floats, num_workers: int, alpha: float, prices: Prices) -> Floats:
-    return (
-        num_workers * prices.on_demand_usd_per_h + (alpha * prices.spot_usd_per_h - prices.on_demand_usd_per_h) * spot
-    )
-
-
-def _divide(top: float, below: Floats) -> Floats:
-    """top / below, infinite where below is 0 (and top is not)."""
-    out = np.full(np.shape(below), math.inf if top > 0 else (-math.inf if top < 0 else 0.0))
-    quotient: Floats = np.divide(top, below, out=out, where=np.asarray(below) > 0)
-    return quotient
-
-
-def _times(time_h: Floats, burn_usd_per_h: Floats) -> Floats:
-    # An endless job is infinitely dear even where its burn rate is 0 (all spot, never up).
-    return np.where(np.isinf(time_h), math.inf, np.where(np.isinf(time_h), 0.0, time_h) * burn_usd_per_h)
 
 
 def _ratio_at(spot: float, num_workers: int, alpha: float, prices: Prices) -> float:
     effective = num_workers - (1 - alpha) * spot
     if effective <= 0:
         return math.inf
-    burn = (
-        num_workers * prices.on_demand_usd_per_h + (alpha * prices.spot_usd_per_h - prices.on_demand_usd_per_h) * spot
-    )
-    return burn / (effective * prices.on_demand_usd_per_h)
+    slope = alpha * prices.spot_usd_per_h - prices.on_demand_usd_per_h
+    return (num_workers * prices.on_demand_usd_per_h + slope * spot) / (effective * prices.on_demand_usd_per_h)

@@ -122,24 +122,16 @@ class CurveFit:
 
 
 def fit_decay(
-    updates: npt.ArrayLike,
-    errors: npt.ArrayLike,
-    rng: np.random.Generator,
-    *,
-    replicas: int = 200,
-    block: int | None = None,
+    updates: npt.ArrayLike, errors: npt.ArrayLike, rng: np.random.Generator, *, replicas: int = 200
 ) -> CurveFit:
     """Fit β ρ^J + γ with β, γ >= 0 to measured errors.
 
     Intervals come from a moving-block bootstrap of the relative residuals: neighbouring evaluations share weights, so
-    their residuals are not independent.
+    their residuals are not independent. The length of a block is the cube root of m.
 
     Args:
         updates: J of each evaluation, ascending, shape (m,), m >= 6.
         errors: measured error, above 0, shape (m,).
-        rng: for the bootstrap.
-        replicas: bootstrap replicas.
-        block: length of a block; default the cube root of m.
 
     Raises:
         ValueError: too few points, an error that is not above 0, or all at one update.
@@ -164,7 +156,7 @@ def fit_decay(
     relative = measured / best.error(at) - 1
     # Three constants were fitted to these residuals, which made them smaller than the noise is.
     noise = (relative - relative.mean()) * math.sqrt(len(at) / (len(at) - 3))
-    length = block or max(1, round(len(at) ** (1 / 3)))
+    length = max(1, round(len(at) ** (1 / 3)))
     starts = rng.integers(0, len(at) - length + 1, size=(replicas, math.ceil(len(at) / length)))
     index = (starts[:, :, np.newaxis] + np.arange(length)).reshape(replicas, -1)[:, : len(at)]
     resampled = best.error(at) * (1 + noise[index])
@@ -270,12 +262,6 @@ def _linear(at: Floats, weights: Floats, curves: Floats, pulls: Floats) -> tuple
     beta, gamma = np.where(gamma < 0, beta_alone, beta), np.maximum(gamma, 0.0)
     gamma = np.where(beta < 0, wy / w1, gamma)
     beta = np.maximum(beta, 0.0)
-    loss = (
-        wyy
-        + beta**2 * wbb[:, np.newaxis]
-        + gamma**2 * w1
-        - 2 * beta * wby
-        - 2 * gamma * wy
-        + 2 * beta * gamma * wb[:, np.newaxis]
-    )
+    squares = wyy + beta**2 * wbb[:, np.newaxis] + gamma**2 * w1
+    loss = squares - 2 * beta * wby - 2 * gamma * wy + 2 * beta * gamma * wb[:, np.newaxis]
     return loss, beta, gamma

@@ -19,11 +19,8 @@ from doll.amounts import usd
 from doll.errors import InfeasiblePlanError
 from doll.theory import checks
 from doll.theory.checks import Floats
-from doll.theory.cost import SECONDS_PER_HOUR, Prices, effective_of_sorted
+from doll.theory.cost import SECONDS_PER_HOUR, TOLERANCE, Prices, effective_of_sorted, relative_cost
 from doll.theory.preemption import uptime_variance_s2
-
-# Floats that stand for whole numbers: (64 - 60.95) / 0.1 must not lose a worker to rounding.
-_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,6 @@ def best_assignment(
     *,
     cycle_s: float | None = None,
     risk: float | None = None,
-    z: float | None = None,
-    effect: float = 1.0,
 ) -> SpotAssignment:
     """Theorem 5: the streams to put on spot, for streams of unequal rates. Exact, O(N log N), vectorised.
 
@@ -68,10 +63,8 @@ def best_assignment(
         alpha: availability, in [0, 1].
         deadline_s: θ, seconds that are left.
         prices: of the two markets.
-        cycle_s: mean seconds of one up and one down period of a spot worker; needed with `risk` or `z`.
-        risk: accepted probability of missing the deadline, in (0, 0.5]; or
-        z: the normal quantile itself, at least 0. Without both the expected runtime counts.
-        effect: design effect of outages that come together (1: independent workers).
+        cycle_s: mean seconds of one up and one down period of a spot worker; needed with `risk`.
+        risk: accepted probability of missing the deadline, in (0, 0.5]; None: the expected runtime counts.
 
     Raises:
         InfeasiblePlanError: θ < θ_0.
@@ -90,21 +83,19 @@ def best_assignment(
     ascending = np.sort(rates)
     effective = effective_of_sorted(ascending, alpha)
     needed = samples / deadline_s
-    if effective[0] < needed * (1 - _TOLERANCE):
+    if effective[0] < needed * (1 - TOLERANCE):
         detail = f"{needed:.6g} samples/s > {effective[0]:.6g} of all streams together"
         raise too_slow(samples, float(effective[0]), deadline_s, detail)
     margin: Floats | float = 0.0
-    if risk is not None or z is not None:
+    if risk is not None:
         if cycle_s is None:
             raise ValueError("cycle_s: expected the mean up + down time of a spot worker, to know the risk")
-        scale = (
-            normal_quantile(risk, z) * math.sqrt(uptime_variance_s2(deadline_s, alpha, cycle_s) * effect) / deadline_s
-        )
+        scale = quantile_of_risk(risk) * math.sqrt(uptime_variance_s2(deadline_s, alpha, cycle_s)) / deadline_s
         margin = scale * np.sqrt(np.concatenate(([0.0], np.cumsum(ascending**2))))
-    in_time = effective - margin >= needed * (1 - _TOLERANCE)
+    in_time = effective - margin >= needed * (1 - TOLERANCE)
     # n = 0 is in time (checked above); the others are a prefix because the left side falls with n.
     last = int(np.count_nonzero(in_time)) - 1
-    cost = _relative_cost(effective, alpha, prices)
+    cost = relative_cost(effective, alpha, prices)
     # At alpha = 0 with everybody on spot nobody works; inf <= inf would go on.
     falls = (cost[1:] <= cost[:-1] * (1 + 1e-12)) & np.isfinite(cost[1:])
     rising = np.flatnonzero(~falls[:last])
@@ -127,7 +118,7 @@ def check_budget(cost_usd: float, budget_usd: float | None, *, updates: float, d
 
     >>> check_budget(2.0, 3.0, updates=100, deadline_s=60.0)
     """
-    if budget_usd is None or cost_usd <= budget_usd * (1 + _TOLERANCE):
+    if budget_usd is None or cost_usd <= budget_usd * (1 + TOLERANCE):
         return
     affordable = math.floor(updates * budget_usd / cost_usd)
     raise InfeasiblePlanError(
@@ -139,17 +130,6 @@ def check_budget(cost_usd: float, budget_usd: float | None, *, updates: float, d
     )
 
 
-def _relative_cost(effective: Floats, alpha: float, prices: Prices) -> Floats:
-    """USD per sample and hour-second: burn over effective rate, n = 0 .. N; infinite where no worker works."""
-    count = len(effective) - 1
-    slope = alpha * prices.spot_usd_per_h - prices.on_demand_usd_per_h
-    burn = count * prices.on_demand_usd_per_h + slope * np.arange(count + 1)
-    # alpha = 0 leaves rounding noise in place of 0.
-    works = effective > _TOLERANCE * effective[0]
-    relative: Floats = np.divide(burn, effective, out=np.full(count + 1, math.inf), where=works)
-    return relative
-
-
 def _slowest(rates: Floats, ascending: Floats, count: int) -> npt.NDArray[np.bool_]:
     """Mask of the `count` slowest; among equal rates the lower numbers. Cheaper than an argsort."""
     if count == 0:
@@ -159,19 +139,6 @@ def _slowest(rates: Floats, ascending: Floats, count: int) -> npt.NDArray[np.boo
     ties = np.flatnonzero(rates == edge)
     chosen[ties[: count - int(np.count_nonzero(chosen))]] = True
     return chosen
-
-
-def normal_quantile(risk: float | None, z: float | None) -> float:
-    """The quantile that an accepted probability of being late stands for, or `z` itself: exactly one is given."""
-    if (risk is None) == (z is None):
-        raise ValueError("expected exactly one of risk and z")
-    if z is not None:
-        checks.non_negative(z=z)
-        return z
-    assert risk is not None
-    if not 0 < risk <= 0.5:
-        raise ValueError(f"risk: expected a probability in (0, 0.5], got {risk}")
-    return quantile(1 - risk)
 
 
 def too_slow(
@@ -202,6 +169,17 @@ def quantile(probability: float) -> float:
     1.645
     """
     return _STANDARD.inv_cdf(probability)
+
+
+def quantile_of_risk(risk: float) -> float:
+    """The quantile that an accepted probability of being late stands for.
+
+    Raises:
+        ValueError: `risk` is not in (0, 0.5].
+    """
+    if not 0 < risk <= 0.5:
+        raise ValueError(f"risk: expected a probability in (0, 0.5], got {risk}")
+    return quantile(1 - risk)
 
 
 def tail(z: float) -> float:

@@ -141,21 +141,16 @@ def _inverse(value: float) -> float:
     return 1 / value if value > 0 else math.inf
 
 
-def fit_reference(
-    steps: npt.ArrayLike, losses: npt.ArrayLike, *, smoothing_span: float | None = None
-) -> ReferenceCurve | None:
+def fit_reference(steps: npt.ArrayLike, losses: npt.ArrayLike) -> ReferenceCurve | None:
     """The best (2) with θ >= 0, late points counting more (σ_k = 1/k for the k-th); None where no fit is possible.
 
     Args:
         steps: above 0, ascending, shape (n,).
         losses: above 0, shape (n,).
-        smoothing_span: smooth the losses first with this span; None: fit them as they are, as MLLess's code does.
 
     Source: MLLess, Eq. (2); bounded least squares as in its public code.
     """
     at, values = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
-    if smoothing_span is not None:
-        values = ewma_both_ways(values, smoothing_span)
     sigma = 1 / np.arange(1, len(at) + 1, dtype=np.float64)
 
     def model(x: Floats, a: float, exponent: float, c: float, floor: float) -> Floats:

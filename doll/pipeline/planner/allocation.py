@@ -143,61 +143,51 @@ def _check(fleet: Sequence[Device], k: int) -> int:
 
 
 class GroupRates:
-    """The best virtual worker of each group of devices; groups that are alike are worked out once."""
+    """The best virtual worker of each group of devices for one N_m; groups that are alike are worked out once.
+
+    Attributes:
+        evaluations: how many groups have been worked out.
+    """
 
     def __init__(
-        self,
-        profile: Profile,
-        network: Network,
-        memory: MemoryRule | Callable[[int], MemoryRule],
-        *,
-        partition: Callable[..., Partitioning] = best_partition,
-        minibatches: int = 100,
+        self, profile: Profile, network: Network, memory: MemoryRule, in_flight: int, *, minibatches: int = 100
     ) -> None:
         """
         Args:
-            memory: the rule; a function gives that for each N_m.
-            partition: `best_partition`, or another one with its arguments.
+            in_flight: N_m.
             minibatches: length of the simulation of a pipeline.
         """
-        self.profile = profile
-        self.network = network
-        self.memory = memory
-        self._partition = partition
-        self._minibatches = minibatches
+        self.evaluations = 0
+        self._profile, self._network, self._memory, self._in_flight = profile, network, memory, in_flight
+        self._minibatches = max(minibatches, 6 * in_flight + 2)
         self._speeds: dict[Kind, float] = {}
         self._model_s = sum(layer.compute_s for layer in profile.layers)
         self._largest_s = max(layer.compute_s for layer in profile.layers)
-        self._known: dict[tuple[GroupKey, int], tuple[Group, VirtualWorker | DoesNotFitError]] = {}
+        self._known: dict[GroupKey, tuple[Group, VirtualWorker | DoesNotFitError]] = {}
 
-    @property
-    def evaluations(self) -> int:
-        """How many groups, each with an N_m, have been worked out."""
-        return len(self._known)
-
-    def worker(self, devices: Sequence[Device], in_flight: int) -> VirtualWorker:
-        """The virtual worker of these devices, in their best order, with N_m = `in_flight`.
+    def worker(self, devices: Sequence[Device]) -> VirtualWorker:
+        """The virtual worker of these devices, in their best order.
 
         Raises:
             DoesNotFitError: the model does not fit on them.
         """
         ordered, key = alike(devices)
-        known = self._known.get((key, in_flight))
-        if known is None:
-            known = self._known[key, in_flight] = (ordered, self._work_out(ordered, in_flight))
-        model, result = known
+        if key not in self._known:
+            self.evaluations += 1
+            self._known[key] = (ordered, self._work_out(ordered))
+        model, result = self._known[key]
         if isinstance(result, DoesNotFitError):
             raise result
         return result if model == ordered else _with_devices(result, model, ordered)
 
-    def rate(self, devices: Sequence[Device], in_flight: int) -> float:
+    def rate(self, devices: Sequence[Device]) -> float:
         """Minibatches per second; 0 if the model does not fit."""
         try:
-            return self.worker(devices, in_flight).rate
+            return self.worker(devices).rate
         except DoesNotFitError:
             return 0.0
 
-    def bound(self, devices: Sequence[Device], num_workers: int, in_flight: int) -> float:
+    def bound(self, devices: Sequence[Device], num_workers: int) -> float:
         """A rate that the slowest of `num_workers` virtual workers of these devices cannot exceed, however grouped.
 
         For each virtual worker: a stage's work is at most rate^-1 times its device's speed, so that the work of all
@@ -211,46 +201,28 @@ class GroupRates:
         return min(
             sum(speeds) / (num_workers * self._model_s),
             speeds[num_workers - 1] / self._largest_s,
-            in_flight * speeds[0] / self._model_s,
+            self._in_flight * speeds[0] / self._model_s,
         )
-
-    def at(self, in_flight: int) -> RatesAt:
-        """The same for one N_m, as `doll.pipeline.planner.allocation_search` takes it."""
-        return RatesAt(self, in_flight)
 
     def _speed(self, device: Device) -> float:
         """How many times as fast as the profiled device at its best layer."""
-        known = self._speeds.get(device.kind)
-        if known is not None:
-            return known
-        times = zip(self.profile.layers, self.profile.times_on(device), strict=True)
-        ratios = [layer.compute_s / sum(pair) if sum(pair) else math.inf for layer, pair in times if layer.compute_s]
-        self._speeds[device.kind] = max(ratios, default=device.speed)
+        if device.kind not in self._speeds:
+            times = zip(self._profile.layers, self._profile.times_on(device), strict=True)
+            ratios = [
+                layer.compute_s / sum(pair) if sum(pair) else math.inf for layer, pair in times if layer.compute_s
+            ]
+            self._speeds[device.kind] = max(ratios, default=device.speed)
         return self._speeds[device.kind]
 
-    def _work_out(self, devices: Group, in_flight: int) -> VirtualWorker | DoesNotFitError:
-        memory = self.memory(in_flight) if callable(self.memory) else self.memory
+    def _work_out(self, devices: Group) -> VirtualWorker | DoesNotFitError:
         try:
-            partition = self._partition(self.profile, devices, self.network, in_flight=in_flight, memory=memory)
+            partition = best_partition(
+                self._profile, devices, self._network, in_flight=self._in_flight, memory=self._memory
+            )
         except DoesNotFitError as error:
             return error
-        count = max(self._minibatches, 6 * in_flight + 2)
-        throughput = simulate(stage_times(partition), in_flight, count).throughput()
+        throughput = simulate(stage_times(partition), self._in_flight, self._minibatches).throughput()
         return VirtualWorker(partition, min(throughput, 1.0 / partition.bottleneck_s))
-
-
-@dataclass(frozen=True)
-class RatesAt:
-    """How fast groups of devices are, for one N_m."""
-
-    rates: GroupRates
-    in_flight: int
-
-    def rate(self, devices: Sequence[Device]) -> float:
-        return self.rates.rate(devices, self.in_flight)
-
-    def bound(self, devices: Sequence[Device], num_workers: int) -> float:
-        return self.rates.bound(devices, num_workers, self.in_flight)
 
 
 def alike(devices: Sequence[Device]) -> tuple[Group, GroupKey]:
@@ -266,12 +238,8 @@ def alike(devices: Sequence[Device]) -> tuple[Group, GroupKey]:
     for device in devices:
         nodes[device.node].append(device)
     kinds = sorted((tuple(sorted(device.kind for device in each)), node) for node, each in nodes.items())
-    ordered = tuple(device for _, node in kinds for device in sorted(nodes[node], key=_kind))
+    ordered = tuple(device for _, node in kinds for device in sorted(nodes[node], key=lambda device: device.kind))
     return ordered, tuple(key for key, _ in kinds)
-
-
-def _kind(device: Device) -> Kind:
-    return device.kind
 
 
 def _with_devices(worker: VirtualWorker, model: Group, devices: Group) -> VirtualWorker:

@@ -21,6 +21,7 @@ from doll.pipeline.profiling.profile import Device
 
 MAX_STEPS = 30_000
 MAX_GROUPS = 200
+"""Distinct groups whose rate is worked out by the exhaustive search; as many again by the improvement."""
 
 Contents = tuple[int, ...]
 State = tuple[Contents, ...]
@@ -28,7 +29,7 @@ State = tuple[Contents, ...]
 
 
 class Rates(Protocol):
-    """How fast groups of devices are, for one N_m; `GroupRates.at` is one."""
+    """How fast groups of devices are, as `GroupRates` says; tests have tables of rates."""
 
     def rate(self, devices: Sequence[Device]) -> float:
         """Minibatches per second of one virtual worker; 0 if the model does not fit."""
@@ -61,20 +62,13 @@ class Found:
 
 
 def search(
-    fleet: Sequence[Device],
-    k: int,
-    rates: Rates,
-    *,
-    starts: Iterable[Grouping] = (),
-    max_steps: int = MAX_STEPS,
-    max_groups: int = MAX_GROUPS,
+    fleet: Sequence[Device], k: int, rates: Rates, *, starts: Iterable[Grouping] = (), max_steps: int = MAX_STEPS
 ) -> Found:
     """The best grouping into groups of k, if need be with devices left out.
 
     Args:
         starts: groupings to improve on where the fleet is too large to try all.
         max_steps: groups taken out of what remains, for the exhaustive search.
-        max_groups: distinct groups whose rate is worked out; as many again for the improvement.
 
     Raises:
         ValueError: fewer than k devices, or k below 1.
@@ -84,7 +78,7 @@ def search(
         raise ValueError(f"expected {k} devices at least, a whole group, got {len(fleet)}")
     bounds = {count: count * rates.bound(fleet, count) for count in range(1, most + 1)}
     best = Found((), tuple(fleet), 0.0, 0.0, is_exact=True)
-    exhaustive = _Exhaustive(fleet, k, rates, max_steps, max_groups)
+    exhaustive = _Exhaustive(fleet, k, rates, max_steps)
     for count in range(most, 0, -1):
         if bounds[count] <= best.value:
             continue
@@ -96,7 +90,7 @@ def search(
             best = Found(groups, spare, count * pace, 0.0, is_exact=True)
     else:
         return replace(best, bound=best.value)
-    improving = _Improving(k, rates, max_groups)
+    improving = _Improving(rates)
     for grouping in starts:
         best = _better(best, improving.improve(grouping), fleet)
     for count in range(most, 0, -1):
@@ -120,7 +114,7 @@ def _better(best: Found, candidate: tuple[Grouping, float], fleet: Sequence[Devi
 
 
 class _TooManyError(Exception):
-    """More steps than allowed."""
+    """The search takes more steps or groups than allowed."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +127,10 @@ class _Choice:
 
 
 class _Exhaustive:
-    def __init__(self, fleet: Sequence[Device], k: int, rates: Rates, max_steps: int, max_groups: int) -> None:
+    def __init__(self, fleet: Sequence[Device], k: int, rates: Rates, max_steps: int) -> None:
         self._k = k
         self._rates = rates
-        self._steps, self._max_groups = max_steps, max_groups
+        self._steps = max_steps
         kinds = sorted({device.kind for device in fleet})
         self._of_kind = [next(device for device in fleet if device.kind == kind) for kind in kinds]
         nodes = defaultdict[str, list[Device]](list)
@@ -179,8 +173,7 @@ class _Exhaustive:
     def _choose(self, state: State, spare: int) -> _Choice:
         if sum(map(len, state)) < self._k + spare:  # nothing but what is left out
             return _Choice(float("inf"), None)
-        known = self._known.get((state, spare))
-        if known is not None:
+        if (known := self._known.get((state, spare))) is not None:
             return known
         best = _Choice(0.0, None)
         takes = sorted(_takes(state, self._k), key=self._bound, reverse=True)
@@ -214,7 +207,7 @@ class _Exhaustive:
     def _rate(self, take: State) -> float:
         key = tuple(sorted(filter(None, take)))
         if key not in self._rate_of:
-            if len(self._rate_of) >= self._max_groups:
+            if len(self._rate_of) >= MAX_GROUPS:
                 raise _TooManyError
             self._rate_of[key] = self._rates.rate(self._devices(key))
         return self._rate_of[key]
@@ -281,10 +274,9 @@ def _parts(contents: Contents, most: int) -> Iterator[Contents]:
 class _Improving:
     """Exchanges devices of the slowest group with devices of others while that makes the slower of the two faster."""
 
-    def __init__(self, k: int, rates: Rates, max_groups: int) -> None:
-        self._k = k
+    def __init__(self, rates: Rates) -> None:
         self._rates = rates
-        self._left = max_groups
+        self._left = MAX_GROUPS
         self._known: dict[object, float] = {}
 
     def improve(self, groups: Grouping) -> tuple[Grouping, float]:

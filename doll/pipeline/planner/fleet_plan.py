@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from doll.errors import ConfigError
 from doll.pipeline.planner.allocation import RULES, Grouping, GroupRates
-from doll.pipeline.planner.allocation_search import MAX_GROUPS, MAX_STEPS, Found, search
+from doll.pipeline.planner.allocation_search import MAX_STEPS, Found, search
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
 from doll.pipeline.planner.placement import default_placement, local_placement, traffic
-from doll.pipeline.planner.prediction import Prediction, predict
+from doll.pipeline.planner.prediction import Prediction, rates_in_waves
 from doll.pipeline.profiling.profile import Device, Network, Profile
 
 # The smallest N_m within this share of the best throughput: more minibatches in flight make weights older.
@@ -45,7 +45,6 @@ class FleetPlan:
 
     profile: Profile
     fleet: tuple[Device, ...]
-    network: Network
     k: int
     clock_distance: int
     candidates: tuple[Candidate, ...]
@@ -58,18 +57,10 @@ class FleetPlan:
 
 
 def plan_fleet(
-    profile: Profile,
-    fleet: Sequence[Device],
-    network: Network,
-    memory: MemoryRule | Callable[[int], MemoryRule],
-    *,
-    k: int,
-    clock_distance: int = 0,
-    in_flight: int | None = None,
-    max_in_flight: int | None = None,
+    profile: Profile, fleet: Sequence[Device], network: Network, memory: MemoryRule | Callable[[int], MemoryRule], *,
+    k: int, clock_distance: int = 0, in_flight: int | None = None, max_in_flight: int | None = None,
     rules: Sequence[str] = (*RULES, SEARCH),
-    rates: GroupRates | None = None,
-) -> FleetPlan:
+) -> FleetPlan:  # fmt: skip
     """Compare the rules of allocation for virtual workers of k devices.
 
     Args:
@@ -86,49 +77,41 @@ def plan_fleet(
     if k > len(profile.layers):
         raise ConfigError(f"expected {len(profile.layers)} devices per virtual worker at most, one per layer, got {k}")
     tried = [in_flight] if in_flight else list(range(1, (max_in_flight or 2 * k) + 1))
-    planner = _Planner(
-        profile, tuple(fleet), network, k, clock_distance, tried, rates or GroupRates(profile, network, memory)
-    )
+    rates = {n: GroupRates(profile, network, memory(n) if callable(memory) else memory, n) for n in tried}
+    planner = _Planner(profile, tuple(fleet), network, k, clock_distance, rates)
     candidates = [candidate for rule in rules for candidate in planner.candidates(rule)]
-    return FleetPlan(profile, tuple(fleet), network, k, clock_distance, tuple(candidates))
+    return FleetPlan(profile, tuple(fleet), k, clock_distance, tuple(candidates))
 
 
+@dataclass
 class _Planner:
-    def __init__(
-        self,
-        profile: Profile,
-        fleet: tuple[Device, ...],
-        network: Network,
-        k: int,
-        clock_distance: int,
-        tried: Sequence[int],
-        rates: GroupRates,
-    ) -> None:
-        self._profile, self._fleet, self._network = profile, fleet, network
-        self._k, self._clock_distance, self._tried, self._rates = k, clock_distance, tried, rates
-        self._nodes = sorted({device.node for device in fleet})
-        self._max_steps = MAX_STEPS
-        self._before: list[Grouping] = []
+    """`rates`: by N_m, of each N_m that is tried. `max_steps` and `before`: of the next search."""
+
+    profile: Profile
+    fleet: tuple[Device, ...]
+    network: Network
+    k: int
+    clock_distance: int
+    rates: dict[int, GroupRates]
+    max_steps: int = MAX_STEPS
+    before: tuple[Grouping, ...] = ()
 
     def candidates(self, rule: str) -> list[Candidate]:
         """The rule with each placement that it allows."""
         made: dict[str, list[tuple[Prediction, Found | None]]] = {"default": [], "local": []}
         problem = ""
-        for in_flight in self._tried:
+        for in_flight in self.rates:
             try:
                 groupings, answer = self._groupings(rule, in_flight)
             except (ConfigError, DoesNotFitError) as error:
                 problem = str(error)
                 break
             for name, predictions in made.items():
-                possible = [
-                    prediction
-                    for groups in groupings
-                    if (prediction := self._predict(rule, name, groups, in_flight)) is not None
-                ]
-                if possible:
-                    predictions.append((max(possible, key=lambda each: each.samples_per_s), answer))
-        if len(self._nodes) == 1:  # all placements are the same
+                possible = [self._predict(rule, name, groups, in_flight) for groups in groupings]
+                best = max(filter(None, possible), key=lambda each: each.samples_per_s, default=None)
+                if best is not None:
+                    predictions.append((best, answer))
+        if len({device.node for device in self.fleet}) == 1:  # all placements are the same
             del made["local"]
         candidates = [_candidate(rule, name, predictions) for name, predictions in made.items() if predictions]
         return candidates or [Candidate(rule, "default", None, problem)]
@@ -136,47 +119,47 @@ class _Planner:
     def _groupings(self, rule: str, in_flight: int) -> tuple[list[Grouping], Found | None]:
         """By a rule of the paper the one grouping; by the search its own and the rules' groupings, which may have less
         traffic."""
+        rates = self.rates[in_flight]
         if rule != SEARCH:
-            groups = RULES[rule](self._fleet, self._k)
+            groups = RULES[rule](self.fleet, self.k)
             for group in groups:
-                self._rates.worker(group, in_flight)  # raises DoesNotFitError
+                rates.worker(group)  # raises DoesNotFitError
             return [groups], None
-        by_rules = []
+        by_rules: list[Grouping] = []
         for by_rule in RULES.values():
             with suppress(ConfigError):
-                by_rules.append(by_rule(self._fleet, self._k))
-        answer = search(
-            self._fleet, self._k, self._rates.at(in_flight), starts=(*by_rules, *self._before),
-            max_steps=self._max_steps, max_groups=MAX_GROUPS,
-        )  # fmt: skip
+                by_rules.append(by_rule(self.fleet, self.k))
+        answer = search(self.fleet, self.k, rates, starts=(*by_rules, *self.before), max_steps=self.max_steps)
         if not answer.is_exact:  # nor will it be with another N_m: go on from this answer
-            self._max_steps = 0
-            self._before = [answer.groups] if answer.groups else []
+            self.max_steps = 0
+            self.before = (answer.groups,) if answer.groups else ()
         if not answer.groups:
             # The devices with most memory say best what does not fit.
-            largest = sorted(self._fleet, key=lambda device: -device.memory_bytes)[: self._k]
-            self._rates.worker(largest, in_flight)
+            rates.worker(sorted(self.fleet, key=lambda device: -device.memory_bytes)[: self.k])
             raise ConfigError("expected that the model fits on a group of devices, got none on which it does")
         return [answer.groups, *by_rules], answer
 
     def _predict(self, rule: str, name: str, groups: Grouping, in_flight: int) -> Prediction | None:
         """None where the model does not fit, or where this placement is not possible."""
         try:
-            workers = [self._rates.worker(group, in_flight) for group in groups]
+            workers = [self.rates[in_flight].worker(group) for group in groups]
             partitions = [worker.partition for worker in workers]
             placement = (
                 local_placement(partitions) if name == "local"
-                else default_placement(len(self._profile.layers), self._nodes)
+                else default_placement(len(self.profile.layers), sorted({device.node for device in self.fleet}))
             )  # fmt: skip
         except (ConfigError, DoesNotFitError):
             return None
-        spare = list(self._fleet)
+        spare = list(self.fleet)
         for worker in workers:
             for device in worker.devices:
                 spare.remove(device)
-        return predict(
-            rule, name, placement, workers, traffic(self._profile, partitions, placement), self._network,
-            in_flight=in_flight, clock_distance=self._clock_distance, batch_size=self._profile.batch_size, spare=spare,
+        load = traffic(self.profile, partitions, placement)
+        sync_s = load.sync_s(self.network)
+        rates = rates_in_waves(workers, in_flight, self.clock_distance, sync_s)
+        return Prediction(
+            rule, name, placement, tuple(workers), in_flight, rates, load, *load.pace_bound(self.network, in_flight),
+            sync_s, self.profile.batch_size, tuple(spare),
         )  # fmt: skip
 
 

@@ -151,13 +151,3 @@ def _by_end(sizes: dict[Link, float] | dict[Link, int]) -> dict[str, float]:
             sent[a] += size
             received[b] += size
     return {node: max(sent[node], received[node]) for node in {*sent, *received}}
-
-
-def ring_bytes(parameter_bytes: float, workers: int) -> float:
-    """What each of n workers sends in one half of a ring's all-reduce, S (n - 1) / n: the volume that the HetPipe paper
-    states for Horovod.
-
-    >>> round(ring_bytes(548e6, 16) / 1e6), round(ring_bytes(230e6, 12) / 1e6)
-    (514, 211)
-    """
-    return parameter_bytes * (workers - 1) / workers

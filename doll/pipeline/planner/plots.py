@@ -28,16 +28,13 @@ def draw_timelines(
     figure: Figure,
     timelines: Mapping[str, Timeline],
     *,
-    begin_s: float = 0.0,
     end_s: float | None = None,
     memory: Mapping[str, Sequence[Steps]] | None = None,
 ) -> None:
     """Charts side by side, one for each timeline: the stages' tasks, and below what each stage keeps over time.
 
     Args:
-        figure: to draw on.
         timelines: by title, at least one.
-        begin_s: first second to show.
         end_s: last second to show; default: the end of the longest timeline.
         memory: by title, bytes of each stage over time (`Timeline.memory_steps`); default: minibatches in flight.
     """
@@ -52,11 +49,11 @@ def draw_timelines(
     unit, name = _unit(shown, is_memory=memory is not None)
     for column, (title, timeline) in enumerate(timelines.items()):
         chart, below = axes[0][column], axes[1][column]
-        _tasks(chart, timeline, begin_s, end_s)
+        _tasks(chart, timeline, end_s)
         chart.set_title(title, fontsize=10, loc="left")
         _steps(below, shown[title], unit, end_s)
         below.set_xlabel("seconds", fontsize=9)
-        below.set_xlim(begin_s, end_s)
+        below.set_xlim(0.0, end_s)
         for each in (chart, below):
             each.tick_params(labelsize=8)
     axes[1][0].set_ylabel(name, fontsize=9)
@@ -92,10 +89,10 @@ def _unit(shown: Mapping[str, Sequence[Steps]], *, is_memory: bool) -> tuple[flo
     return (_GIB, "memory, GiB") if most >= _GIB else (_MIB, "memory, MiB")
 
 
-def _tasks(axes: Any, timeline: Timeline, begin_s: float, end_s: float) -> None:
+def _tasks(axes: Any, timeline: Timeline, end_s: float) -> None:
     """One row for each stage, the last one on top as in the paper's Figure 1."""
     for stage in range(timeline.num_stages):
-        spans = [span for span in timeline.of_stage(stage) if span.end_s > begin_s and span.start_s < end_s]
+        spans = [span for span in timeline.of_stage(stage) if span.start_s < end_s]
         axes.broken_barh(
             [(span.start_s, span.end_s - span.start_s) for span in spans], (stage - 0.4, 0.8),
             facecolors=[_COLORS[span.kind][_wave(span, timeline) % 2] for span in spans], edgecolor="white",
@@ -103,7 +100,7 @@ def _tasks(axes: Any, timeline: Timeline, begin_s: float, end_s: float) -> None:
         )  # fmt: skip
         for span in spans:
             label = str(span.minibatch)
-            if span.end_s - span.start_s >= _MIN_LABEL_WIDTH * len(label) * (end_s - begin_s):
+            if span.end_s - span.start_s >= _MIN_LABEL_WIDTH * len(label) * end_s:
                 middle = (span.start_s + span.end_s) / 2
                 axes.text(middle, stage, label, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set_yticks(range(timeline.num_stages), [f"stage {stage}" for stage in range(timeline.num_stages)])

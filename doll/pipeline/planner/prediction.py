@@ -15,29 +15,22 @@ from dataclasses import dataclass
 from doll.pipeline.planner.allocation import VirtualWorker
 from doll.pipeline.planner.placement import Placement, Traffic
 from doll.pipeline.planner.schedule import Pipeline, StageTimes, simulate
-from doll.pipeline.profiling.profile import Device, Network
+from doll.pipeline.profiling.profile import Device
 
 HOUR_S = 3600.0
+_MINIBATCHES = 120  # of a simulation, at least
 
 
 def throughput_in_waves(
-    stages: Sequence[StageTimes],
-    in_flight: int,
-    *,
-    clock_distance: int,
-    push_s: float,
-    pull_s: float,
-    minibatches: int = 120,
+    stages: Sequence[StageTimes], in_flight: int, *, clock_distance: int, push_s: float, pull_s: float
 ) -> float:
     """Minibatches per second of a virtual worker that pushes and pulls once per wave, among equal ones.
 
     Args:
-        stages: first stage first.
         in_flight: N_m.
         clock_distance: D.
         push_s: from the end of a wave until the model has its updates.
         pull_s: from then on until the virtual worker has them.
-        minibatches: length of the simulation at least.
     """
     ends_s: list[float] = []
     # Policy `wsp` grants a virtual worker no more minibatches that are not in the model.
@@ -60,10 +53,27 @@ def throughput_in_waves(
             at_s = max(at_s, ends_s[others - 1] + push_s + pull_s)
         return at_s
 
-    count = max(minibatches, (6 + 2 * clock_distance) * in_flight + 2)
+    count = max(_MINIBATCHES, (6 + 2 * clock_distance) * in_flight + 2)
     # Whole waves, so that the slope of completions is not bent by a part of one.
     count = -(-count // in_flight) * in_flight
     return simulate(stages, in_flight, count, admitted_s=admitted_s, pipeline=Recording).throughput()
+
+
+def rates_in_waves(
+    workers: Sequence[VirtualWorker], in_flight: int, clock_distance: int, sync_s: float
+) -> tuple[float, ...]:
+    """Minibatches per second of each virtual worker with its own waves, where it waits for no other.
+
+    Args:
+        sync_s: seconds of a push and a pull.
+    """
+    half_s = sync_s / 2
+    by_stages = {
+        stages: throughput_in_waves(stages, in_flight, clock_distance=clock_distance, push_s=half_s, pull_s=half_s)
+        for stages in {worker.stage_times for worker in workers}
+    }
+    # Its own waves never make a virtual worker faster: a slope of completions is not exact.
+    return tuple(min(worker.rate, by_stages[worker.stage_times]) for worker in workers)
 
 
 @dataclass(frozen=True)
@@ -73,9 +83,7 @@ class Prediction:
     Attributes:
         rule: how the devices were grouped.
         placement_name: "default" or "local".
-        workers: the virtual workers.
         in_flight: N_m.
-        clock_distance: D.
         rates: minibatches per second of each, with its own pushes and pulls, where it waits for no other.
         link_pace: what the links carry, minibatches per second of each.
         link_node: the node whose link carries least.
@@ -89,7 +97,6 @@ class Prediction:
     placement: Placement
     workers: tuple[VirtualWorker, ...]
     in_flight: int
-    clock_distance: int
     rates: tuple[float, ...]
     traffic: Traffic
     link_pace: float
@@ -138,33 +145,3 @@ class Prediction:
             f"virtual worker {self.slowest + 1}, whose stage {slow.binding + 1} on "
             f"{slow.stages[slow.binding].device.name} binds"
         )
-
-
-def predict(
-    rule: str,
-    placement_name: str,
-    placement: Placement,
-    workers: Sequence[VirtualWorker],
-    load: Traffic,
-    network: Network,
-    *,
-    in_flight: int,
-    clock_distance: int,
-    batch_size: int,
-    spare: Sequence[Device] = (),
-) -> Prediction:
-    """What these virtual workers do with this placement."""
-    sync_s = load.sync_s(network)
-    by_stages = {
-        stages: throughput_in_waves(
-            stages, in_flight, clock_distance=clock_distance, push_s=sync_s / 2, pull_s=sync_s / 2
-        )
-        for stages in {worker.stage_times for worker in workers}
-    }
-    # Its own waves never make a virtual worker faster: a slope of completions is not exact.
-    rates = tuple(min(worker.rate, by_stages[worker.stage_times]) for worker in workers)
-    link_pace, link_node = load.pace_bound(network, in_flight)
-    return Prediction(
-        rule, placement_name, placement, tuple(workers), in_flight, clock_distance, rates, load, link_pace, link_node,
-        sync_s, batch_size, tuple(spare),
-    )  # fmt: skip

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -241,66 +240,3 @@ def simulate_as_measured(measured: Timeline, *, admitted_s: Callable[[int], floa
     minibatches = len(measured.completions_s)
     stages = [StageTimes(1.0, 1.0)] * measured.num_stages
     return simulate(stages, measured.in_flight, minibatches, jitter=seconds, admitted_s=admitted_s)
-
-
-def saturation(stages: Sequence[StageTimes]) -> float:
-    """What many minibatches in flight gain over one at a time: the time of a minibatch by that of the slowest stage.
-
-    >>> saturation([StageTimes(1.0, 1.0)] * 4)
-    4.0
-    """
-    return sum(times.total_s for times in stages) / max(times.total_s for times in stages)
-
-
-@dataclass(frozen=True)
-class InFlightChoice:
-    """N_m for a set of virtual workers.
-
-    Attributes:
-        in_flight: N_m.
-        throughput: minibatches per second of all virtual workers together.
-        by_in_flight: that of each N_m that fits, from 1 on.
-    """
-
-    in_flight: int
-    throughput: float
-    by_in_flight: tuple[float, ...]
-
-
-def choose_in_flight(
-    stages_of: Callable[[int], Sequence[Sequence[StageTimes]] | None],
-    max_in_flight: int,
-    *,
-    tolerance: float = 0.01,
-    minibatches: int = 100,
-) -> InFlightChoice:
-    """The N_m, common to all virtual workers, with which they do the most; each goes at the pace of the slowest.
-
-    Args:
-        stages_of: N_m -> the stages of each virtual worker, cut for so many minibatches in flight; None where a
-            virtual worker has too little memory for so many, and then no larger N_m is tried.
-        max_in_flight: the largest N_m to try.
-        tolerance: the smallest N_m within this share of the best throughput is taken: a larger one makes weights older.
-        minibatches: length of each simulation.
-
-    Raises:
-        ValueError: no virtual worker, or not even one minibatch in flight fits.
-    """
-    by_in_flight: list[float] = []
-    for in_flight in range(1, max_in_flight + 1):
-        workers = stages_of(in_flight)
-        if workers is None:
-            break
-        if not workers:
-            raise ValueError("expected a virtual worker at least, got none")
-        count = max(minibatches, 6 * in_flight + 2)
-        # Virtual workers that are alike are simulated once.
-        different = {tuple(stages) for stages in workers}
-        by_in_flight.append(len(workers) * min(simulate(stages, in_flight, count).throughput() for stages in different))
-    if not by_in_flight:
-        raise ValueError(
-            f"expected that one minibatch in flight fits, and an N_m up to {max_in_flight} to try: none does"
-        )
-    enough = (1.0 - tolerance) * max(by_in_flight)
-    chosen = next(number for number, throughput in enumerate(by_in_flight, 1) if throughput >= enough)
-    return InFlightChoice(chosen, by_in_flight[chosen - 1], tuple(by_in_flight))

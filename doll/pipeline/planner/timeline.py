@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -25,7 +24,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the stages of one virtual worker did, simulated or measured.
+    """The tasks of one virtual worker.
 
     Attributes:
         num_stages: k.
@@ -62,20 +61,6 @@ class Timeline:
         """When each minibatch was complete, in the order of completion."""
         return [span.end_s for span in self.of_stage(0) if span.kind != "F"]
 
-    @property
-    def steady_s(self) -> tuple[float, float]:
-        """From when to when the pipeline was full, with half of that time left out for it to settle.
-
-        It fills until the first N_m minibatches are complete. It drains from the start of the last minibatch on, which
-        is when the one N_m places before it is complete.
-
-        Raises:
-            ValueError: fewer than 3 N_m + 2 minibatches.
-        """
-        first, last = self._steady()
-        completions_s = self.completions_s
-        return completions_s[first], completions_s[last]
-
     def throughput(self) -> float:
         """Minibatches per second in steady state: the slope of completions over time, by least squares.
 
@@ -84,21 +69,29 @@ class Timeline:
         Raises:
             ValueError: fewer than 3 N_m + 2 minibatches.
         """
-        first, last = self._steady()
-        times = self.completions_s[first : last + 1]
+        times = self.steady_completions_s()
         middle, mean_s = (len(times) - 1) / 2, fmean(times)
         spread = sum((number - middle) ** 2 for number in range(len(times)))
         return spread / sum((number - middle) * (at_s - mean_s) for number, at_s in enumerate(times))
 
-    def _steady(self) -> tuple[int, int]:
-        count = len(self.completions_s)
+    def steady_completions_s(self) -> list[float]:
+        """Those of `completions_s` while the pipeline was full, with half of that time left out for it to settle.
+
+        It fills until the first N_m minibatches are complete. It drains from the start of the last minibatch on, which
+        is when the one N_m places before it is complete.
+
+        Raises:
+            ValueError: fewer than 3 N_m + 2 minibatches.
+        """
+        completions_s = self.completions_s
+        count = len(completions_s)
         last = count - 1 - self.in_flight
         if last < 2 * self.in_flight + 1:
             raise ValueError(
                 f"expected {3 * self.in_flight + 2} minibatches at least, of which the first and the last "
                 f"{self.in_flight} do not count, got {count}"
             )
-        return max(self.in_flight, last // 2), last
+        return completions_s[max(self.in_flight, last // 2) : last + 1]
 
     def in_flight_steps(self, stage: int) -> Steps:
         """Minibatches whose activations this stage keeps: from the start of their forward task to the end of their
@@ -133,16 +126,6 @@ class Timeline:
         if stash_last is not None and stage == self.num_stages - 1:
             fixed, each = fixed + stash_last * parameter_bytes, activation_bytes
         return [(0.0, fixed)] + [(at_s, fixed + count * each) for at_s, count in self.in_flight_steps(stage)]
-
-    def utilization(self, stage: int) -> float:
-        """Share of the steady state in which this stage computes."""
-        begin_s, end_s = self.steady_s
-        busy_s = sum(max(0.0, min(span.end_s, end_s) - max(span.start_s, begin_s)) for span in self.of_stage(stage))
-        return busy_s / (end_s - begin_s)
-
-    def idle_s(self, stage: int) -> float:
-        """Seconds between the first and the last task of this stage in which it does nothing."""
-        return sum(after.start_s - before.end_s for before, after in pairwise(self.of_stage(stage)))
 
 
 def _sums(changes: Iterable[tuple[float, int]]) -> Steps:

@@ -20,19 +20,20 @@ from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.ps.policies.wsp import Wsp
 from wave_mutants import OneWaveLooser, Ungated
 
+UNIT = [StageTimes(1.0, 1.0)] * 4
+
 
 def failed(checks: Sequence[Check]) -> list[str]:
     return [check.what for check in checks if check.ok is False]
 
 
 def test_another_order_fails_figure_1() -> None:
-    unit = [StageTimes(1.0, 1.0)] * 4
-    right, wrong = (simulate(unit, 4, 16, forward_first=first) for first in (True, False))
+    right, wrong = (simulate(UNIT, 4, 16, forward_first=first) for first in (True, False))
     gains = list(hetpipe_fig1.GAINS)
     assert failed(hetpipe_fig1.checks_of(right, wrong, gains)) == []
     assert len(failed(hetpipe_fig1.checks_of(wrong, right, gains))) == 2
     assert failed(hetpipe_fig1.checks_of(right, wrong, [*gains[:5], 4.1])) == ["gain of N_m = 6, 200 minibatches"]
-    last_first = simulate(unit, 4, 16, pipeline=LastInFirstOut)
+    last_first = simulate(UNIT, 4, 16, pipeline=LastInFirstOut)
     assert len(failed(hetpipe_fig1.checks_of(last_first, wrong, gains))) >= 3
 
 
@@ -110,3 +111,51 @@ def test_figure_4s_orderings_are_checked() -> None:
     wrong = result("VGG-19", {**rates, "NP": 95.0, "ED-local": 99.0, "search-local": 99.0}, (10, 20, 19, 34), "VRGQ")
     missed = failed(hetpipe_fig4.checks_of({"VGG-19": wrong, "ResNet-152": result("R", less, (1, 2, 3, 5), "VRGQ")}))
     assert len(missed) == 8
+
+
+# --- the choice of N_m ------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_in_flight_that_saturates_is_chosen() -> None:
+    choice = hetpipe_fig3.choose_in_flight(lambda n: [UNIT, UNIT], 8)
+    assert choice.in_flight == 4
+    assert choice.throughput == pytest.approx(2 * 0.5)
+    assert choice.by_in_flight == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 5, rel=0.01)
+
+
+def test_the_slowest_virtual_worker_decides() -> None:
+    slow = [StageTimes(1.0, 1.0), StageTimes(4.0, 4.0), StageTimes(1.0, 1.0), StageTimes(1.0, 1.0)]
+    assert hetpipe_fig3.choose_in_flight(lambda n: [UNIT, slow], 8).in_flight == 2
+
+
+def test_no_more_is_tried_than_fits() -> None:
+    tried: list[int] = []
+
+    def stages_of(n: int) -> list[list[StageTimes]] | None:
+        tried.append(n)
+        return [UNIT] if n <= 2 else None
+
+    choice = hetpipe_fig3.choose_in_flight(stages_of, 8)
+    assert (choice.in_flight, len(choice.by_in_flight)) == (2, 2)
+    assert tried == [1, 2, 3]
+    with pytest.raises(ValueError, match="expected that one minibatch in flight fits"):
+        hetpipe_fig3.choose_in_flight(lambda n: None, 8)
+    with pytest.raises(ValueError, match="expected a virtual worker at least"):
+        hetpipe_fig3.choose_in_flight(lambda n: [], 8)
+
+
+def test_less_throughput_with_more_in_flight_is_not_chosen() -> None:
+    """More in flight take memory, and the cuts that are left are worse."""
+    choice = hetpipe_fig3.choose_in_flight(
+        lambda n: [[StageTimes(1.0, 1.0)] * 2 if n < 3 else [StageTimes(2.0, 2.0)] * 2], 5
+    )
+    assert choice.in_flight == 2
+
+
+def test_volumes_that_the_paper_states_for_horovod() -> None:
+    for profile, workers, megabytes in ((hetpipe_models.vgg19(), 16, 515), (hetpipe_models.resnet152(), 12, 211)):
+        total = sum(layer.parameter_bytes for layer in profile.layers)
+        size = {"VGG-19": 548e6, "ResNet-152": 230e6}[profile.model]
+        assert hetpipe_fig4.ring_bytes(size, workers) / 1e6 == pytest.approx(megabytes, abs=1.5)
+        # Of the architecture itself: the paper counts in MiB for VGG-19, or rounds.
+        assert hetpipe_fig4.ring_bytes(total, workers) / 1e6 == pytest.approx(megabytes, rel=0.06)

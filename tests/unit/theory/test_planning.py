@@ -49,12 +49,12 @@ def test_the_papers_settings_to_four_decimals(
     for prices, expected, bound in ((HIGH, high, high_bound), (LOW, low, low_bound)):
         spot = best_num_spot(SAMPLES, RATE, N, alpha, ratio * 6400, prices)
         assert spot == whole
-        both = cost.cost_usd([0, spot], SAMPLES, RATE, N, alpha, prices)
+        both = formulas.cost_usd([0, spot], SAMPLES, RATE, N, alpha, prices)
         assert round(float(both[1] / both[0]), 4) == expected
         result = cost.cost_ratio(ratio, N, alpha, prices)
         assert round(result.num_spot_real, 3) == real
         assert round(result.lower, 4) == bound
-    assert round(float(cost.runtime_s(whole, SAMPLES, RATE, N, alpha)) / 6400, 4) == runtime
+    assert round(float(formulas.runtime_s(whole, SAMPLES, RATE, N, alpha)) / 6400, 4) == runtime
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,10 @@ def test_the_chance_constrained_form(setting: tuple[float, float], whole: int, r
     alpha, ratio = setting
     spot = best_num_spot_at_risk(SAMPLES, RATE, N, alpha, ratio * 6400, HIGH, cycle_s=1000.0, z=1.645)
     assert spot == whole
-    both = cost.cost_usd([0, spot], SAMPLES, RATE, N, alpha, HIGH)
+    both = formulas.cost_usd([0, spot], SAMPLES, RATE, N, alpha, HIGH)
     assert round(float(both[1] / both[0]), 4) == ratio_of_cost
     assert best_num_spot_at_risk(SAMPLES, RATE, N, alpha, ratio * 6400, HIGH, cycle_s=1000.0, risk=0.05) == whole
-    unequal = best_assignment(SAMPLES, [RATE] * N, alpha, ratio * 6400, HIGH, cycle_s=1000.0, z=1.645)
+    unequal = best_assignment(SAMPLES, [RATE] * N, alpha, ratio * 6400, HIGH, cycle_s=1000.0, risk=0.05)
     assert unequal.num_spot == whole
 
 
@@ -110,7 +110,7 @@ def test_edges() -> None:
     assert best_num_spot(SAMPLES, RATE, N, 0.9, 6400.0 / 0.9, HIGH) == N
     assert best_num_spot(SAMPLES, RATE, N, 0.9, 1e9, Prices(0.3, 0.286)) == 0
     assert best_num_spot(SAMPLES, RATE, N, 0.0, 2 * 6400.0, HIGH) == N // 2
-    assert math.isinf(float(cost.cost_usd(N, SAMPLES, RATE, N, 0.0, HIGH)))
+    assert math.isinf(float(formulas.cost_usd(N, SAMPLES, RATE, N, 0.0, HIGH)))
     assert best_assignment(0.0, [RATE] * N, 0.9, 1.0, HIGH).num_spot == N
 
 

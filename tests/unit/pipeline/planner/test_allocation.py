@@ -22,6 +22,7 @@ from doll.pipeline.planner.allocation import (
     node_partition,
 )
 from doll.pipeline.planner.allocation_search import Found, search
+from doll.pipeline.planner.fleet_plan import plan_fleet
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
 from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
 
@@ -84,21 +85,20 @@ def random_fleet(rng: np.random.Generator, count: int) -> list[Device]:
 
 def test_groups_that_are_alike_are_worked_out_once_and_keep_their_devices() -> None:
     profile = random_profile(np.random.default_rng(3), 6)
-    rates = GroupRates(profile, Network(1e3, 1e2), MemoryRule(1.0))
+    rates = GroupRates(profile, Network(1e3, 1e2), MemoryRule(1.0), 2)
     kinds = {"a": Device("a", 1.0), "b": Device("b", 2.0)}
     groups = [
         [Device(name, kinds[name].speed, node=f"{name}{number}", usd_per_h=number) for name in "ab"]
         for number in (1, 2)
     ]
-    first, second = (rates.worker(group, 2) for group in groups)
+    first, second = (rates.worker(group) for group in groups)
     assert rates.evaluations == 1
     assert first.rate == second.rate
     assert set(first.devices) == set(groups[0])
     assert set(second.devices) == set(groups[1])
     assert [device.name for device in first.devices] == [device.name for device in second.devices]
-    rates.worker(groups[0], 3)
-    rates.worker([groups[0][0], groups[0][1].__class__("b", 2.0, node="a1")], 2)  # on one node: not alike
-    assert rates.evaluations == 3
+    rates.worker([groups[0][0], groups[0][1].__class__("b", 2.0, node="a1")])  # on one node: not alike
+    assert rates.evaluations == 2
 
 
 def test_no_virtual_worker_exceeds_the_bound() -> None:
@@ -106,10 +106,9 @@ def test_no_virtual_worker_exceeds_the_bound() -> None:
     close = 0.0
     for _ in range(40):
         profile, k = random_profile(rng, 6), int(rng.integers(1, 4))
-        rates = GroupRates(profile, Network(1e4, 1e3), MemoryRule(1.0), minibatches=60)
         fleet = [Device(str(number), float(rng.uniform(0.3, 2.0))) for number in range(k)]
-        in_flight = int(rng.integers(1, 5))
-        rate, bound = rates.rate(fleet, in_flight), rates.bound(fleet, 1, in_flight)
+        rates = GroupRates(profile, Network(1e4, 1e3), MemoryRule(1.0), int(rng.integers(1, 5)), minibatches=60)
+        rate, bound = rates.rate(fleet), rates.bound(fleet, 1)
         assert 0.0 < rate <= bound * (1 + 1e-9)
         close = max(close, rate / bound)
     assert close > 0.9
@@ -118,27 +117,28 @@ def test_no_virtual_worker_exceeds_the_bound() -> None:
 def test_devices_on_which_layers_were_measured_count_by_their_best_layer() -> None:
     layers = (LayerProfile("x", 1.0, 1.0, 0, 0, 0), LayerProfile("y", 1.0, 1.0, 0, 0, 0))
     profile = Profile("m", 1, "base", layers, times_by_device={"fast at y": ((1.0, 1.0), (0.1, 0.1))})
-    rates = GroupRates(profile, Network(), MemoryRule(0.0))
     fleet = [Device("fast at y"), Device("base")]
-    assert rates.rate(fleet, 4) <= rates.bound(fleet, 1, 4)
-    assert rates.bound([Device("fast at y")], 1, 9) == pytest.approx(10 / 4)
+    rates = GroupRates(profile, Network(), MemoryRule(0.0), 4)
+    assert rates.rate(fleet) <= rates.bound(fleet, 1)
+    rates = GroupRates(profile, Network(), MemoryRule(0.0), 9)
+    assert rates.bound([Device("fast at y")], 1) == pytest.approx(10 / 4)
 
 
 def test_a_rule_of_memory_for_each_n_m() -> None:
     profile = random_profile(np.random.default_rng(3), 4)
-    device = Device("a", memory_bytes=2_000.0)
+    fleet = [Device("a", memory_bytes=2_000.0)]
     rules = {1: MemoryRule(1.0), 2: MemoryRule(1e6)}
-    rates = GroupRates(profile, Network(), rules.__getitem__)
-    assert rates.rate([device], 1) == GroupRates(profile, Network(), rules[1]).rate([device], 1) > 0.0
-    assert rates.rate([device], 2) == 0.0
+    candidate = plan_fleet(profile, fleet, Network(), rules.__getitem__, k=1, rules=["NP"]).candidates[0]
+    rate = GroupRates(profile, Network(), rules[1], 1).rate(fleet)
+    assert candidate.by_in_flight == ((1, pytest.approx(profile.batch_size * rate)),)
 
 
 def test_resnet_152_does_not_fit_on_a_lone_rtx_2060() -> None:
-    rates = GroupRates(resnet152(), NETWORK, MemoryRule(OPTIMIZER_MULTIPLIER))
+    rates = GroupRates(resnet152(), NETWORK, MemoryRule(OPTIMIZER_MULTIPLIER), 1)
     with pytest.raises(DoesNotFitError, match="GeForce RTX 2060"):
-        rates.worker(virtual_worker("G"), 1)
-    assert rates.rate(virtual_worker("G"), 1) == 0.0
-    assert rates.rate(virtual_worker("R"), 1) > 0.0
+        rates.worker(virtual_worker("G"))
+    assert rates.rate(virtual_worker("G")) == 0.0
+    assert rates.rate(virtual_worker("R")) > 0.0
 
 
 # --- the search against all groupings --------------------------------------------------------------------------------

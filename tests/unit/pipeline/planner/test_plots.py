@@ -52,10 +52,10 @@ def test_each_task_is_a_bar_and_both_charts_have_one_scale() -> None:
 def test_only_a_part_of_a_run_can_be_shown() -> None:
     timeline = simulate(UNIT, 2, 200)
     figure = Figure()
-    draw_timelines(figure, {"": timeline}, begin_s=100.0, end_s=110.0)
+    draw_timelines(figure, {"": timeline}, end_s=10.0)
     shown = bars(figure.axes[0])[0]
     assert 5 <= len(shown) <= 12
-    assert all(end > 100.0 and begin < 110.0 for begin, end in shown)
+    assert all(begin < 10.0 for begin, _ in shown)
 
 
 @pytest.mark.parametrize(("size", "unit", "most"), [(2.0**30, "memory, GiB", 6.0), (2.0**20, "memory, MiB", 6.0)])
