@@ -31,7 +31,11 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ends_wave: bool = False
 
 
-class Forward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Forward(_Message, frozen=True):
     """Compute this minibatch, on the weights of `version` with the worker's own steps that these do not hold.
 
     Arrays: x, y for the first stage; the activations of the stage before, y for the others.
@@ -50,7 +54,7 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     commits: tuple[Commit, ...] = ()
 
 
-class Settle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Settle(_Message, frozen=True):
     """What comes between two minibatches.
 
     Attributes:
@@ -80,7 +84,7 @@ class StageTask(msgspec.Struct, frozen=True, array_like=True):
     end_s: float
 
 
-class Backward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Backward(_Message, frozen=True):
     """The gradient of this minibatch is in its slot at the stage that sends this, and at all behind it.
 
     Arrays: the gradient of the activations that the receiver had sent; no array where activations have no gradient.
@@ -104,47 +108,47 @@ class Backward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tasks: tuple[StageTask, ...] = ()
 
 
-class Pull(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Pull(_Message, frozen=True):
     """Weights of `version` are in the shared memory: copy them beside those in use."""
 
     version: int
 
 
-class Stop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """End."""
+class Stop(_Message, frozen=True):
+    pass
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Ready(_Message, frozen=True):
     """A stage is there: what it runs, which must be what the coordinator runs."""
 
     stage: int
     fingerprint: str
 
 
-class Pulled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Pulled(_Message, frozen=True):
     stage: int
     version: int
 
 
-class Adopted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Adopted(_Message, frozen=True):
     """The weights that were pulled are in use: others may be."""
 
     stage: int
     version: int
 
 
-class Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Stored(_Message, frozen=True):
     """What `Settle` asked for is in the shared memory; `until` is its `store`, None for `show`."""
 
     stage: int
     until: int | None
 
 
-class Alive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Alive(_Message, frozen=True):
     stage: int
 
 
-class Leaving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Leaving(_Message, frozen=True):
     """The machine of this stage goes away: the virtual worker has this long."""
 
     stage: int
@@ -152,7 +156,7 @@ class Leaving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cause: str
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Failed(_Message, frozen=True):
     """This stage cannot go on. `is_task`: the fault is the task's or the model's; else it is this machine's."""
 
     stage: int

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +39,8 @@ class VectorRange(NamedTuple):
     length: int
 
 
-def ranges_of(stage: FlatModel, whole: FlatModel, homes: dict[str, int]) -> tuple[VectorRange, ...]:
-    """The parts of `stage.flat` that are runs of `whole.flat`, in order.
+def ranges_of(stage: FlatModel, homes: dict[str, int]) -> tuple[VectorRange, ...]:
+    """The parts of `stage.flat` that are runs of the model's vector, in order.
 
     Args:
         homes: `home` of each tensor of the stage's module, by its name there.
@@ -111,15 +112,13 @@ class _Wave(NamedTuple):
     steps: torch.Tensor
 
 
+@dataclass(slots=True)
 class _InFlight:
     """What autograd needs of one minibatch."""
 
-    __slots__ = ("input", "num_samples", "output")
-
-    def __init__(self, input_: torch.Tensor, output: torch.Tensor | Sent, num_samples: int) -> None:
-        self.input = input_
-        self.output = output  # of the last stage: its own, then the loss
-        self.num_samples = num_samples
+    input: torch.Tensor
+    output: torch.Tensor | Sent  # of the last stage: its own, then the loss
+    num_samples: int
 
 
 class Stage:
@@ -137,15 +136,15 @@ class Stage:
         Raises:
             ConfigError: a parameter is not in the model's vector.
         """
-        self._task = task
-        self._device = device
+        self._task, self.device = task, device
         self._is_first, self._is_last = is_first, is_last
         module = torch.nn.Sequential(*layers)
         homes = homes_of(module, whole)
-        _leave(module)
+        for parameter in module.parameters():
+            parameter.grad = None  # it leaves the whole model's gradient; `to` takes the parameter out of its vector
         module = module.to(device.name)
         self._local = FlatModel(module, device=device.name, may_be_empty=True)
-        self.ranges: tuple[VectorRange, ...] = ranges_of(self._local, whole, homes)
+        self.ranges: tuple[VectorRange, ...] = ranges_of(self._local, homes)
         self._optimizer = Optimizer(self._local, training.optimizer)
         # One backward pass at a time: they share the gradient.
         self._replicas = [
@@ -159,10 +158,6 @@ class Stage:
         self._waves: deque[_Wave] = deque()  # whole ones that the weights in use need not hold
         self._free: list[torch.Tensor] = []
         _warm_up()
-
-    @property
-    def device(self) -> StageDevice:
-        return self._device
 
     @property
     def weights(self) -> torch.Tensor:
@@ -215,8 +210,9 @@ class Stage:
             else:
                 self._wave[:floats] += before[:floats]
                 self._wave[floats:] = before[floats:]
-        if commit.ends_wave:
-            self._close_wave(commit.batch + 1)
+        if commit.ends_wave and self._wave is not None:
+            self._waves.append(_Wave(commit.batch + 1, self._wave))
+            self._wave = None
 
     def forget(self, batch: int) -> None:
         """The steps of this batch and later ones are void. The weights are right again when a version is adopted."""
@@ -234,11 +230,6 @@ class Stage:
     def show(self, shared: npt.NDArray[np.float32]) -> None:
         """Write the stage's own weights to their places in `shared`."""
         self._write(self.weights, shared)
-
-    def _close_wave(self, until: int) -> None:
-        if self._wave is not None:
-            self._waves.append(_Wave(until, self._wave))
-            self._wave = None
 
     def _write(self, values: torch.Tensor, shared: npt.NDArray[np.float32]) -> None:
         for part in self.ranges:
@@ -261,7 +252,7 @@ class Stage:
         n = num_samples
         if n == 1:
             _use_running_stats(module)
-        received = self._device.put(x)
+        received = self.device.put(x)
         if self._is_first and self._is_last:
             output = self._task.forward(module, received)
         elif self._is_first:
@@ -287,7 +278,7 @@ class Stage:
     def loss(self, slot: int, y: Array) -> Loss:
         """At the last stage: the loss, whose gradient `backward` then takes."""
         item = self._in_flight[slot]
-        target = self._device.put(y)
+        target = self.device.put(y)
         output = item.output
         assert isinstance(output, torch.Tensor)
         loss = self._task.loss(output, target)
@@ -309,7 +300,7 @@ class Stage:
         gradients.zero_()
         if isinstance(item.output, Sent):
             if gradient is not None:
-                item.output.backward(self._device.put(gradient))
+                item.output.backward(self.device.put(gradient))
         elif item.output.requires_grad:
             torch.autograd.backward(item.output)
         flat, n, floats = replica.flat.detach(), self._local.num_parameters, self._local.num_floats
@@ -333,12 +324,6 @@ def _warm_up() -> None:
 def _replica(module: torch.nn.Module) -> torch.nn.Module:
     """A copy, without the frozen parameters, which never change."""
     return copy.deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
-
-
-def _leave(module: torch.nn.Module) -> None:
-    """Take the module out of the whole model's gradient; its parameters leave when they are moved."""
-    for parameter in module.parameters():
-        parameter.grad = None
 
 
 def _use_running_stats(module: torch.nn.Module) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -38,7 +39,7 @@ from doll.pipeline.runtime.messages import (
     decode,
     encode,
 )
-from doll.pipeline.runtime.stage import Loss, Stage
+from doll.pipeline.runtime.stage import Stage
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -56,10 +57,13 @@ class Links:
     before: StageLink
     following: StageLink | None
 
+    @property
+    def all(self) -> list[StageLink]:
+        return [link for link in (self.control, self.before, self.following) if link is not None]
+
     def close(self) -> None:
-        for link in (self.control, self.before, self.following):
-            if link is not None:
-                link.close()
+        for link in self.all:
+            link.close()
 
 
 @dataclass(frozen=True)
@@ -84,14 +88,9 @@ class StageProcess:
             fingerprint: of what this process runs.
             slowdown: each task takes so many times as long.
         """
-        self._make_stage = make_stage
-        self._links = links
-        self._shared = shared
-        self._number = number
-        self._fingerprint = fingerprint
-        self._slowdown = slowdown
-        self._clock = clock
-        self._sleep = sleep
+        self._make_stage, self._links, self._shared = make_stage, links, shared
+        self._number, self._fingerprint = number, fingerprint
+        self._slowdown, self._clock, self._sleep = slowdown, clock, sleep
         self._inbox: queue.SimpleQueue[tuple[AnyMessage, list[Array]] | None] = queue.SimpleQueue()
         self._version = -1
         self._tasks: dict[int, list[StageTask]] = {}  # of this stage, of the minibatches in flight
@@ -122,14 +121,18 @@ class StageProcess:
         except ConfigError as exc:
             self._fail(str(exc), is_task=False)
         except Exception as exc:
-            log.error("stage_failed", stage=self._number + 1, error=f"{type(exc).__name__}: {exc}", exc_info=True)
-            self._fail(f"{type(exc).__name__}: {exc}", is_task=False)
+            self._fail(self._log(exc), is_task=False)
         return 1
 
     def leave_within(self, within_s: float, cause: str) -> None:
         """This stage's machine goes away: the virtual worker leaves as one. May be called from a signal handler."""
         # The thread that receives sends it: a handler may have interrupted another message.
         self._leaving = Leaving(stage=self._number, within_s=within_s, cause=cause)
+
+    def _log(self, exc: Exception) -> str:
+        error = f"{type(exc).__name__}: {exc}"
+        log.error("stage_failed", stage=self._number + 1, error=error, exc_info=True)
+        return error
 
     def _fail(self, error: str, *, is_task: bool) -> None:
         try:
@@ -140,13 +143,10 @@ class StageProcess:
     # --- the thread that receives -----------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        links = [self._links.control, self._links.before]
-        if self._links.following is not None:
-            links.append(self._links.following)
         alive_at_s = self._clock()
         try:
             with selectors.DefaultSelector() as selector, selectors.DefaultSelector() as room:
-                for link in links:
+                for link in self._links.all:
                     selector.register(link, selectors.EVENT_READ)
                 room.register(self._links.control, selectors.EVENT_WRITE)
                 while True:
@@ -163,7 +163,7 @@ class StageProcess:
         except LinkClosedError:
             pass
         except Exception as exc:
-            log.error("stage_failed", stage=self._number + 1, error=f"{type(exc).__name__}: {exc}", exc_info=True)
+            self._log(exc)
         finally:
             self._inbox.put(None)
 
@@ -201,24 +201,21 @@ class StageProcess:
             loss = self._stage.loss(message.slot, y) if following is None else None
             sent = None if following is None else self._stage.device.get(output)
         except Exception as exc:
-            self._stage.drop(message.slot)
-            self._report(message, [], _problem(exc))
+            self._report(message, (), _problem(exc))
             if following is not None:
                 # What came with the minibatch goes on without it.
-                following.send(encode(Settle(
-                    commits=message.commits, version=message.version, included=message.included
-                )))  # fmt: skip
+                rest = Settle(commits=message.commits, version=message.version, included=message.included)
+                following.send(encode(rest))
             return
-        if following is None:
-            assert loss is not None
-            self._last(message, loss, start_s)
-            return
-        assert sent is not None
-        self._tasks[message.batch] = [self._task("F", message.batch, start_s)]
-        following.send(encode(Forward(
-            batch=message.batch, slot=message.slot, num_samples=message.num_samples, version=message.version,
-            included=message.included, commits=message.commits,
-        )), [sent, y])  # fmt: skip
+        if following is not None and sent is not None:
+            self._tasks[message.batch] = [self._task("F", message.batch, start_s)]
+            following.send(encode(message), [sent, y])
+        elif loss is not None:
+            first = Backward(
+                batch=message.batch, slot=message.slot, num_samples=message.num_samples, loss_sum=loss.loss_sum,
+                metric_sums=loss.metric_sums,
+            )  # fmt: skip
+            self._send_back(first, None, [], "FB", start_s)
 
     def _use(self, version: int, included: int) -> None:
         if version != self._version:
@@ -226,47 +223,35 @@ class StageProcess:
             self._version = version
             self._links.control.send(encode(Adopted(stage=self._number, version=version)))
 
-    def _last(self, message: Forward, loss: Loss, start_s: float) -> None:
-        try:
-            gradient = self._stage.backward(message.slot, None)
-            sent = [] if gradient.of_input is None else [self._stage.device.get(gradient.of_input)]
-        except Exception as exc:
-            self._stage.drop(message.slot)
-            self._report(message, [], _problem(exc))
-            return
-        task = self._task("FB", message.batch, start_s)
-        self._links.before.send(encode(Backward(
-            batch=message.batch, slot=message.slot, num_samples=message.num_samples, loss_sum=loss.loss_sum,
-            metric_sums=loss.metric_sums, squares=gradient.squares, buffer_squares=gradient.buffer_squares,
-            tasks=(task,),
-        )), sent)  # fmt: skip
-
     def _backward(self, message: Backward, arrays: list[Array]) -> None:
         own = self._tasks.pop(message.batch)
         if message.problem:
-            self._stage.drop(message.slot)
-            self._report(message, [*own, *message.tasks], message.problem)
-            return
-        start_s = self._clock()
+            self._report(message, (*own, *message.tasks), message.problem)
+        else:
+            self._send_back(message, arrays[0] if arrays else None, own, "B", self._clock())
+
+    def _send_back(
+        self, message: Backward, of_output: Array | None, own: list[StageTask], kind: str, start_s: float
+    ) -> None:
+        """Compute the gradient of this stage, and send it on with what `message` has of the stages behind."""
         try:
-            gradient = self._stage.backward(message.slot, arrays[0] if arrays else None)
+            gradient = self._stage.backward(message.slot, of_output)
             sent = [] if gradient.of_input is None else [self._stage.device.get(gradient.of_input)]
         except Exception as exc:
-            self._stage.drop(message.slot)
-            self._report(message, [*own, *message.tasks], _problem(exc))
+            self._report(message, (*own, *message.tasks), _problem(exc))
             return
-        tasks = (*own, self._task("B", message.batch, start_s), *message.tasks)
-        self._links.before.send(encode(Backward(
-            batch=message.batch, slot=message.slot, num_samples=message.num_samples, loss_sum=message.loss_sum,
-            metric_sums=message.metric_sums, squares=message.squares + gradient.squares,
-            buffer_squares=message.buffer_squares + gradient.buffer_squares, tasks=tasks,
-        )), sent)  # fmt: skip
+        whole = msgspec.structs.replace(
+            message, squares=message.squares + gradient.squares,
+            buffer_squares=message.buffer_squares + gradient.buffer_squares,
+            tasks=(*own, self._task(kind, message.batch, start_s), *message.tasks),
+        )  # fmt: skip
+        self._links.before.send(encode(whole), sent)
 
-    def _report(self, message: Forward | Backward, tasks: list[StageTask], problem: str) -> None:
-        """There is no gradient."""
+    def _report(self, message: Forward | Backward, tasks: tuple[StageTask, ...], problem: str) -> None:
+        """There is no gradient of this minibatch."""
+        self._stage.drop(message.slot)
         self._links.before.send(encode(Backward(
-            batch=message.batch, slot=message.slot, num_samples=message.num_samples, problem=problem,
-            tasks=tuple(tasks),
+            batch=message.batch, slot=message.slot, num_samples=message.num_samples, problem=problem, tasks=tasks,
         )))  # fmt: skip
 
     def _settle(self, message: Settle) -> None:

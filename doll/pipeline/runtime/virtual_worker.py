@@ -176,9 +176,13 @@ class VirtualWorkerCore:
         """The shared memory is in use."""
         return self._storing is not None or self._is_showing
 
+    @property
+    def _first_in_flight(self) -> _Computing | None:
+        return next((item for item in self._computing if not item.is_complete), None)
+
     def is_void(self, batch: int) -> bool:
         """Nobody waits for the first minibatch in flight, which is `batch`."""
-        item = next((item for item in self._computing if not item.is_complete), None)
+        item = self._first_in_flight
         return item is None or item.submitted.batch != batch or item.is_void
 
     # --- what is to be computed -------------------------------------------------------------------------------------
@@ -261,13 +265,8 @@ class VirtualWorkerCore:
             Void(item.submitted) if isinstance(item, Done) and item.submitted.batch >= batch else item
             for item in self._results
         )
-        kept: deque[Submitted] = deque()
-        for submitted in self._waiting:
-            if submitted.batch < batch:
-                kept.append(submitted)
-            else:
-                self._results.append(Void(submitted))
-        self._waiting = kept
+        self._results += (Void(submitted) for submitted in self._waiting if submitted.batch >= batch)
+        self._waiting = deque(submitted for submitted in self._waiting if submitted.batch < batch)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -276,8 +275,7 @@ class VirtualWorkerCore:
         self._pulling = None
         if is_there and weights.term == self._term and self._known is not None:
             self._spare = weights
-            return self._advance()
-        if not is_there and self._known == weights:
+        elif not is_there and self._known == weights:
             self._known = None
         return self._advance()
 
@@ -290,18 +288,13 @@ class VirtualWorkerCore:
     def _give_up_waiting(self) -> list[Action]:
         """The newest weights are gone: grants that the weights in use do not satisfy cannot be answered."""
         base = self._spare or self._base
-        missing = [
-            item
-            for item in self._waiting
-            if base is None or item.min_version > base.version or self._is_too_old(base)
-        ]  # fmt: skip
-        if not missing:
+        first = next((item.batch for item in self._waiting if not self._is_answered_by(base, item)), None)
+        if first is None:
             return []
-        first = missing[0].batch
-        missing = [item for item in self._waiting if item.batch >= first]
+        missing: list[Action] = [Missing(item) for item in self._waiting if item.batch >= first]
         self._waiting = deque(item for item in self._waiting if item.batch < first)
         self._next = first
-        return [Missing(item) for item in missing]
+        return missing
 
     # --- completion -------------------------------------------------------------------------------------------------
 
@@ -315,7 +308,7 @@ class VirtualWorkerCore:
         Raises:
             ValueError: it is not the first that is in flight.
         """
-        item = next((item for item in self._computing if not item.is_complete), None)
+        item = self._first_in_flight
         if item is None or item.submitted.batch != batch:
             raise ValueError(f"expected minibatches to be complete in order, got {batch}")
         item.is_complete, item.scale, item.num_samples = True, scale, num_samples
@@ -348,7 +341,7 @@ class VirtualWorkerCore:
         Raises:
             ValueError: it is not the first that is in flight.
         """
-        item = next((item for item in self._computing if not item.is_complete), None)
+        item = self._first_in_flight
         if item is None or item.submitted.batch != batch or self._base is None:
             raise ValueError(f"expected the first minibatch in flight, got {batch}")
         item.version = self._base.version
@@ -403,32 +396,29 @@ class VirtualWorkerCore:
         while self._computing and self._computing[0].is_complete:
             item = self._computing.popleft()
             batch, is_void = item.submitted.batch, item.is_void
-            scale = 0.0 if is_void else item.scale
             ends_wave = not is_void and (batch + 1) % self._wave == 0
             if item.slot != NO_SLOT:
                 self._slots.append(item.slot)
-            if is_void:
-                self._results.append(Void(item.submitted))
-                if item.slot != NO_SLOT:
-                    self._commits.append(Commit(batch=batch, slot=item.slot, scale=0.0, num_samples=0))
-                continue
-            self._commits.append(
-                Commit(
-                    batch=batch, slot=item.slot, scale=scale, num_samples=item.num_samples, ends_wave=ends_wave
+            if item.slot != NO_SLOT or not is_void:
+                scale, num_samples = (0.0, 0) if is_void else (item.scale, item.num_samples)
+                self._commits.append(
+                    Commit(batch=batch, slot=item.slot, scale=scale, num_samples=num_samples, ends_wave=ends_wave)
                 )
-            )  # fmt: skip
-            self._committed_until = batch + 1
-            self._last = (item.submitted, item.version)
-            self._has_steps |= scale != 0
-            self._members.append(item.submitted)
-            wave: int | None = None
-            members: tuple[Submitted, ...] = ()
-            if ends_wave:
-                members, self._members = tuple(self._members), []
-                if self._has_steps:
-                    wave, self._has_steps = batch + 1, False
-                    self._to_store.append(Wave(wave, item.submitted, item.version, members))
-            self._results.append(Done(item.submitted, item.version, wave, members))
+            self._results.append(Void(item.submitted) if is_void else self._done(item, ends_wave))
+
+    def _done(self, item: _Computing, ends_wave: bool) -> Done:
+        until = self._committed_until = item.submitted.batch + 1
+        self._last = (item.submitted, item.version)
+        self._has_steps |= item.scale != 0
+        self._members.append(item.submitted)
+        if not ends_wave:
+            return Done(item.submitted, item.version)
+        members, self._members = tuple(self._members), []
+        if not self._has_steps:
+            return Done(item.submitted, item.version, members=members)
+        self._has_steps = False
+        self._to_store.append(Wave(until, item.submitted, item.version, members))
+        return Done(item.submitted, item.version, until, members)
 
     def _store(self) -> list[Action]:
         if not self._to_store or self.is_storing or self._forget_from is not None:
@@ -453,14 +443,14 @@ class VirtualWorkerCore:
             return False
         if not self._waiting[0].num_samples:
             return True
-        base = self._spare or self._base
-        if base is None or base.version < self._waiting[0].min_version or not self._slots:
-            return False
-        return not self._is_too_old(base)
+        return bool(self._slots) and self._is_answered_by(self._spare or self._base, self._waiting[0])
 
-    def _is_too_old(self, base: Weights) -> bool:
-        """Stages keep the steps that the weights do not hold: no more than the steps of some waves."""
-        return self._committed_until - base.included > MAX_WAVES_BEHIND * self._wave
+    def _is_answered_by(self, base: Weights | None, item: Submitted) -> bool:
+        """`item` may be computed on these weights: not on older ones than it says, nor on ones that lack the steps of
+        more waves than the stages keep."""
+        if base is None or base.version < item.min_version:
+            return False
+        return self._committed_until - base.included <= MAX_WAVES_BEHIND * self._wave
 
     def _start(self, submitted: Submitted) -> Sequence[Action]:
         if not submitted.num_samples:
