@@ -1,10 +1,10 @@
 """A learning job on cloud functions, as MLLess runs it, in virtual time.
 
-The parameter server's engine and policy, the worker's significance filter, its blobs, the scale-in tuner and the cost
-formula are those of production; what is simulated is time: how long a batch takes and when a message arrives. As in
-MLLess, each worker writes its steps into a key-value store and reads those of every other worker from there. What a
-worker computes on is what a real one would have: the version that its grant allows, its own steps that this does not
-hold, and what its filter holds back.
+A setting of `doll.simulation.world`: the engine and policy, the worker's protocol and significance filter, its blobs,
+the scale-in tuner and the cost formula are those of production. What is simulated is time: how long a batch takes, and
+when a message arrives. As in MLLess, each worker writes its steps into a key-value store and reads those of every other
+worker from there. What a worker computes on is what a real one would have: the version that its grant allows, its own
+steps that this does not hold, and what its filter holds back.
 """
 
 from __future__ import annotations
@@ -13,22 +13,19 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import count
-from typing import Any, NamedTuple, Protocol
+from heapq import heappush
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from doll.config import StopConfig
 from doll.config.policy import PolicyConfig
 from doll.consumers.compute.significance_filter import Residual
+from doll.consumers.protocol.worker_core import GradientDone
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.tuner import ScaleInTuner
-from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import ApplyUpdate, Event, FetchGradient, GradientFetched, RollBack
-from doll.ps.engine.state import EngineSettings
-from doll.ps.policies import make_policy
-from doll.records.control import Announce, Grant, Join, Leave, Push, PushedBatch, Welcome
+from doll.records.control import Push
+from doll.simulation.world import MESSAGE, UNBOUNDED, World
 from doll.storage.contributions import Compressor
 
 from benchmarks.paper.factorization import Factorization
@@ -36,7 +33,6 @@ from benchmarks.paper.function_cost import functions_usd
 
 Vector = npt.NDArray[np.float32]
 
-_TERM, _NEVER, _NEVER_S = 1, 1 << 40, 1e18
 _JOB = "paper"
 
 
@@ -185,17 +181,25 @@ class Outcome:
 
 @dataclass
 class _Worker:
+    """What a worker has beside the protocol: the parameters that it computes on, and what it has not sent."""
+
     view: Vector
     residual: Residual
-    session: int = 0
-    cached: int = 0  # version below `view`
-    next_batch: int = 0
-    pushed: deque[tuple[int, Vector]] = field(default_factory=deque)  # own steps that `cached` may not hold
-    snapshot: tuple[int, int, Vector] | None = None  # version and own batches in it, on its way
+    version: int = 0  # below `view`
+    pushed: deque[tuple[int, Vector]] = field(default_factory=deque)  # own steps that `version` may not hold
+    snapshot: tuple[int, Vector] | None = None  # own batches in the weights that it reads, and these weights
     is_leaving: bool = False
 
 
-class FunctionJob:
+class _Blob(NamedTuple):
+    """A contribution on its way. `losses`: of its batches, means over their samples."""
+
+    values: Vector
+    num_bytes: int
+    losses: tuple[float, ...]
+
+
+class FunctionJob(World):
     """P workers that learn one problem.
 
     Args:
@@ -209,27 +213,23 @@ class FunctionJob:
         compute_s: Callable[[int, int], float], *, tuner: ScaleInTuner | None = None,
         residual: Callable[[float, int], Residual] = Residual,
     ) -> None:  # fmt: skip
-        settings = EngineSettings(
-            num_workers=workers, records_per_batch=1, max_pending_batches=_NEVER, lease_s=_NEVER_S,
-            grant_timeout_s=_NEVER_S, checkpoint_every_updates=_NEVER, checkpoint_every_s=_NEVER_S, stop=StopConfig(),
-        )  # fmt: skip
-        self.engine = Engine(settings, make_policy(policy), term=_TERM, now=0.0, origins=[0] * workers)
+        super().__init__(policy, num_workers=workers, checkpoint_every_updates=UNBOUNDED)
         self.weights = problem.start()
         self.outcome = Outcome()
-        self.now_s = 0.0
         self._problem, self._store, self._compute_s, self._tuner = problem, store, compute_s, tuner
         threshold = policy.filter_threshold
         self._workers = [_Worker(self.weights.copy(), residual(threshold, len(self.weights))) for _ in range(workers)]
         self._num_workers = workers
         self._history = LossHistory()
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
-        self._blobs: dict[str, tuple[Vector, int]] = {}  # contributions on their way, and their bytes
+        self._blobs: dict[str, _Blob] = {}
+        self._on_their_way: list[Push | None] = [None] * workers
         self._sizes: list[list[tuple[int, int]]] = [[]]  # of each version: (worker, bytes) of what made it
         self._snapshot: tuple[int, Vector] = (0, self.weights.copy())
         self._worker_s = self._worker_s_at = 0.0  # until when
         self._step_batches = self._step = self._values_sent = 0
         self._losses: list[float] = []
+        self._is_reached = False
+        self._is_over: Callable[[Point], bool] = lambda point: False
 
     def run(self, *, target: float, most_steps: int, least_usd: float = 0.0, least_s: float = 0.0) -> Outcome:
         """Learn until the loss was at most `target` once, and at least for so long and so much; or so many steps.
@@ -237,48 +237,37 @@ class FunctionJob:
         Raises:
             RuntimeError: a worker has lost a part of its steps.
         """
-        for number, worker in enumerate(self._workers):
-            for action in self._handle(Join(worker=number, process=f"{number}")):
-                if isinstance(action, Welcome):
-                    worker.session = action.session
-        for number in range(len(self._workers)):
-            self._announce(number)
-        reached = False
-        while self._queue:
-            self.now_s, _, event = heappop(self._queue)
-            event()
-            if self.outcome.points:
-                at = self.outcome.last
-                reached = reached or at.loss <= target
-                if (reached and at.usd >= least_usd and at.time_s >= least_s) or at.step >= most_steps:
-                    break
+
+        def is_over(at: Point) -> bool:
+            self._is_reached |= at.loss <= target
+            is_enough = at.usd >= least_usd and at.time_s >= least_s
+            return (self._is_reached and is_enough) or at.step >= most_steps
+
+        self._is_over = is_over
+        for number in range(self._num_workers):
+            self._join(number)
+            self.process(number).cached = 0
+        for number in range(self._num_workers):
+            self._read(number, 1)
+        self.run_until()
         return self.outcome
 
     # --- the server -------------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> list[Any]:
-        actions: list[Any] = self.engine.handle(event, self.now_s)
-        for action in actions:
-            if isinstance(action, Grant):
-                self._on_grant(action)
-            elif isinstance(action, FetchGradient):
-                self._handle(GradientFetched(grant_id=action.grant_id))
-            elif isinstance(action, ApplyUpdate):
-                self._on_update(action)
-            elif isinstance(action, RollBack):
-                raise RuntimeError(
-                    f"the server would begin again from a checkpoint, and there is none: {action.reason}"
-                )
-        return actions
+    def _on_fetch(self, fetch: FetchGradient) -> None:
+        self._handle(GradientFetched(grant_id=fetch.grant_id))
+
+    def _on_roll_back(self, action: RollBack) -> None:
+        raise RuntimeError(f"the server would begin again from a checkpoint, and there is none: {action.reason}")
 
     def _on_update(self, update: ApplyUpdate) -> None:
         sizes = []
         for item in update.sets:
-            values, size = self._blobs.pop(item.push.key)
-            self.weights += values
-            sizes.append((item.push.worker, size))
-            self._step_batches += len(item.push.batches)
-            self._losses += [batch.loss_sum / batch.n_samples for batch in item.push.batches]
+            blob = self._blobs.pop(item.push.key)
+            self.weights += blob.values
+            sizes.append((item.push.worker, blob.num_bytes))
+            self._step_batches += len(blob.losses)
+            self._losses += blob.losses
         self._sizes.append(sizes)
         self._snapshot = (update.version, self.weights.copy())
         # A round is a step, also where a worker that has left is in it.
@@ -286,103 +275,102 @@ class FunctionJob:
             self._on_step()
 
     def _on_step(self) -> None:
-        self._worker_s, self._worker_s_at = self._worker_seconds(), self.now_s
+        self._worker_s, self._worker_s_at = self._worker_seconds(), self.now
         self._step += 1
         self._step_batches = 0
         loss = float(np.mean(self._losses))
         self._losses.clear()
-        usd = functions_usd(self._worker_s, self.now_s, self.now_s)
+        usd = functions_usd(self._worker_s, self.now, self.now)
         after = self._problem.loss(self.weights)
-        self.outcome.points.append(Point(self.now_s, self._step, self._num_workers, usd, after, self._values_sent))
+        self.outcome.points.append(Point(self.now, self._step, self._num_workers, usd, after, self._values_sent))
         if self._tuner is not None:
-            self._history.observe(self._step, loss, self.now_s)
-            if self._tuner.ask(self._history, self.now_s).remove:
-                self._tuner.removed(self._history, self.now_s)
+            self._history.observe(self._step, loss, self.now)
+            if self._tuner.ask(self._history, self.now).remove:
+                self._tuner.removed(self._history, self.now)
                 next(worker for worker in reversed(self._workers) if not worker.is_leaving).is_leaving = True
 
     def _worker_seconds(self) -> float:
-        return self._worker_s + self._num_workers * (self.now_s - self._worker_s_at)
+        return self._worker_s + self._num_workers * (self.now - self._worker_s_at)
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
-    def _after(self, at_s: float, event: Callable[[], None]) -> None:
-        heappush(self._queue, (at_s, next(self._order), event))
-
-    def _announce(self, number: int) -> None:
-        worker = self._workers[number]
-        self._handle(
-            Announce(worker=number, session=worker.session, first=worker.next_batch, until=worker.next_batch + 1)
-        )
-
-    def _on_grant(self, grant: Grant) -> None:
-        worker = self._workers[grant.worker]
-        at_s = self.now_s
-        if worker.cached < grant.min_version:  # else it uses what it has, as a real worker does
+    def _seconds_of(self, worker: int, batch: int) -> float:
+        """It reads the weights that its grant asks for, if it has older ones, and computes."""
+        process, state = self.process(worker), self._workers[worker]
+        read_s = 0.0
+        if state.version < process.cached:
             num_bytes: dict[int, int] = {}
-            for sizes in self._sizes[worker.cached + 1 : grant.version + 1]:
+            for sizes in self._sizes[state.version + 1 : process.cached + 1]:
                 for source, size in sizes:
-                    if source != grant.worker:
+                    if source != worker:
                         num_bytes[source] = num_bytes.get(source, 0) + size
             self.outcome.bytes_read += sum(num_bytes.values())
             version, weights = self._snapshot
-            assert version == grant.version, "a grant names the newest version"
-            worker.snapshot = (version, grant.included, weights)
-            at_s = self._store.get(grant.worker, num_bytes, self.now_s)
-        at_s += self._compute_s(grant.worker, grant.first)
-        self._after(at_s, lambda: self._on_computed(grant))
+            assert version == process.cached, "a grant names the newest version"
+            state.version, state.snapshot = version, (process.orders[0].grant.included, weights)
+            read_s = self._store.get(worker, num_bytes, self.now) - self.now
+        return read_s + self._compute_s(worker, batch)
 
-    def _on_computed(self, grant: Grant) -> None:
-        worker, number = self._workers[grant.worker], grant.worker
-        if worker.snapshot is not None:
-            worker.cached, included, weights = worker.snapshot
-            worker.snapshot = None
-            while worker.pushed and worker.pushed[0][0] < included:
-                worker.pushed.popleft()
-            worker.view[:] = weights
-            for _, own in worker.pushed:
-                worker.view += own
-            worker.residual.add_to(worker.view)
-        step = self._problem.step(worker.view, number, grant.first)
+    def _on_computed(self, worker: int) -> None:
+        state, batch = self._workers[worker], self.process(worker).orders[0].grant.first
+        if state.snapshot is not None:
+            included, weights = state.snapshot
+            state.snapshot = None
+            while state.pushed and state.pushed[0][0] < included:
+                state.pushed.popleft()
+            state.view[:] = weights
+            for _, own in state.pushed:
+                state.view += own
+            state.residual.add_to(state.view)
+        step = self._problem.step(state.view, worker, batch)
         values = step.values
-        worker.view += values
-        if worker.residual.is_used:
-            worker.residual.split(values, worker.view, grant.first)
-        worker.pushed.append((grant.first, values))
-        batch = PushedBatch(
-            batch=grant.first, grant_id=grant.grant_ids[0], n_samples=step.num_samples, loss_sum=step.loss_sum,
-            version=worker.cached,
-        )  # fmt: skip
-        self._send(number, values, (batch,), holds_back=worker.residual.is_held)
+        state.view += values
+        if state.residual.is_used:
+            state.residual.split(values, state.view, batch)
+        state.pushed.append((batch, values))
+        self._store_blob(self._key_of(worker, batch), worker, values, (step.loss_sum / step.num_samples,))
+        super()._on_computed(worker)
 
-    def _send(self, number: int, values: Vector, batches: tuple[PushedBatch, ...], **more: Any) -> None:
-        worker = self._workers[number]
-        parts = Compressor(_JOB, len(values)).compress(values, version=worker.cached)
+    def _store_blob(self, key: str, worker: int, values: Vector, losses: tuple[float, ...]) -> None:
+        parts = Compressor(_JOB, len(values)).compress(values, version=self._workers[worker].version)
         size = sum(memoryview(part).nbytes for part in parts)
-        key = f"{number}/{next(self._order)}"
-        self._blobs[key] = (values, size)
+        self._blobs[key] = _Blob(values, size, losses)
         self._values_sent += int(np.count_nonzero(values))
-        self.outcome.num_batches += len(batches)
+        self.outcome.num_batches += len(losses)
         self.outcome.bytes_sent += size
-        push = Push(
-            worker=number, session=worker.session, term=_TERM, version=worker.cached, key=key, batches=batches, **more
-        )
-        self._after(self._store.put(number, size, self.now_s), lambda: self._on_stored(push))
 
-    def _on_stored(self, push: Push) -> None:
-        number, worker = push.worker, self._workers[push.worker]
+    def _key_of(self, worker: int, batch: int) -> str:
+        return f"{worker}/{batch}"
+
+    def _holds_back(self, worker: int) -> bool:
+        return self._workers[worker].residual.is_held
+
+    def _to_server(self, worker: int, record: Event) -> None:
+        """A push is sent when what it names is in the store; other records take no time."""
+        if not isinstance(record, Push):
+            super()._to_server(worker, record)
+            return
+        self._on_their_way[worker] = record
+        at_s = self._store.put(worker, self._blobs[record.key].num_bytes, self.now)
+        heappush(self._queue, (at_s, MESSAGE, worker, 0))
+
+    def _on_event(self, kind: int, worker: int, number: int) -> None:
+        push, self._on_their_way[worker] = self._on_their_way[worker], None
+        assert push is not None, "a worker sends one push after the other"
         self._handle(push)
-        worker.next_batch += len(push.batches)
-        if not worker.is_leaving:
-            self._announce(number)
-        elif push.batches and (held := worker.residual.of(worker.next_batch)) is not None:
+        process, state = self.process(worker), self._workers[worker]
+        rest = process.core.rest
+        if not state.is_leaving:
+            self._read(worker, process.core.next_batch + 1)
+        elif rest is not None and (held := state.residual.of(rest.until)) is not None:
             # A worker that leaves sends what it holds back first.
-            worker.residual.clear()
-            self._send(number, held, (), settles=worker.next_batch)
+            state.residual.clear()
+            key = f"{self._key_of(worker, rest.until)}/rest"
+            self._store_blob(key, worker, held, ())
+            self._do(worker, process, process.core.rest_stored(rest, GradientDone(key, state.version, ())))
         else:
-            self._leave(number)
-
-    def _leave(self, number: int) -> None:
-        worker = self._workers[number]
-        self._worker_s, self._worker_s_at = self._worker_seconds(), self.now_s
-        self._num_workers -= 1
-        self._handle(Leave(worker=number, session=worker.session, cause="scale-in"))
+            self._worker_s, self._worker_s_at = self._worker_seconds(), self.now
+            self._num_workers -= 1
+            self._do(worker, process, process.core.leave("scale-in"))
+        if self.outcome.points and self._is_over(self.outcome.last):
+            self._queue.clear()

@@ -36,6 +36,7 @@ from doll.ps.engine.events import (
     Event,
     FetchGradient,
     Finish,
+    RollBack,
     StoreCheckpoint,
 )
 from doll.ps.engine.state import EngineSettings
@@ -179,6 +180,8 @@ class World:
                     self._handle(CheckpointStored(version=action.version))
                 case Welcome():
                     self._on_welcome(action)
+                case RollBack():
+                    self._on_roll_back(action)
                 case Finish():
                     break
 
@@ -187,6 +190,9 @@ class World:
 
     def _on_update(self, update: ApplyUpdate) -> None:
         """The model is another version."""
+
+    def _on_roll_back(self, action: RollBack) -> None:
+        """The server would begin again from a checkpoint: a worker has gone with a part of its steps."""
 
     def _on_fetch(self, fetch: FetchGradient) -> None:
         raise AssertionError("pushes of this class name no blob: there is nothing to fetch")
@@ -282,7 +288,7 @@ class World:
         is_kept = (last + 1) % self._batches_per_push != 0
         done = GradientDone(
             "" if is_kept else self._key_of(worker, last), process.cached, tuple(process.done), is_kept=is_kept,
-            holds=() if is_kept else tuple(process.kept),
+            holds_back=not is_kept and self._holds_back(worker), holds=() if is_kept else tuple(process.kept),
         )  # fmt: skip
         process.done = []
         if not is_kept:
@@ -294,3 +300,7 @@ class World:
     def _key_of(self, worker: int, batch: int) -> str:
         """Of the blob with a set that ends with this batch."""
         return ""
+
+    def _holds_back(self, worker: int) -> bool:
+        """A part of the steps that were computed last stays in the worker."""
+        return False
