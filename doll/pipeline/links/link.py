@@ -194,7 +194,7 @@ class StageLink:
 
 
 def socket_pair(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> tuple[StageLink, StageLink]:
-    """Both ends of a link between processes of this machine; create it before the fork (see `Link.forget`)."""
+    """Both ends of a link between processes of this machine; create it before the fork (see `StageLink.forget`)."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return StageLink(one, max_message_bytes), StageLink(other, max_message_bytes)
 

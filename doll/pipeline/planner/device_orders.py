@@ -116,14 +116,6 @@ class Sets:
         return cls(members, tuple((Step(kind, zero, zero),) for kind in range(num_stages)))
 
 
-def num_sets(counts: Sequence[int]) -> int:
-    """How many sets there are of devices of these types, of any size."""
-    product = 1
-    for count in counts:
-        product *= count + 1
-    return product
-
-
 class Placed(NamedTuple):
     """Layers `first` to `stop` - 1 on a device of type `kind`, and the classes of the links around it (C: none)."""
 

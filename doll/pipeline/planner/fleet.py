@@ -16,7 +16,7 @@ import io
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, StringConstraints, ValidationError
 
@@ -28,8 +28,9 @@ from doll.records.bounded import MalformedError, read_text
 
 MAX_BYTES = 1_000_000
 MAX_DEVICES = 512
-GIB, GB = 2.0**30, 1e9
+_GIB, _GB = 2.0**30, 1e9
 
+_Section = TypeVar("_Section", bound=Section)
 Text = Annotated[str, StringConstraints(min_length=1, max_length=100, strip_whitespace=True)]
 
 
@@ -56,8 +57,6 @@ class NetworkSection(Section):
 
 
 class FleetFile(Section):
-    """A fleet."""
-
     devices: list[DeviceRow] = Field(min_length=1)
     network: NetworkSection = Field(default_factory=NetworkSection)
 
@@ -86,10 +85,7 @@ def parse_yaml(text: str, origin: str) -> tuple[list[Device], Network]:
     data = plain_values(text, f"{origin}:", "a table of devices")
     if not isinstance(data, dict):
         raise ConfigError(f"{origin}: expected devices: and network:, got {type(data).__name__}")
-    try:
-        file = FleetFile.model_validate(data)
-    except ValidationError as exc:
-        raise ConfigError("\n".join(f"{origin}: {line}" for line in explain(exc, FleetFile))) from exc
+    file = _validated(FleetFile, data, origin)
     network = Network(
         _bytes_per_s(file.network.within_node_gb_per_s), _bytes_per_s(file.network.between_nodes_gb_per_s),
         file.network.latency_s,
@@ -115,18 +111,20 @@ def parse_csv(text: str, origin: str) -> tuple[list[Device], Network]:
             where = f"{origin}: line {reader.line_num}"
             if len(cells) > len(columns):
                 raise ConfigError(f"{where}: expected {len(columns)} cells at most, one per column, got {len(cells)}")
-            values: dict[str, Any] = {
-                name: cell.strip() for name, cell in zip(columns, cells, strict=False) if cell.strip()
-            }
-            try:
-                rows.append((where, DeviceRow.model_validate(values)))
-            except ValidationError as exc:
-                raise ConfigError("\n".join(f"{where}: {line}" for line in explain(exc, DeviceRow))) from exc
+            values = {name: cell.strip() for name, cell in zip(columns, cells, strict=False) if cell.strip()}
+            rows.append((where, _validated(DeviceRow, values, where)))
     except csv.Error as exc:
         raise ConfigError(f"{origin}: line {reader.line_num}: not CSV: {exc}") from exc
     if not rows:
         raise ConfigError(f"{origin}: expected a line for each kind of device below the columns' names, got none")
     return _devices(rows, origin), Network()
+
+
+def _validated(section: type[_Section], data: dict[str, Any], where: str) -> _Section:
+    try:
+        return section.model_validate(data)
+    except ValidationError as exc:
+        raise ConfigError("\n".join(f"{where}: {line}" for line in explain(exc, section))) from exc
 
 
 def _check_columns(columns: list[str], origin: str) -> None:
@@ -143,7 +141,7 @@ def _devices(rows: Iterable[tuple[str, DeviceRow]], origin: str) -> list[Device]
     devices: list[Device] = []
     kinds: dict[str, tuple[float, float]] = {}
     for where, row in rows:
-        memory_bytes = math.inf if row.memory_gib is None else row.memory_gib * GIB
+        memory_bytes = math.inf if row.memory_gib is None else row.memory_gib * _GIB
         if kinds.setdefault(row.name, (row.speed, memory_bytes)) != (row.speed, memory_bytes):
             raise ConfigError(
                 f"{where}: expected the same speed and memory_gib in all rows of {row.name!r}, got others before: use "
@@ -151,19 +149,11 @@ def _devices(rows: Iterable[tuple[str, DeviceRow]], origin: str) -> list[Device]
             )
         if len(devices) + row.count > MAX_DEVICES:
             raise ConfigError(f"{origin}: expected {MAX_DEVICES} devices at most, got more")
-        devices += [
-            Device(
-                row.name,
-                row.speed,
-                memory_bytes,
-                row.node or f"machine {len(devices) + number}",
-                row.usd_per_h,
-                row.spot,
-            )
-            for number in range(1, row.count + 1)
-        ]
+        for _ in range(row.count):
+            node = row.node or f"machine {len(devices) + 1}"
+            devices.append(Device(row.name, row.speed, memory_bytes, node, row.usd_per_h, row.spot))
     return devices
 
 
 def _bytes_per_s(gb_per_s: float | None) -> float:
-    return math.inf if gb_per_s is None else gb_per_s * GB
+    return math.inf if gb_per_s is None else gb_per_s * _GB

@@ -72,9 +72,8 @@ class _Reasons:
             size = tried
             number, first = max(((row, cut) for row, cut in np.argwhere(room).tolist()), key=lambda at: (at[1], -at[0]))
         used = problem.sets.members[size][number]
-        left = [group[count] for group, count in zip(problem.groups, used, strict=True) if len(group) > count]
-        if problem.in_order:
-            left = [problem.types[size]]
+        free = [group[count] for group, count in zip(problem.groups, used, strict=True) if len(group) > count]
+        left = [problem.types[size]] if problem.in_order else free
         is_last = size == problem.num_stages - 1
         stop = self._end if is_last else first + 1
         need = self._need(first, stop, is_last=is_last)
@@ -88,11 +87,8 @@ class _Reasons:
             for device, count in zip(problem.types, used, strict=True)
             if count
         )
-        begin = "the layers fit one by one, and no contiguous cut does"
-        if size:
-            begin += f": at best, {_layers(self._names[:first])} on {taken}; then"
-        else:
-            begin += ":"
+        at_best = f" at best, {_layers(self._names[:first])} on {taken}; then" if size else ""
+        begin = f"the layers fit one by one, and no contiguous cut does:{at_best}"
         rest = _layers(self._names[first:stop])
         too_many = f" ({name!r} is the first too many)" if stop > first + 1 else ""
         needs = "needs" if stop == first + 1 else "need"

@@ -18,9 +18,8 @@ finds it exactly, by a dynamic programme in place of the paper's CPLEX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from doll.pipeline.planner.device_orders import Placed, best
 from doll.pipeline.planner.misfit import explain
@@ -28,11 +27,8 @@ from doll.pipeline.planner.partition_problem import DoesNotFitError, MemoryRule,
 from doll.pipeline.profiling.profile import Device, Network, Profile
 
 __all__ = [
-    "MAX_IN_FLIGHT", "DoesNotFitError", "MemoryRule", "Partitioning", "StagePlan", "best_partition", "max_in_flight",
-    "partition_in_order",
+    "DoesNotFitError", "MemoryRule", "Partitioning", "StagePlan", "best_partition", "partition_in_order",
 ]  # fmt: skip
-
-MAX_IN_FLIGHT: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +64,9 @@ class Partitioning:
 
 
 def best_partition(
-    profile: Profile,
-    devices: Sequence[Device],
-    network: Network,
-    *,
-    in_flight: int,
-    memory: MemoryRule,
+    profile: Profile, devices: Sequence[Device], network: Network, *, in_flight: int, memory: MemoryRule,
     stages: int | None = None,
-) -> Partitioning:
+) -> Partitioning:  # fmt: skip
     """The partition with the least bottleneck, over all cuts and all different orders of the devices. Of equal ones it
     is one in which a minibatch takes least, from the first stage to the last and back; the same one in each run.
 
@@ -101,30 +92,6 @@ def partition_in_order(
         ValueError: no minibatch in flight.
     """
     return _solve(Problem(profile, devices, network, memory, len(devices), in_order=True), in_flight)
-
-
-def max_in_flight(
-    profile: Profile,
-    devices: Sequence[Device],
-    *,
-    memory: MemoryRule | Callable[[int], MemoryRule],
-    stages: int | None = None,
-    limit: int = MAX_IN_FLIGHT,
-) -> int:
-    """Max_m: the most minibatches in flight, up to `limit`, that fit into the memory of the devices in some order; 0 if
-    not even one does.
-
-    Raises:
-        DoesNotFitError: there are fewer layers or devices than stages.
-        ConfigError: there are too many different devices to try all orders.
-    """
-    rule = memory if callable(memory) else lambda _: memory
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        problem = Problem(profile, devices, Network(), rule(middle), stages or len(devices))
-        low, high = (middle, high) if problem.fits(middle) else (low, middle - 1)
-    return low
 
 
 def _solve(problem: Problem, in_flight: int) -> Partitioning:

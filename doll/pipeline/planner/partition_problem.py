@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, combinations
 from typing import Any, Final
 
 import numpy as np
 
 from doll.errors import ConfigError
-from doll.pipeline.planner.device_orders import Costs, Sets, num_sets, reachable
+from doll.pipeline.planner.device_orders import Costs, Sets, reachable
 from doll.pipeline.profiling.profile import Device, Network, Profile, StageSize
 
 MAX_SETS: Final = 4_096
@@ -70,8 +72,9 @@ class Problem:
     """A profile and devices as arrays.
 
     Attributes:
-        types: the devices that differ, the first one of each.
-        groups: all devices of each type.
+        groups: all devices of each type. Devices of one type are alike for a partition.
+        types: the first device of each type.
+        forward_s, backward_s: shape (types, L + 1); of layers 0 to i - 1.
         transfer_s: as in `Costs`.
     """
 
@@ -88,60 +91,30 @@ class Problem:
             ConfigError: there are too many different devices to try all orders, or one has no speed.
             ValueError: no stage.
         """
+        _check(profile, devices, num_stages)
         self.profile, self.memory, self.num_stages, self.in_order = profile, memory, num_stages, in_order
-        if num_stages < 1:
-            raise ValueError(f"expected a stage and a device at least, got {num_stages} stages")
-        if len(devices) < num_stages:
-            raise DoesNotFitError(
-                f"expected {num_stages} devices, one for each stage, got {len(devices)}: "
-                f"{', '.join(device.name for device in devices) or 'none'}"
-            )
-        if len(profile.layers) < num_stages:
-            raise DoesNotFitError(
-                f"expected {num_stages} layers at least, one for each stage, got the {len(profile.layers)} of "
-                f"{profile.model}: use fewer stages, or layers that are smaller"
-            )
-        for device in devices:
-            if not (device.speed > 0.0 and device.memory_bytes >= 0.0):
-                raise ConfigError(
-                    f"device {device.name!r}: expected a speed above 0 and a memory of 0 bytes or more, got "
-                    f"{device.speed} and {device.memory_bytes}"
-                )
-        pairs = [(a, b) for number, a in enumerate(devices) for b in devices[number + 1 :]]
-        rates = sorted({network.bytes_per_s(a, b) for a, b in pairs})
-        groups: dict[object, list[Device]] = {}
-        for number, device in enumerate(devices):
-            # Nodes make a difference where links do.
-            alike = (tuple(profile.times_on(device)), device.memory_bytes, device.node if len(rates) > 1 else "")
-            groups.setdefault(number if in_order else alike, []).append(device)
-        self.groups = list(groups.values())
+        pairs = {network.bytes_per_s(a, b): (a, b) for a, b in combinations(devices, 2)}
+        rates = sorted(pairs)
+        self.groups = _groups(profile, devices, in_order, have_nodes=len(rates) > 1)
         self.types = [group[0] for group in self.groups]
-        counts = [min(len(group), num_stages) for group in self.groups]
-        if not in_order and num_sets(counts) > MAX_SETS:
-            raise ConfigError(
-                f"expected devices of few types, so that all orders can be tried: {len(devices)} devices of "
-                f"{len(counts)} types have {num_sets(counts)} sets, at most {MAX_SETS} can be tried: give the order"
-            )
-        self.sets = Sets.in_order(num_stages) if in_order else Sets.of(counts, num_stages)
-        layers = profile.layers
+        self.sets = Sets.in_order(num_stages) if in_order else _sets(self.groups, num_stages)
         self.forward_s, self.backward_s = (
             np.array([_sums(times[way] for times in profile.times_on(device)) for device in self.types])
             for way in (0, 1)
         )
+        layers = profile.layers
         self._parameters = np.array(_sums(float(layer.parameter_bytes) for layer in layers))
         self._activations = np.array(_sums(float(layer.activation_bytes) for layer in layers))
         self._inputs = np.array([profile.input_bytes, *(layer.output_bytes for layer in layers)], dtype=float)
         # The largest of the inputs and outputs of layers [first, stop).
         self._largest = np.maximum.accumulate(np.triu(np.tile(self._inputs, (len(layers) + 1, 1))), axis=1)
-        # What crosses the cut before layer i, by the class of the link; nothing does before the first layer.
-        self._link = np.array(
-            [[rates.index(network.bytes_per_s(a, b)) if network.bytes_per_s(a, b) in rates else 0 for b in self.types]
-             for a in self.types]
-        )  # fmt: skip
+        # The class of a link is the place of its rate in `rates`. A type of one device has no link to itself.
+        classes = {rate: number for number, rate in enumerate(rates)}
+        self._link = np.array([[classes.get(network.bytes_per_s(a, b), 0) for b in self.types] for a in self.types])
+        # What crosses the cut before layer i; nothing does before the first layer.
         self.transfer_s = np.zeros((len(rates) + 1, len(layers) + 1))
         for number, rate in enumerate(rates):
-            a, b = next(pair for pair in pairs if network.bytes_per_s(*pair) == rate)
-            self.transfer_s[number, 1:] = [network.transfer_s(a, b, layer.output_bytes) for layer in layers]
+            self.transfer_s[number, 1:] = [network.transfer_s(*pairs[rate], layer.output_bytes) for layer in layers]
 
     def bytes_of(self, first: Any, stop: Any, in_flight: int, *, is_last: bool) -> Any:
         """Memory of layers [first, stop)."""
@@ -164,9 +137,46 @@ class Problem:
         return reachable(self.costs(in_flight), self.sets)[1]
 
 
+def _check(profile: Profile, devices: Sequence[Device], num_stages: int) -> None:
+    if num_stages < 1:
+        raise ValueError(f"expected a stage and a device at least, got {num_stages} stages")
+    if len(devices) < num_stages:
+        raise DoesNotFitError(
+            f"expected {num_stages} devices, one for each stage, got {len(devices)}: "
+            f"{', '.join(device.name for device in devices) or 'none'}"
+        )
+    if len(profile.layers) < num_stages:
+        raise DoesNotFitError(
+            f"expected {num_stages} layers at least, one for each stage, got the {len(profile.layers)} of "
+            f"{profile.model}: use fewer stages, or layers that are smaller"
+        )
+    for device in devices:
+        if not (device.speed > 0.0 and device.memory_bytes >= 0.0):
+            raise ConfigError(
+                f"device {device.name!r}: expected a speed above 0 and a memory of 0 bytes or more, got "
+                f"{device.speed} and {device.memory_bytes}"
+            )
+
+
+def _groups(profile: Profile, devices: Sequence[Device], in_order: bool, *, have_nodes: bool) -> list[list[Device]]:
+    """Devices by type. `have_nodes`: nodes make a difference, since links do."""
+    groups: dict[object, list[Device]] = {}
+    for number, device in enumerate(devices):
+        alike = (tuple(profile.times_on(device)), device.memory_bytes, device.node if have_nodes else "")
+        groups.setdefault(number if in_order else alike, []).append(device)
+    return list(groups.values())
+
+
+def _sets(groups: Sequence[Sequence[Device]], num_stages: int) -> Sets:
+    counts = [min(len(group), num_stages) for group in groups]
+    if (num_sets := math.prod(count + 1 for count in counts)) > MAX_SETS:
+        raise ConfigError(
+            f"expected devices of few types, so that all orders can be tried: {sum(map(len, groups))} devices of "
+            f"{len(counts)} types have {num_sets} sets, at most {MAX_SETS} can be tried: give the order"
+        )
+    return Sets.of(counts, num_stages)
+
+
 def _sums(values: Iterable[float]) -> list[float]:
     """0, then the sums of the first 1, 2, ... values."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
+    return list(accumulate(values, initial=0.0))

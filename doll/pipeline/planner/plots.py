@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from doll.pipeline.planner.prediction import Prediction
-from doll.pipeline.planner.timeline import Span, Steps, Timeline
+from doll.pipeline.planner.timeline import Steps, Timeline
 from doll.pipeline.profiling.profile import Profile
 from doll.process.files import refuse_unwritable
 
@@ -43,15 +43,19 @@ def draw_timelines(
     if end_s is None:
         end_s = max(timeline.end_s for timeline in timelines.values())
     axes = figure.subplots(2, len(timelines), squeeze=False, sharex=True, sharey="row", height_ratios=(1.5, 1.0))
-    shown = {
-        title: _kept(timeline, memory[title] if memory is not None else None) for title, timeline in timelines.items()
-    }
-    unit, name = _unit(shown, is_memory=memory is not None)
+    if memory is None:
+        unit, name = 1.0, "minibatches in flight"
+        memory = {
+            title: [[(0.0, 0), *timeline.in_flight_steps(stage)] for stage in range(timeline.num_stages)]
+            for title, timeline in timelines.items()
+        }
+    else:
+        unit, name = _unit(memory)
     for column, (title, timeline) in enumerate(timelines.items()):
         chart, below = axes[0][column], axes[1][column]
         _tasks(chart, timeline, end_s)
         chart.set_title(title, fontsize=10, loc="left")
-        _steps(below, shown[title], unit, end_s)
+        _steps(below, memory[title], unit, end_s)
         below.set_xlabel("seconds", fontsize=9)
         below.set_xlim(0.0, end_s)
         for each in (chart, below):
@@ -75,16 +79,8 @@ def save_timelines(path: Path, timelines: Mapping[str, Timeline], **options: Any
     figure.savefig(path, format="png")
 
 
-def _kept(timeline: Timeline, memory: Sequence[Steps] | None) -> Sequence[Steps]:
-    if memory is not None:
-        return memory
-    return [[(0.0, 0), *timeline.in_flight_steps(stage)] for stage in range(timeline.num_stages)]
-
-
-def _unit(shown: Mapping[str, Sequence[Steps]], *, is_memory: bool) -> tuple[float, str]:
-    """What one of the scale is, and its name."""
-    if not is_memory:
-        return 1.0, "minibatches in flight"
+def _unit(shown: Mapping[str, Sequence[Steps]]) -> tuple[float, str]:
+    """Bytes of the unit that fits what is shown, and the name of the scale."""
     most = max(value for stages in shown.values() for steps in stages for _, value in steps)
     return (_GIB, "memory, GiB") if most >= _GIB else (_MIB, "memory, MiB")
 
@@ -95,8 +91,8 @@ def _tasks(axes: Any, timeline: Timeline, end_s: float) -> None:
         spans = [span for span in timeline.of_stage(stage) if span.start_s < end_s]
         axes.broken_barh(
             [(span.start_s, span.end_s - span.start_s) for span in spans], (stage - 0.4, 0.8),
-            facecolors=[_COLORS[span.kind][_wave(span, timeline) % 2] for span in spans], edgecolor="white",
-            linewidth=0.6,
+            facecolors=[_COLORS[span.kind][(span.minibatch - 1) // timeline.in_flight % 2] for span in spans],
+            edgecolor="white", linewidth=0.6,
         )  # fmt: skip
         for span in spans:
             label = str(span.minibatch)
@@ -108,10 +104,6 @@ def _tasks(axes: Any, timeline: Timeline, end_s: float) -> None:
     axes.tick_params(left=False)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-
-
-def _wave(span: Span, timeline: Timeline) -> int:
-    return (span.minibatch - 1) // timeline.in_flight
 
 
 def _steps(axes: Any, stages: Sequence[Steps], unit: float, end_s: float) -> None:

@@ -16,8 +16,8 @@ from doll.pipeline.planner.allocation import VirtualWorker
 from doll.pipeline.planner.placement import Placement, Traffic
 from doll.pipeline.planner.schedule import Pipeline, StageTimes, simulate
 from doll.pipeline.profiling.profile import Device
+from doll.theory.cost import SECONDS_PER_HOUR
 
-HOUR_S = 3600.0
 _MINIBATCHES = 120  # of a simulation, at least
 
 
@@ -132,7 +132,7 @@ class Prediction:
 
     @property
     def usd_per_million_samples(self) -> float:
-        return self.usd_per_h / HOUR_S / self.samples_per_s * 1e6
+        return self.usd_per_h / SECONDS_PER_HOUR / self.samples_per_s * 1e6
 
     def waits_for(self, worker: int) -> str:
         """What a virtual worker waits for in the long run."""

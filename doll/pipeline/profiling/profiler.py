@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -69,8 +68,7 @@ def profile_layers(
     on = open_device(device)
     target = on.put(batch.y)
     received: npt.NDArray[Any] = batch.x
-    profiles: list[LayerProfile] = []
-    kept: list[_Kept] = []
+    results: list[tuple[_Measured, int]] = []  # and the bytes that are sent to the next layer
     for number, layer in enumerate(layers):
         module = layer.module.to(device).train()
         is_first, is_last = number == 0, number == len(layers) - 1
@@ -92,17 +90,15 @@ def profile_layers(
             raise ConfigError(
                 f"layer {layer.name!r} fails on a batch of {len(batch.x)} samples: {type(exc).__name__}: {exc}"
             ) from exc
-        sent = on.get(output)
-        profiles.append(
-            LayerProfile(
-                layer.name, measured.forward_s, measured.backward_s, 0, 0 if is_last else sent.nbytes, _bytes_of(module)
-            )
-        )
-        kept.append(measured.kept)
-        received = sent
+        received = on.get(output)
+        results.append((measured, 0 if is_last else received.nbytes))
         progress(number + 1)
-    layers_ = [replace(layer, activation_bytes=size) for layer, size in zip(profiles, _each_once(kept), strict=True)]
-    return Profile(model, len(batch.x), device, tuple(layers_), batch.x.nbytes)
+    kept = _each_once([measured.kept for measured, _ in results])
+    profiles = tuple(
+        LayerProfile(layer.name, each.forward_s, each.backward_s, activations, sent_bytes, _bytes_of(layer.module))
+        for layer, (each, sent_bytes), activations in zip(layers, results, kept, strict=True)
+    )
+    return Profile(model, len(batch.x), device, profiles, batch.x.nbytes)
 
 
 class _Kept(NamedTuple):
