@@ -82,22 +82,12 @@ def stability(total_rate_per_s: float, group_size: int, batch_size: int, service
     return Stability(sufficient, sufficient * group_size / harmonic(group_size))
 
 
-def smallest_stable_batch(total_rate_per_s: float, group_size: int, service_s: float, service_per_sample_s: float = 0.0,
-                          *, necessary: bool = False) -> int | None:  # fmt: skip
-    """The least b that makes the system stable; None when no b does.
+def smallest_stable_batch(total_rate_per_s: float, service_s: float) -> int:
+    """The least b that makes the system stable by the sufficient form, if a gradient takes μ_C whatever its b is.
 
-    Args:
-        service_s: μ_C at b = 0, seconds: what a gradient costs whatever its batch size.
-        service_per_sample_s: seconds more per sample of the batch.
-        necessary: by the necessary form (distinct workers) instead of the sufficient one.
-
-    >>> smallest_stable_batch(8000, 20, 0.030), smallest_stable_batch(8000, 20, 0.030, 0.001)
-    (241, None)
+    >>> smallest_stable_batch(8000, 0.030)
+    241
     """
-    checks.positive(total_rate_per_s=total_rate_per_s, group_size=group_size)
-    checks.non_negative(service_s=service_s, service_per_sample_s=service_per_sample_s)
-    factor = harmonic(group_size) / group_size if necessary else 1.0
-    gain = 1 / total_rate_per_s - factor * service_per_sample_s
-    if gain <= 0:
-        return None
-    return max(1, math.floor(factor * service_s / gain * (1 + 1e-12)) + 1)
+    checks.positive(total_rate_per_s=total_rate_per_s)
+    checks.non_negative(service_s=service_s)
+    return max(1, math.floor(service_s * total_rate_per_s * (1 + 1e-12)) + 1)

@@ -306,7 +306,7 @@ def _advice(request: PlanRequest) -> list[str]:
     else:
         margin = stability(total, size, batch, request.service_s)
         if margin.verdict != "stable":
-            safe = smallest_stable_batch(total, size, request.service_s)
+            safe = smallest_stable_batch(total, request.service_s)
             advice.append(
                 f"raise b to at least {safe} (if a batch's gradient takes no longer then): b / S must exceed the "
                 f"{request.service_s:.4g} s that one takes"

@@ -90,16 +90,10 @@ def test_necessary_form_at_the_papers_setting() -> None:
 
 
 def test_smallest_stable_batch_is_the_smallest() -> None:
-    for necessary in (False, True):
-        batch = queueing.smallest_stable_batch(8000.0, 20, 0.05, 1e-5, necessary=necessary)
-        assert batch is not None
-
-        def margin(size: int, necessary: bool = necessary) -> float:
-            conditions = queueing.stability(8000.0, 20, size, 0.05 + 1e-5 * size)
-            return conditions.necessary if necessary else conditions.sufficient
-
-        assert margin(batch) > 1 >= margin(batch - 1)
-    assert queueing.smallest_stable_batch(8000.0, 20, 0.05, 1e-3) is None
+    for service_s in (0.05, 0.0123, 1e-5):
+        batch = queueing.smallest_stable_batch(8000.0, service_s)
+        assert queueing.stability(8000.0, 20, batch, service_s).sufficient > 1
+        assert batch == 1 or queueing.stability(8000.0, 20, batch - 1, service_s).sufficient <= 1
 
 
 def test_eq_1_bound_is_loose_and_can_fail() -> None:
