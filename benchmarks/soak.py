@@ -146,7 +146,10 @@ class Soak(FaultInjector):
             self._next_s = now + EVERY_S
             self._note(now - self._began_s, supervisor, stack)
         if self._began_s is not None and now - self._began_s > self._seconds:
-            return f"soak: {self._seconds:g} s" if self.is_recovered else end_faults(self, supervisor)
+            if self.is_recovered:
+                return f"soak: {self._seconds:g} s"
+            self.end_effects()
+            return None
         super().tick(supervisor, stack)
         return None
 
@@ -219,13 +222,6 @@ class Soak(FaultInjector):
             yield f"topic {topic}", size / 1e6
         if stack.redis is not None and (used := _redis_bytes(stack)) is not None:
             yield "redis's values", used / 1e6
-
-
-def end_faults(soak: Soak, supervisor: Supervisor) -> None:
-    """End suspensions and check leaving processes; the time is over, and no more faults are injected."""
-    now = time.time()
-    soak._end_suspensions(now)
-    soak._check_leaving(supervisor, now)
 
 
 def limit_topics(config: JobConfig, stack: Stack) -> None:

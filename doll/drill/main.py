@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,34 +27,21 @@ if TYPE_CHECKING:
 class _Drill(FaultInjector):
     """A `FaultInjector` that writes every fault to the run folder."""
 
-    def __init__(self, config: JobConfig, run: RunFolder, display: Display, **plan: Any) -> None:
-        super().__init__(config, say=display.say, run_folder=run.path, **plan)
-        self._run = run
-
-    def problem(self, report: Mapping[str, Any]) -> str | None:
-        """How the audit differs from the poison records that were sent, or the replay from the run; None if neither."""
-        audit, replay = report["audit"], report.get("replay")
-        if replay is not None and replay["differences"]:
-            return f"expected a replay that is equal to the bit: {'; '.join(replay['differences'])}"
-        if audit is None or audit["dead"] == len(self.poisoned):
-            return None
-        return (
-            f"expected {len(self.poisoned)} dead letters, one for each poison record that was sent; the audit counts "
-            f"{audit['dead']}"
-        )
-
-    def replay(self, config: JobConfig) -> dict[str, Any]:
-        """Replay the run's event logs; see `check_replay`."""
-        newest = open_store(config, self._run.path).load_newest(None)
-        return check_replay(config, self._run.path / "events", newest).report()
-
-    def save(self, report: dict[str, Any]) -> None:
-        """Write `report.json` again."""
-        write_json(self._run.report, report)
-
     def report_fields(self) -> dict[str, Any]:
-        write_json(self._run.path / "faults.json", self.log())
+        write_json(self.run_folder / "faults.json", self.log())
         return super().report_fields()
+
+
+def _problem(report: Mapping[str, Any], poisoned: int) -> str | None:
+    """How the audit differs from the poison records that were sent, or the replay from the run; None if neither."""
+    audit, replay = report["audit"], report.get("replay")
+    if replay is not None and replay["differences"]:
+        return f"expected a replay that is equal to the bit: {'; '.join(replay['differences'])}"
+    if audit is None or audit["dead"] == poisoned:
+        return None
+    return (
+        f"expected {poisoned} dead letters, one for each poison record that was sent; the audit counts {audit['dead']}"
+    )
 
 
 def run_drill(
@@ -89,28 +77,21 @@ def run_drill(
     checkpoint = config.checkpoint.model_copy(update={"event_log": True} if replay else {})
     endless = config.model_copy(update={"stop": StopConfig(), "blobs": blobs, "kafka": kafka, "checkpoint": checkpoint})
     roles = [*PARAMETER_SERVERS, *(f"worker-{worker}" for worker in range(config.data.workers)), "producer"]
-    drills: list[_Drill] = []
+    drills: list[tuple[RunFolder, _Drill]] = []
     with RoleRelays(roles, brokers) as relays, FakeMetadataService() as metadata:
 
         def hook(run: RunFolder, display: Display) -> _Drill:
-            drills.append(
-                _Drill(
-                    endless,
-                    run,
-                    display,
-                    faults=faults,
-                    seed=seed,
-                    relays=relays,
-                    metadata=metadata,
-                    standby=standby,
-                    every_s=every_s,
-                )
-            )
-            return drills[-1]
+            drill = _Drill(
+                endless, say=display.say, run_folder=run.path, faults=faults, seed=seed, relays=relays,
+                metadata=metadata, standby=standby, every_s=every_s,
+            )  # fmt: skip
+            drills.append((run, drill))
+            return drill
 
         report = run_up(endless, runs_folder, fresh=fresh, hook=hook)
-    (drill,) = drills
+    ((run, drill),) = drills
     if replay:
-        report["replay"] = drill.replay(endless)
-        drill.save(report)
-    return report, drill.problem(report) if report["exit_code"] == 0 else None
+        newest = open_store(endless, run.path).load_newest(None)
+        report["replay"] = asdict(check_replay(endless, run.path / "events", newest))
+        write_json(run.report, report)
+    return report, _problem(report, len(drill.poisoned)) if report["exit_code"] == 0 else None

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Final, Self
 
 from doll.consumers.lifecycle.spot_notices import ENDPOINT_ENV, NOTICES_ENV
@@ -88,9 +87,7 @@ class FakeMetadataService:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

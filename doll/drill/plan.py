@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -13,10 +13,16 @@ FaultAction = Literal[
     "truncate", "malformed_notice", "late_grants", "late_settles", "bomb", "lose_tail", "second_run",
 ]  # fmt: skip
 Cut = Literal["silent", "reset", "removed"]
+Service = Literal["kafka", "redis", "control"]
 Link = Literal["local", "redis"]  # what carries grants and pushes besides Kafka
 
 _CUTS: Final[tuple[Cut, ...]] = ("silent", "reset")
 _CONTROL_CUTS: Final[tuple[Cut, ...]] = ("silent", "reset", "removed")
+
+_CUT_FROM: Final[Mapping[FaultAction, Service]] = {
+    "cut_kafka": "kafka", "cut_redis": "redis", "cut_control": "control",
+}  # fmt: skip
+_BROKEN_LINKS: Final[Mapping[FaultAction, Link]] = {"cut_control": "local", "delete_streams": "redis"}
 
 # Share of the faults that do not wait for the recovery from the previous one.
 _OVERLAP_SHARE: Final = 0.2
@@ -52,28 +58,14 @@ class FaultKind:
         return f"{self.target}_{self.action}"
 
     @property
-    def cut_from(self) -> Literal["kafka", "redis", "control"] | None:
+    def cut_from(self) -> Service | None:
         """The service that its target is disconnected from, if any; control is the server's control socket."""
-        match self.action:
-            case "cut_kafka":
-                return "kafka"
-            case "cut_redis":
-                return "redis"
-            case "cut_control":
-                return "control"
-            case _:
-                return None
+        return _CUT_FROM.get(self.action)
 
     @property
     def link(self) -> Link | None:
         """The control links that only this kind breaks: it is possible where the job has such."""
-        match self.action:
-            case "cut_control":
-                return "local"
-            case "delete_streams":
-                return "redis"
-            case _:
-                return None
+        return _BROKEN_LINKS.get(self.action)
 
 
 FAULT_KINDS: Final = (

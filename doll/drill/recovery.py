@@ -12,7 +12,6 @@ from doll.drill.plan import Fault
 from doll.ledger.lineage import Lineage, UpdatesRecord
 from doll.records.control import AnyRecord, Update
 
-_LASTING = ("malformed_notice", "late_grants", "late_settles", "second_run")  # done later than injected
 _RECENT = 500  # updates kept until Kafka has acknowledged a poison record with its offset
 
 
@@ -116,8 +115,7 @@ class RecoveryTracker:
         # Without control links it goes on through Kafka.
         is_cut_off = of_ps and fault.kind.cut_from in ("kafka", "redis")
         restored_s = time_s + fault.hold_s if is_cut_off else time_s
-        is_done = fault.kind.action not in _LASTING
-        injected = InjectedFault(fault, time_s, after_term, self._lineage.newest_term, restored_s, poison, is_done)
+        injected = InjectedFault(fault, time_s, after_term, self._lineage.newest_term, restored_s, poison)
         self.injected.append(injected)
         self._open.append(injected)
         return injected

@@ -16,14 +16,15 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from doll.drill.plan import Cut
 from doll.local.processes import LOOPBACK
 
 T = TypeVar("T")
+R = TypeVar("R", bound="Relay")
 
 _CHUNK: Final = 1 << 18
 _BACKLOG: Final = 128
@@ -200,19 +201,15 @@ class Relays:
 
     def open(self) -> TcpRelay:
         """A new relay; it resets connections until its `target_port` is set."""
-
-        async def make() -> TcpRelay:
-            return TcpRelay(self._loop)
-
-        relay = self._on_loop(make())
-        self._relays.append(relay)
-        return relay
+        return self._make(TcpRelay)
 
     def open_unix(self, path: Path, target_path: Path) -> UnixRelay:
         """A new relay from `path`, which must not exist, to `target_path`."""
+        return self._make(partial(UnixRelay, path=path, target_path=target_path))
 
-        async def make() -> UnixRelay:
-            return UnixRelay(self._loop, path, target_path)
+    def _make(self, relay_of: Callable[[asyncio.AbstractEventLoop], R]) -> R:
+        async def make() -> R:
+            return relay_of(self._loop)
 
         relay = self._on_loop(make())
         self._relays.append(relay)
@@ -225,9 +222,7 @@ class Relays:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         for relay in self._relays:
             self._on_loop(relay.close())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay has shown.
+    """What a replay has shown: the field `replay` of `report.json`.
 
     Attributes:
         terms: number of logs that were replayed.
@@ -37,13 +37,6 @@ class ReplayResult:
     versions: int
     checkpoints: int
     differences: tuple[str, ...]
-
-    def report(self) -> dict[str, Any]:
-        """The field `replay` of `report.json`."""
-        return {
-            "terms": self.terms, "versions": self.versions, "checkpoints": self.checkpoints,
-            "differences": list(self.differences),
-        }  # fmt: skip
 
 
 class _Replayed:

@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
+from doll.drill.plan import Service
 from doll.drill.relay import Relay, Relays, TcpRelay, UnixRelay
 from doll.local.processes import LOOPBACK
 from doll.run.local.role_specs import PARAMETER_SERVERS
@@ -17,8 +17,6 @@ from doll.run.local.role_specs import PARAMETER_SERVERS
 if TYPE_CHECKING:
     from doll.local.stack import Stack
     from doll.services import Services
-
-Service = Literal["kafka", "redis", "control"]
 
 
 class RoleRelays:
@@ -84,8 +82,6 @@ class RoleRelays:
         }
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._relays.__exit__(kind, error, trace)
+    def __exit__(self, *exc: object) -> None:
+        self._relays.__exit__(*exc)
         self._folder.cleanup()

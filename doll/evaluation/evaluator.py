@@ -160,26 +160,23 @@ class Evaluator:
         """
         if not self.has_held_out or self._last == (term, version):
             return None
-        try:
-            weights = (
-                None
-                if self._model.tables is not None
-                else self._fetch(weights_key(self._scope, term, version), version)
-            )
-        except (ServiceUnavailableError, BlobError) as exc:
-            log.warning("final_weights_not_in_redis", reason=str(exc))
-            weights = None
-        if weights is None:
+        if self._model.tables is None:
             try:
-                stored = self._checkpointed(self._model, None)
-            except CheckpointError as exc:
-                log.warning("checkpoint_refused", reason=str(exc))
-                stored = None
-            if stored is None or stored.version != version:
-                log.warning("final_weights_not_found", version=version, checkpoint=stored and stored.version)
-                return None
-            return self._measure_stored(stored._replace(term=term))
-        return self._measure(term, version, weights)
+                weights = self._fetch(weights_key(self._scope, term, version), version)
+            except (ServiceUnavailableError, BlobError) as exc:
+                log.warning("final_weights_not_in_redis", reason=str(exc))
+                weights = None
+            if weights is not None:
+                return self._measure(term, version, weights)
+        try:
+            stored = self._checkpointed(self._model, None)
+        except CheckpointError as exc:
+            log.warning("checkpoint_refused", reason=str(exc))
+            stored = None
+        if stored is None or stored.version != version:
+            log.warning("final_weights_not_found", version=version, checkpoint=stored and stored.version)
+            return None
+        return self._measure_stored(stored._replace(term=term))
 
     def _fetch(self, key: str, version: int) -> npt.NDArray[np.float32] | None:
         data = self._blobs.get(key)

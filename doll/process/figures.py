@@ -6,6 +6,7 @@ Import it where a figure is drawn: matplotlib takes 1.5 s of processor time to l
 from __future__ import annotations
 
 import os
+from typing import Any
 
 # A notebook's shell sets a backend that may not be installed here, and matplotlib refuses to load then.
 os.environ["MPLBACKEND"] = "agg"
@@ -15,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-__all__ = ["Patch", "colormaps", "new_figure"]
+__all__ = ["Patch", "colormaps", "decorate", "new_figure"]
 
 
 def new_figure(width: float, height: float, *, dpi: int = 110) -> Figure:
@@ -28,3 +29,12 @@ def new_figure(width: float, height: float, *, dpi: int = 110) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained", dpi=dpi)
     FigureCanvasAgg(figure)
     return figure
+
+
+def decorate(axes: Any, title: str, x_label: str, y_label: str) -> None:
+    """Title, labels and grid of one of several panels of a figure."""
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x_label, fontsize=9)
+    axes.set_ylabel(y_label, fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.tick_params(labelsize=8)

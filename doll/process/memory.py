@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -41,18 +42,9 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether malloc keeps freed memory; without glibc it does not.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    settings = (
-        (_M_MMAP_MAX, 0),
-        (_M_TRIM_THRESHOLD, _NEVER),
-        (_M_TOP_PAD, _TOP_PAD_BYTES),
-        # A thread's own heap has 64 MiB at most, and maps what does not fit.
-        (_M_ARENA_MAX, 1),
-    )
-    results = [mallopt(name, value) for name, value in settings]  # all of them, also after a failure
-    is_kept = all(results)
+    # A thread's own heap has 64 MiB at most, and maps what does not fit: there is one heap.
+    settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _TOP_PAD_BYTES, _M_ARENA_MAX: 1}
+    is_kept = _set_malloc(settings)
     if is_kept:
         use_huge_pages()
     return is_kept
@@ -69,18 +61,19 @@ def return_freed_memory() -> bool:
     Returns:
         Whether malloc does so; without glibc it does not.
     """
-    libc = ctypes.CDLL(None)
-    mallopt = getattr(libc, "mallopt", None)
+    threshold = dict.fromkeys((_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD), _MAPPED_FROM_BYTES)
+    is_set = _set_malloc({_M_MMAP_MAX: _MAPPINGS, **threshold, _M_TOP_PAD: 0})
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)  # arrays would be put into what is free of the heap, instead of being mapped
+    return is_set
+
+
+def _set_malloc(settings: Mapping[int, int]) -> bool:
+    """Set parameters of glibc's malloc, all of them also after a failure; False without glibc, or after a failure."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = (
-        (_M_MMAP_MAX, _MAPPINGS),
-        (_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES),
-        (_M_TRIM_THRESHOLD, _MAPPED_FROM_BYTES),
-        (_M_TOP_PAD, 0),
-    )
-    results = [mallopt(name, value) for name, value in settings]  # all of them, also after a failure
-    libc.malloc_trim(0)  # arrays would be put into what is free of the heap, instead of being mapped
+    results = [mallopt(name, value) for name, value in settings.items()]
     return all(results)
 
 

@@ -166,8 +166,8 @@ def summarise(system: System, alpha: float) -> Summary:
         usd=system.usd,
         all_on_demand_usd=updates / on_demand_rate * n * settings.worker_prices.on_demand_usd_per_h / 3600.0,
         seed=settings.seed,
-        staleness_mean=math.nan if measured is None else measured.staleness_mean,
-        staleness_p99=math.nan if measured is None else measured.staleness_p99,
+        staleness_mean=math.nan if measured is None else _or_nan(measured.staleness.mean),
+        staleness_p99=math.nan if measured is None else _or_nan(measured.staleness.p99),
         blocked_share=math.nan if measured is None else measured.blocked_share,
         machines_per_worker=settings.machines_per_worker,
     )
@@ -175,6 +175,10 @@ def summarise(system: System, alpha: float) -> Summary:
 
 def _measured(system: System) -> PolicySummary | None:
     return None if system.measures is None else PolicySummary.of([system.measures.report()])
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _growth(waiting: npt.NDArray[np.float64]) -> float:
@@ -196,7 +200,8 @@ def write_report(system: System, summary: Summary, folder: Path) -> None:
     write_csv(system.trajectory, folder / "updates.csv")
     (folder / "summary.json").write_text(json.dumps(json_safe(summary.to_dict()), indent=2) + "\n", encoding="utf-8")
     measured = _measured(system)
-    draw(system.trajectory, summary, folder / "simulation.png", staleness=measured.histogram if measured else {})
+    staleness = {} if measured is None else measured.staleness.histogram
+    draw(system.trajectory, summary, folder / "simulation.png", staleness=staleness)
 
 
 def write_csv(trajectory: Trajectory, path: Path) -> None:

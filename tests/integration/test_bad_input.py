@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from bombs import send_bomb
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 from doll.consumers.channels.kafka_channel import WorkerChannel
-from doll.drill.damage import send_bomb
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
 from doll.kafka.reader import Partition

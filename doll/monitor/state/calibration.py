@@ -67,31 +67,13 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        fit = self.fit
-        return {
-            "measure": self.measure,
-            "target_error": self.target_error,
-            "updates_to_target": asdict(self.updates_to_target) if self.updates_to_target else None,
-            "reached_at": self.reached_at,
-            "fit": None
-            if fit is None
-            else {
-                "rho": asdict(fit.rho),
-                "beta": asdict(fit.beta),
-                "gamma": asdict(fit.gamma),
-                "relative_rmse": fit.relative_rmse,
-                "evaluations": fit.num_points,
-                "first_update": fit.first_update,
-                "last_update": fit.last_update,
-            },
-            "no_fit_reason": self.no_fit_reason or None,
-            "service_s": self.service_s,
-            "service_sd_s": self.service_sd_s,
-            "update_rate_per_s": self.update_rate_per_s,
-            "total_rate_per_s": self.total_rate_per_s,
-            "stability": {**self.stability._asdict(), "verdict": self.stability.verdict} if self.stability else None,
-            "noise": asdict(self.noise) if self.noise else None,
-        }
+        plain = asdict(self)
+        if (fit := plain["fit"]) is not None:
+            fit["evaluations"] = fit.pop("num_points")
+            del fit["curve"], fit["replicas"]
+        if self.stability is not None:
+            plain["stability"] = {**self.stability._asdict(), "verdict": self.stability.verdict}
+        return {**plain, "no_fit_reason": self.no_fit_reason or None}
 
     def text(self) -> str:
         """The constants for people."""

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from doll.ledger.lineage import Change, Lineage, UpdatesRecord
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.loss_trend import LossTrend
-from doll.monitor.state.policy_summary import PolicySummary
 from doll.process.metric_names import TERM, worker_of, worker_source
 from doll.records.bounded import short
 from doll.records.control import AnyRecord, Finished, Measures, Metric, ServerStatus, TermStarted, Update
 from doll.telemetry import get_logger
+from doll.theory.staleness import Histogram
 
 log = get_logger(__name__)
 
@@ -27,18 +27,16 @@ _MAX_SOURCES: Final = 10_000  # workers, and a handful of others
 _MAX_NAME_CHARS: Final = 200
 _SECONDS: Final = (("_per_s", "_per_second"), ("_s", "_seconds"))
 _SERVER_FIELDS: Final = (
-    "term",
-    "pid",
-    "version",
-    "durable_version",
-    "samples_total",
-    "batches_total",
-    "waiting_batches",
-    "computing_batches",
-    "shortfall_batches",
-    "stalled_s",
-    "leader_since_s",
-)
+    "term", "pid", "version", "durable_version", "samples_total", "batches_total", "waiting_batches",
+    "computing_batches", "shortfall_batches", "stalled_s", "leader_since_s",
+)  # fmt: skip
+_WORKER_FIELDS: Final = ("session", "retained_batches", "lag_records")
+_UPDATE_FIELDS: Final = ("version", "loss", "apply_s", "grant_to_update_s", "time_s")
+_MEMBER_FIELDS: Final = ("compute_s", "fetch_s", "store_s", "wait_s")
+_MEASURES: Final = (
+    "older_reads", "blocked_s", "computing_s", "idle_s", "gradient_bytes", "dense_gradient_bytes", "weights_bytes",
+    "row_bytes", "plain_row_bytes",
+)  # fmt: skip
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -62,17 +60,12 @@ def samples_of(source: str, values: Mapping[str, float]) -> Iterator[Sample]:
 def server_samples(status: ServerStatus) -> Iterator[Sample]:
     """The samples of the parameter server's status: its own as `doll_ps_...`, and the samples of each worker."""
     counters = {f"{name}_total": float(count) for name, count in status.counters.items()}
-    yield from samples_of("ps", {name: float(getattr(status, name)) for name in _SERVER_FIELDS} | counters)
+    yield from samples_of("ps", _fields(status, _SERVER_FIELDS) | counters)
     if status.measures is not None:
         yield from _policy_samples(status.measures)
     for worker in status.workers:
-        values = {
-            "live": float(worker.is_live),
-            "session": float(worker.session),
-            "restarts_total": float(worker.restarts),
-            "retained_batches": float(worker.retained_batches),
-            "lag_records": float(worker.lag_records),
-        }
+        values = {"live": float(worker.is_live), "restarts_total": float(worker.restarts)}
+        values |= _fields(worker, _WORKER_FIELDS)
         if worker.is_live:
             values["silent_s"] = worker.silent_s
         yield from samples_of(worker_source(worker.worker), values)
@@ -80,25 +73,18 @@ def server_samples(status: ServerStatus) -> Iterator[Sample]:
 
 def _policy_samples(measures: Measures) -> Iterator[Sample]:
     """What the policy gave and cost. Reads are counted by their difference, as a label."""
-    summary = PolicySummary.of([measures])
-    assert summary is not None
-    if summary.reads:
-        yield Sample("doll_ps_staleness_mean", (), summary.staleness_mean)
-        yield Sample("doll_ps_staleness_p99", (), summary.staleness_p99)
-    for difference, count in summary.histogram.items():
+    reads = Histogram(measures.staleness, total=measures.staleness_total, older=measures.older_reads)
+    if reads.size:
+        yield Sample("doll_ps_staleness_mean", (), reads.mean)
+        yield Sample("doll_ps_staleness_p99", (), reads.percentile(1))
+    for difference, count in sorted(reads.counts.items()):
         yield Sample("doll_ps_staleness_reads_total", (("difference", str(difference)),), float(count))
-    for name, value in (
-        ("older_reads", summary.older_reads),
-        ("blocked_seconds", summary.blocked_s),
-        ("computing_seconds", summary.computing_s),
-        ("idle_seconds", summary.idle_s),
-        ("gradient_bytes", summary.gradient_bytes),
-        ("dense_gradient_bytes", summary.dense_gradient_bytes),
-        ("weights_bytes", summary.weights_bytes),
-        ("row_bytes", summary.row_bytes),
-        ("plain_row_bytes", summary.plain_row_bytes),
-    ):
-        yield Sample(f"doll_ps_{name}_total", (), float(value))
+    for name in _MEASURES:
+        yield Sample(f"doll_ps_{_prometheus_name(name)}_total", (), float(getattr(measures, name)))
+
+
+def _fields(record: object, names: Iterable[str]) -> dict[str, float]:
+    return {name: float(getattr(record, name)) for name in names}
 
 
 def _prometheus_name(name: str) -> str:
@@ -170,16 +156,9 @@ class JobMetrics:
             self._put(group, (*samples, _measured_at(record.source, record.time_s)))
 
     def _updated(self, update: Update) -> None:
-        values = {
-            "version": float(update.version),
-            "samples": float(update.n_samples),
-            "loss": update.loss,
-            "batches": float(len(update.members)),
-            "apply_s": update.apply_s,
-            "grant_to_update_s": update.grant_to_update_s,
-            "time_s": update.time_s,
-            **{f"prequential_{name}": value for name, value in update.metrics.items()},
-        }
+        values = {"samples": float(update.n_samples), "batches": float(len(update.members))}
+        values |= _fields(update, _UPDATE_FIELDS)
+        values |= {f"prequential_{name}": value for name, value in update.metrics.items()}
         self._put("update", tuple(samples_of("update", values)))
         self._loss_trend.add(update.version, update.n_samples, update.loss)
         trend = {
@@ -189,13 +168,8 @@ class JobMetrics:
         }
         self._put("loss trend", tuple(samples_of("job", trend)))
         for member in update.members:
-            values = {
-                "compute_s": member.compute_s,
-                "fetch_s": member.fetch_s,
-                "store_s": member.store_s,
-                "wait_s": member.wait_s,
-            }
-            self._put(f"member {member.worker}", tuple(samples_of(worker_source(member.worker), values)))
+            times = samples_of(worker_source(member.worker), _fields(member, _MEMBER_FIELDS))
+            self._put(f"member {member.worker}", tuple(times))
 
     def _put(self, source: str, samples: tuple[Sample, ...]) -> None:
         if source not in self._by_source and len(self._by_source) >= _MAX_SOURCES:

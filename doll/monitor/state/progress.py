@@ -49,14 +49,14 @@ class WorkerLine:
     """
 
     worker: int
-    is_live: bool | None
-    state_s: float
-    market: str
-    control: str
-    restarts: int | None
-    rate_per_s: float
-    retained_batches: int | None
-    lag_records: int | None
+    is_live: bool | None = None
+    state_s: float = math.nan
+    market: str = ""
+    control: str = ""
+    restarts: int | None = None
+    rate_per_s: float = math.nan
+    retained_batches: int | None = None
+    lag_records: int | None = None
     machine: str = ""
     usd: float = math.nan
     slow: str = ""
@@ -302,9 +302,8 @@ class ProgressModel:
         lines = []
         for slot in range(self.config.data.workers):
             worker = workers.get(slot)
-            joined = worker is not None and worker.session > 0
-            if worker is None or not joined:
-                lines.append(WorkerLine(slot, None, math.nan, "", "", None, math.nan, None, None))
+            if worker is None or not worker.session:
+                lines.append(WorkerLine(slot))
                 continue
             since_s = worker.live_since_s if worker.is_live else self._gone_since_s.get(slot, math.nan)
             lines.append(

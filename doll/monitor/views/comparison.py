@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from doll.amounts import usd
 from doll.errors import ConfigError
 from doll.monitor.state.csv_file import read_rows
-from doll.monitor.state.formats import clock, known, number, of
+from doll.monitor.state.formats import aligned, clock, known, number, of
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.views.plots import moving_mean
 from doll.process.files import json_safe, read_json
@@ -28,6 +29,7 @@ COLUMNS: Final = (
     "policy", "time to loss", "samples to loss", "time", "samples", "updates", "loss", "gradients", "weights",
     "staleness", "blocked", "USD",
 )  # fmt: skip
+_PLAIN: Final = ("ok", "outcome", "seconds", "samples", "updates", "usd", "folder")  # for `--json`, as they are
 
 
 class Reached(NamedTuple):
@@ -53,10 +55,6 @@ class LossCurve:
     versions: Series
     loss: Series
 
-    @classmethod
-    def none(cls) -> LossCurve:
-        return cls(*(np.zeros(0) for _ in range(4)))
-
     @property
     def best(self) -> float:
         """The smallest loss; NaN without losses."""
@@ -75,6 +73,9 @@ class LossCurve:
             return None
         at = int(below[0])
         return Reached(float(self.seconds[at]), int(self.samples[at]), int(self.versions[at]))
+
+
+NO_LOSSES: Final = LossCurve(*[np.zeros(0)] * 4)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class PolicyRun:
     folder: str = ""
 
     def loss(self, kind: LossKind) -> LossCurve:
-        return self.losses.get(kind) or LossCurve.none()
+        return self.losses.get(kind, NO_LOSSES)
 
 
 def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
@@ -110,7 +111,6 @@ def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
     Args:
         usd_per_h: price of all workers; NaN: not known.
     """
-    failed = PolicyRun(label, "it left no report", ok=False, folder=str(folder))
     try:
         report = read_json(folder / "report.json")
     except ConfigError:
@@ -119,11 +119,12 @@ def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
     if not report:
         curve = losses["prequential"]
         updates, samples = (int(column[-1]) if len(column) else 0 for column in (curve.versions, curve.samples))
-        return replace(failed, losses=losses, updates=updates, samples=samples)
+        return PolicyRun(
+            label, "it left no report", ok=False, updates=updates, samples=samples, losses=losses, folder=str(folder)
+        )
     error, audit = report.get("error"), report.get("audit")
-    seconds = report.get("training_seconds")
+    seconds, measures = report.get("training_seconds"), report.get("measures")
     seconds = math.nan if seconds is None else float(seconds)
-    measures = report.get("measures")
     return PolicyRun(
         label,
         str(error or report.get("reason", "")),
@@ -132,7 +133,7 @@ def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
         samples=int(report.get("samples") or 0),
         updates=int(report.get("updates") or 0),
         usd=usd_per_h * seconds / SECONDS_PER_HOUR,
-        summary=None if measures is None else PolicySummary.from_dict(measures),
+        summary=None if measures is None else msgspec.convert(measures, PolicySummary, strict=False),
         losses=losses,
         folder=str(folder),
     )
@@ -141,7 +142,7 @@ def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
 def _losses(folder: Path) -> dict[LossKind, LossCurve]:
     updates, evaluations = (_rows(folder / name) for name in ("updates.csv", "evaluations.csv"))
     if not updates:
-        return {"held-out": LossCurve.none(), "prequential": LossCurve.none()}
+        return {"held-out": NO_LOSSES, "prequential": NO_LOSSES}
     time_s, version, samples, n_samples, loss = (
         np.array([row.get(name, math.nan) for row in updates])
         for name in ("time_s", "version", "samples_total", "n_samples", "prequential_loss")
@@ -206,7 +207,9 @@ class Comparison:
 
     def text(self) -> str:
         """The table, with what its columns mean."""
-        lines = [self._headline(), *_aligned([COLUMNS, *map(self._cells, self.runs)])] if self.runs else []
+        columns = zip(COLUMNS, *map(self._cells, self.runs), strict=True)
+        known_columns = [column for column in columns if set(column[1:]) != {"-"}]
+        lines = [self._headline(), *aligned(list(zip(*known_columns, strict=True)))] if self.runs else []
         lines += [f"{run.label}: {'' if run.ok else 'failed: '}{_in_short(run.outcome)}" for run in self.runs]
         if self.missing:
             lines.append(f"not run: {', '.join(self.missing)}")
@@ -229,9 +232,9 @@ class Comparison:
             of(run.samples, None),
             of(run.updates, None),
             _or_dash(run.loss(self.kind).last),
-            "-" if summary is None or not summary.dense_gradient_bytes else summary.bytes_text,
-            "-" if summary is None or not summary.weights_bytes else summary.weights_text,
-            "-" if summary is None or not summary.reads else summary.staleness_text,
+            "-" if summary is None or not summary.bytes.gradients_dense else summary.bytes_text,
+            "-" if summary is None or not summary.bytes.weights else summary.weights_text,
+            "-" if summary is None or not summary.staleness.reads else summary.staleness_text,
             "-" if summary is None or not known(summary.blocked_share) else summary.blocked_text,
             usd(run.usd) if known(run.usd) else "-",
         )
@@ -254,21 +257,16 @@ class Comparison:
     def _plain(self, run: PolicyRun) -> dict[str, Any]:
         reached = self.reached(run)
         measures = dict.fromkeys(("staleness", "blocked_s", "blocked_share", "computing_s", "idle_s", "bytes"))
+        to_loss = dict.fromkeys(Reached._fields) if reached is None else reached._asdict()
         return {
             "policy": run.label,
-            "ok": run.ok,
-            "outcome": run.outcome,
-            "seconds": run.seconds,
-            "samples": run.samples,
-            "updates": run.updates,
-            "seconds_to_loss": None if reached is None else reached.seconds,
-            "samples_to_loss": None if reached is None else reached.samples,
-            "updates_to_loss": None if reached is None else reached.updates,
+            **{
+                name: getattr(run, name) for name in ("ok", "outcome", "seconds", "samples", "updates", "usd", "folder")
+            },
+            **{f"{name}_to_loss": value for name, value in to_loss.items()},
             "final_loss": run.loss(self.kind).last,
             "best_loss": run.loss(self.kind).best,
-            "usd": run.usd,
             **(measures if run.summary is None else run.summary.to_dict()),
-            "folder": run.folder,
         }
 
 
@@ -280,17 +278,3 @@ def _in_short(text: str) -> str:
 
 def _or_dash(value: float) -> str:
     return number(value) if known(value) else "-"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows under their header: the first column to the left, numbers to the right. A column of dashes is left out."""
-    columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
-    rows = list(zip(*columns, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(
-            f"{cell:<{width}}" if at == 0 else f"{cell:>{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

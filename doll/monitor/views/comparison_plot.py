@@ -9,9 +9,7 @@ import numpy as np
 
 from doll.errors import ConfigError
 from doll.monitor.views.comparison import Comparison, PolicyRun
-
-_MAX_POINTS = 2000
-_TARGET = "#333333"
+from doll.monitor.views.plots import THEORY, Curve, Panel, draw_panel
 
 
 def draw(comparison: Comparison, path: Path) -> None:
@@ -43,42 +41,34 @@ def draw(comparison: Comparison, path: Path) -> None:
 
 
 def _losses(axes: Any, comparison: Comparison, colors: Any, name: str, label: str) -> None:
+    curves = []
     for run, color in zip(comparison.runs, colors, strict=True):
         curve = run.loss(comparison.kind)
         kept = np.isfinite(curve.loss)
-        x, y = getattr(curve, name)[kept], curve.loss[kept]
-        step = max(1, len(x) // _MAX_POINTS)
-        axes.plot(x[::step], y[::step], color=color, linewidth=1.4, label=run.label)
+        curves.append(Curve(run.label, getattr(curve, name)[kept], curve.loss[kept], color))
+    draw_panel(axes, Panel(f"Loss, {comparison.kind}", label, "loss", curves))
     if np.isfinite(comparison.target_loss):
-        axes.axhline(comparison.target_loss, color=_TARGET, linestyle="--", linewidth=1)
-    _decorate(axes, f"Loss, {comparison.kind}", label, "loss")
-    axes.legend(fontsize=8, frameon=False)
+        axes.axhline(comparison.target_loss, color=THEORY, linestyle="--", linewidth=1)
 
 
 def _staleness(axes: Any, comparison: Comparison, colors: Any) -> None:
+    curves = []
     for run, color in zip(comparison.runs, colors, strict=True):
-        if run.summary is None or not run.summary.reads:
-            continue
-        differences = sorted(run.summary.histogram)
-        shares = [100 * run.summary.histogram[difference] / run.summary.reads for difference in differences]
-        axes.plot(differences, shares, color=color, marker="o", markersize=3, linewidth=1, label=run.label)
-    _decorate(axes, "Staleness", "newest batch of another worker - own batch", "% of reads")
+        if run.summary is not None and run.summary.staleness.reads:
+            differences, counts = zip(*sorted(run.summary.staleness.histogram.items()), strict=True)
+            shares = 100 * np.array(counts) / run.summary.staleness.reads
+            curves.append(Curve(run.label, np.array(differences), shares, color, marker="o"))
+    draw_panel(axes, Panel("Staleness", "newest batch of another worker - own batch", "% of reads", curves))
     axes.set_ylim(bottom=0)
 
 
 def _bars(axes: Any, comparison: Comparison, colors: Any, title: str, unit: str, value: Any) -> None:
+    from doll.process.figures import decorate
+
     values = [value(run) for run in comparison.runs]
     axes.bar(range(len(values)), values, color=colors)
     axes.set_xticks(range(len(values)), [run.label for run in comparison.runs], rotation=20, ha="right")
-    _decorate(axes, title, "", unit)
-
-
-def _decorate(axes: Any, title: str, x_label: str, y_label: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(x_label, fontsize=9)
-    axes.set_ylabel(y_label, fontsize=9)
-    axes.grid(alpha=0.25)
-    axes.tick_params(labelsize=8)
+    decorate(axes, title, "", unit)
 
 
 def _blocked(run: PolicyRun) -> float:
@@ -87,7 +77,7 @@ def _blocked(run: PolicyRun) -> float:
 
 
 def _megabytes(run: PolicyRun) -> float:
-    return 0.0 if run.summary is None else run.summary.gradient_bytes / 1e6
+    return 0.0 if run.summary is None else run.summary.bytes.gradients / 1e6
 
 
 def _usd(run: PolicyRun) -> float:

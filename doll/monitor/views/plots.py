@@ -36,7 +36,7 @@ class Curve:
     label: str
     x: Series
     y: Series
-    color: str
+    color: Any
     style: str = "-"
     marker: str = ""
     bars: bool = False
@@ -72,7 +72,7 @@ def draw(
     figure.suptitle(_headline(history, job), fontsize=12)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, panel in zip(grid.T.flat, panels, strict=False):
-        _draw_panel(axes, panel)
+        draw_panel(axes, panel)
     for axes in grid.T.flat[len(panels) :]:
         axes.set_axis_off()
     figure.savefig(path)
@@ -177,7 +177,10 @@ def _headline(history: History, job: str) -> str:
     return text
 
 
-def _draw_panel(axes: Any, panel: Panel) -> None:
+def draw_panel(axes: Any, panel: Panel) -> None:
+    """Draw the curves that have values, thinned out, or say that there are none yet."""
+    from doll.process.figures import decorate
+
     drawn = False
     for curve in panel.curves:
         if not np.isfinite(curve.y).any():
@@ -192,11 +195,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
             color=curve.color, marker=curve.marker, markersize=3, linewidth=1.4, label=curve.label,
         )  # fmt: skip
         drawn = True
-    axes.set_title(panel.title, fontsize=10)
-    axes.set_xlabel(panel.x_label, fontsize=9)
-    axes.set_ylabel(panel.y_label, fontsize=9)
-    axes.grid(alpha=0.25)
-    axes.tick_params(labelsize=8)
+    decorate(axes, panel.title, panel.x_label, panel.y_label)
     if drawn and panel.from_zero:
         axes.set_ylim(0, _top(panel.curves))
     if drawn:

@@ -37,9 +37,8 @@ def draw(
     _slots(slots, market, machines, opened_s, min(end_s, result.finish_s))
     times = [point.at_s for point in timeline.points]
     cost.plot(times, [point.usd for point in timeline.points], color=_SPOT, label="spent")
-    rate = result.all_on_demand_usd / max(predicted_on_demand_s(result, market), 1e-9)
-    full_s = result.all_on_demand_usd / rate if rate else 0.0
-    cost.plot([0, full_s], [0, result.all_on_demand_usd], color=_ON_DEMAND, label="all on-demand")
+    on_demand_s = predicted_on_demand_s(result, market)
+    cost.plot([0, on_demand_s], [0, result.all_on_demand_usd], color=_ON_DEMAND, label="all on-demand")
     cost.plot([predicted.finish_s], [predicted.cost_usd], color=_LINE, marker="x", linestyle="", label="predicted")
     cost.set(ylabel="USD")
     cost.legend(loc="upper left", frameon=False)

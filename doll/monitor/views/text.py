@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from doll.config import StopConfig
 from doll.ledger.balance import count
-from doll.monitor.state.formats import clock, known, number, of
+from doll.monitor.state.formats import aligned, clock, known, number, of
 from doll.monitor.state.progress import JobSnapshot, WorkerLine
 
 WORKER_COLUMNS = ("worker", "state", "market", "control", "restarts", "samples/s", "lag", "batches")
@@ -77,12 +77,5 @@ def worker_cells(line: WorkerLine) -> tuple[str, ...]:
 
 def worker_table(snapshot: JobSnapshot) -> str:
     """One plain line per worker, under a header."""
-    rows = [WORKER_COLUMNS, *map(worker_cells, snapshot.workers)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(WORKER_COLUMNS))]
-    return "\n".join(
-        "  ".join(
-            f"{cell:<{width}}" if name in TEXT_COLUMNS else f"{cell:>{width}}"
-            for cell, width, name in zip(row, widths, WORKER_COLUMNS, strict=True)
-        ).rstrip()
-        for row in rows
-    )
+    left = [at for at, name in enumerate(WORKER_COLUMNS) if name in TEXT_COLUMNS]
+    return "\n".join(aligned([WORKER_COLUMNS, *map(worker_cells, snapshot.workers)], left))

@@ -7,7 +7,7 @@ at a time): no drawn image repeats.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,13 @@ def encode(images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8]) -> list
     rows = np.empty((count, width), np.uint8)
     rows[:, 0] = labels
     rows[:, 1:] = images.reshape(count, -1)
+    return values_of(rows)
+
+
+def values_of(rows: npt.NDArray[Any]) -> list[bytes]:
+    """The bytes of each row of an array, which are a record value."""
     block = rows.tobytes()
+    width = len(block) // len(rows)
     return [block[at : at + width] for at in range(0, len(block), width)]
 
 

@@ -13,12 +13,13 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.errors import ConfigError, SampleError
+from doll.producers.sources.images import values_of
 from doll.records import lines as line_files
 
 HIGHEST_ID: Final = 2**31 - 1
@@ -179,11 +180,5 @@ def samples(observed: ObservedRatings, stream: int, streams: int, rng: np.random
     own = rows[stream::streams]
     if not len(own):
         raise ConfigError(f"source: expected at least a rating for each of {streams} streams, got {len(rows)}")
-    return _draws(own, rng)
-
-
-def _draws(rows: npt.NDArray[Any], rng: np.random.Generator) -> Iterator[bytes]:
-    width = RECORD.itemsize
-    while True:
-        block = rows[rng.integers(len(rows), size=_BLOCK)].tobytes()
-        yield from (block[at : at + width] for at in range(0, len(block), width))
+    blocks = (own[rng.integers(len(own), size=_BLOCK)] for _ in itertools.count())
+    return itertools.chain.from_iterable(map(values_of, blocks))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from doll.producers.sources.images import values_of
+
 RADIUS = 3.0  # distance of every class mean from the origin, in standard deviations
 _BLOCK = 256
 
@@ -43,6 +45,5 @@ def samples(
         rows = np.empty((_BLOCK, features + 1), "<f4")
         rows[:, :-1] = centre + rng.standard_normal((_BLOCK, features))
         rows[:, -1] = labels
-        block, width = rows.tobytes(), rows.itemsize * (features + 1)
-        yield from (block[at : at + width] for at in range(0, len(block), width))
+        yield from values_of(rows)
         start += _BLOCK

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.producers.sources.criteo import CATEGORIES, COUNTS, NO_COUNT, RECORD
+from doll.producers.sources.images import values_of
 
 LOG_SCALE: Final = 0.25  # as the task's: counts of some thousands become numbers of about 2
 _BLOCK: Final = 1024
@@ -103,5 +104,4 @@ def bayes_log_loss(truth: Truth, rng: np.random.Generator, count: int = 200_000)
 def samples(truth: Truth, rng: np.random.Generator) -> Iterator[bytes]:
     """Packed records without end."""
     while True:
-        block, width = draw(truth, _BLOCK, rng)[0].tobytes(), RECORD.itemsize
-        yield from (block[at : at + width] for at in range(0, len(block), width))
+        yield from values_of(draw(truth, _BLOCK, rng)[0])

@@ -100,7 +100,7 @@ def _draw(config: JobConfig, run: RunFolder, model: ProgressModel) -> dict[str, 
     policy = model.policy_summary()
     draw(
         model.history, run.plot, job=config.job, predicted_rate=model.rate_predicted(),
-        target_accuracy=config.stop.accuracy, staleness=None if policy is None else policy.histogram,
+        target_accuracy=config.stop.accuracy, staleness=None if policy is None else policy.staleness.histogram,
     )  # fmt: skip
     files = {"plots": display_path(run.plot)}
     if pictures := draw_pipelines(config, run.path):

@@ -134,6 +134,7 @@ def test_a_bad_notice_is_recovered_from_when_the_worker_has_left_on_a_good_one()
     recoveries = RecoveryTracker()
     recoveries.feed(term_started(1))
     recovery = recoveries.inject(fault("worker_malformed_notice"), 10.0)
+    recovery.is_done = False
     recoveries.feed(update(11.0))
     assert len(recoveries.open) == 1
     recovery.is_done = True
@@ -145,6 +146,7 @@ def test_a_fault_that_lasts_is_recovered_from_after_its_end() -> None:
     recoveries = RecoveryTracker()
     recoveries.feed(term_started(1))
     recovery = recoveries.inject(fault("worker_late_grants"), 10.0)
+    recovery.is_done = False
     recoveries.feed(update(11.0))
     assert len(recoveries.open) == 1
     recovery.is_done, recovery.done_s = True, 14.0

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bombs import send_bomb
 from confluent_kafka import Producer, TopicPartition
 from doll.config import JobConfig, parse
-from doll.drill.damage import send_bomb, truncate_log
+from doll.drill.actions import truncate_log
 from doll.kafka import chunk_reader, topics
 from doll.kafka.chunk_reader import Chunk, ChunkReader, Delivery, Learned, NoRecordBelow, OutOfRange, Truncated
 from doll.kafka.clients import kafka_settings, make_admin, make_consumer

@@ -8,8 +8,7 @@ import pytest
 from doll.config import JobConfig, StopConfig, load, parse
 from doll.monitor.state import formats
 from doll.monitor.state.progress import ProgressModel
-from doll.monitor.views.display import LineDisplay
-from doll.monitor.views.live_display import panel
+from doll.monitor.views.display import Display, panel
 from doll.monitor.views.text import one_line, worker_table
 from doll.records.control import Finished, Measures, Member, Metric, Update
 from doll.run.status import JobStatus
@@ -178,7 +177,7 @@ def test_the_line_says_it_in_one(running: ProgressModel) -> None:
 
 def test_plain_lines_come_every_five_seconds(running: ProgressModel, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
-    display = LineDisplay(running.config.stop, clock=lambda: now[0])
+    display = Display(running.config.stop, clock=lambda: now[0])
     for _ in range(81):
         display.show(lambda: running.snapshot(20.0))
         now[0] += 0.125
@@ -301,9 +300,9 @@ def test_what_the_policy_cost_is_added_up_over_the_terms() -> None:
     model.feed(server_status(term=2, measures=Measures(staleness={-5: 4}, staleness_total=-20, computing_s=2.0)))
     policy = model.snapshot(1.0).policy
     assert policy is not None
-    assert policy.histogram == {-5: 4, -1: 3, 0: 1}
-    assert policy.staleness_mean == pytest.approx(-23 / 8)
-    assert (policy.blocked_share, policy.gradient_bytes) == (0.25, 50)
+    assert policy.staleness.histogram == {-5: 4, -1: 3, 0: 1}
+    assert policy.staleness.mean == pytest.approx(-23 / 8)
+    assert (policy.blocked_share, policy.bytes.gradients) == (0.25, 50)
     assert policy.text() == "staleness -2.88 (p99 -5), workers blocked 25 % of the time, gradients 50 B, weights 0 B"
     model.feed(term_started(3, generation=3))
     assert model.snapshot(1.0).policy is None, "another run"

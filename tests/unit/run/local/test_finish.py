@@ -14,7 +14,7 @@ import pytest
 from doll.cli.app import app
 from doll.local.forks import ForkServer
 from doll.monitor.state.progress import ProgressModel
-from doll.monitor.views.display import LineDisplay
+from doll.monitor.views.display import Display
 from doll.monitor.views.run_report import RunOutcome, summary
 from doll.run.folder import RunFolder
 from doll.run.local import finish
@@ -37,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 def finished(run: RunFolder) -> dict[str, Any]:
     config = job()
     outcome = RunOutcome("updates: 5 reached", 0, 3.0)
-    display, nothing = LineDisplay(config.stop), Services("", "")
+    display, nothing = Display(config.stop), Services("", "")
     forks = ForkServer(run.path / "forkserver.log")  # not started
     return finish.finish_run(config, run, ProgressModel(config, 0.0), outcome, display, forks, nothing)
 

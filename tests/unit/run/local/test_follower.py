@@ -10,7 +10,7 @@ from doll.config import StopConfig, parse
 from doll.kafka.reader import Partition, Tail, TimedRecord
 from doll.local.supervisor import Restart
 from doll.monitor.state.progress import ProgressModel
-from doll.monitor.views.display import LineDisplay
+from doll.monitor.views.display import Display
 from doll.records.control import AnyRecord, Finished, TermStarted
 from doll.run.local.follower import RunFollower
 from doll.run.local.hooks import NoHook
@@ -36,7 +36,7 @@ class FakeTail:
 
 def follower(tmp_path: Path, records: list[AnyRecord], history: int = 0) -> RunFollower:
     tail = cast(Tail, FakeTail(records, history))
-    display = LineDisplay(StopConfig())
+    display = Display(StopConfig())
     return RunFollower(CONFIG, ProgressModel(CONFIG, 0.0), tail, display, tmp_path, NoHook(), None)
 
 

@@ -1,41 +1,14 @@
-"""Damage to the samples topic that a real cluster can take: a log that loses its end, and a record made to expand."""
+"""A compressed batch that is far larger when it is unpacked."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING
-
+from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import make_producer
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.kafka.reader import Partition
-    from doll.services import Services
+from doll.kafka.reader import Partition
+from doll.services import Services
 
 _SEND_S = 60.0
-_DERIVED = (".index", ".timeindex", ".snapshot")
-
-
-def truncate_log(broker_folder: Path, partition: Partition, share: float) -> None:
-    """Keep the first `share` of the bytes of a partition's newest segment, as a power loss without fsync may.
-
-    The broker must have been killed (`LocalKafka.kill`); it rebuilds its indexes when it is started again.
-
-    Args:
-        broker_folder: the folder of a `LocalKafka`.
-
-    Raises:
-        FileNotFoundError: the broker has no log of `partition`.
-    """
-    logs = sorted(broker_folder.rglob(f"{partition.topic}-{partition.number}/*.log"))
-    if not logs:
-        raise FileNotFoundError(f"{broker_folder}: expected a log of {partition}")
-    os.truncate(logs[-1], int(logs[-1].stat().st_size * share))
-    for file in logs[-1].parent.iterdir():
-        if file.suffix in _DERIVED:
-            file.unlink()
 
 
 def send_bomb(
