@@ -8,7 +8,6 @@ which the process itself did not run (SIGSTOP, a suspended machine) does not cou
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import threading
@@ -28,35 +27,13 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 PORT_ENV: Final = "DOLL_HEALTH_PORT"
-HOST: Final = "127.0.0.1"
+HOST: Final = "127.0.0.1"  # the probes ask nobody who is there: other machines must not reach them
 BEAT_TIMEOUT_S: Final = 15.0  # beats come several times a second, but may be seconds late on a loaded machine
 _CHECK_S: Final = 1.0
 _REQUEST_S: Final = 5.0
 _MAX_REQUESTS: Final = 64  # each takes a thread: thousands of them must not end the process
 _OFFSETS: Final = {"ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4, "provisioner": 5}
 _FIRST_WORKER: Final = 10
-
-
-def require_loopback(host: str, *, authenticated: bool, what: str) -> str:
-    """`host`, if a server without authentication may listen there.
-
-    Args:
-        host: an IP address or `localhost`; other names count as public, since they may resolve to any address.
-        what: the server, for the message.
-
-    Raises:
-        ConfigError: it is not loopback, and the server has no authentication.
-    """
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback and not authenticated:
-        raise ConfigError(
-            f"{what}: {host or 'every address'} is reachable from other machines without authentication: "
-            "expected 127.0.0.1; put a proxy with authentication in front of it"
-        )
-    return host
 
 
 @dataclass(slots=True)
@@ -205,7 +182,7 @@ def _watch(heartbeat: Heartbeat, liveness_timeout_s: float, ended: threading.Eve
 
 def _serve(heartbeat: Heartbeat, port: int) -> ThreadingHTTPServer | None:
     try:
-        server = _Server((require_loopback(HOST, authenticated=False, what="health probe"), port), heartbeat)
+        server = _Server((HOST, port), heartbeat)
     except OSError as exc:  # the process works without its probes, too
         log.warning("health_probe_unavailable", port=port, reason=exc.strerror or str(exc))
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import pickle
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from doll.config import dump, parse
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
 from doll.kafka.clients import kafka_settings
-from doll.process.health import require_loopback
+from doll.process.health import heartbeat_of
 from doll.records import packing
 from doll.records.control import decode
 from doll.services import Services, redis_address, resolve
@@ -131,22 +132,15 @@ def test_a_job_s_name_cannot_leave_its_folder_topic_or_key(name: str) -> None:
         parse(f"job: {json.dumps(name)}\ntask: {{class: 'a:B'}}\n")
 
 
-def test_our_servers_listen_on_loopback_unless_they_ask_who_is_there() -> None:
-    for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
-        assert require_loopback(host, authenticated=False, what="dashboard") == host
-    for host in (
-        "0.0.0.0",
-        "::",
-        "",
-        "10.0.0.1",
-        "192.168.1.5",
-        "example.org",
-        "localhost.example.org",
-        "::ffff:8.8.8.8",
-    ):
-        with pytest.raises(ConfigError, match=r"dashboard: .* is reachable from other machines"):
-            require_loopback(host, authenticated=False, what="dashboard")
-        assert require_loopback(host, authenticated=True, what="dashboard") == host
+def test_a_server_that_does_not_ask_who_is_there_listens_on_loopback() -> None:
+    config = parse("job: t\ntask: {class: 'a:B'}\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with heartbeat_of("producer", config, default_port=port):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=60)
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
 
 
 SECRETS = {"DOLL_KAFKA_PASSWORD": "k4-hush", "DOLL_REDIS_PASSWORD": "r3-hush", "AWS_SECRET_ACCESS_KEY": "aws-hush"}
