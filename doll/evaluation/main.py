@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import torch
@@ -52,32 +52,18 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, af
     """
     with suppress(OSError):
         os.nice(NICENESS)
-    with stop_requested() as stop, heartbeat_of("evaluator", config) as heartbeat:
-        return _run(config, services, run_folder, stop, heartbeat, after_term)
-
-
-def _run(
-    config: JobConfig,
-    services: Services,
-    run_folder: Path,
-    stop: threading.Event,
-    heartbeat: Heartbeat,
-    after_term: int,
-) -> int:
     torch.set_num_threads(1)
-    # One failed call ends a round of evaluation: updates are followed even while Redis is unavailable.
-    blobs = open_blobs(config, services, give_up=lambda: True, timeout_s=5.0)
-    publisher = Publisher(config, services, acks="all")
-    try:
+    with stop_requested() as stop, heartbeat_of("evaluator", config) as heartbeat, ExitStack() as opened:
+        # One failed call ends a round of evaluation: updates are followed even while Redis is unavailable.
+        blobs = opened.enter_context(closing(open_blobs(config, services, give_up=lambda: True, timeout_s=5.0)))
+        publisher = Publisher(config, services, acks="all")
+        opened.callback(publisher.close, FLUSH_S)
         evaluator = Evaluator(
             config, blobs, lambda model, beside: newest_weights(config, run_folder, model, beside=beside), run_folder,
             after_term=after_term,
         )  # fmt: skip
-        with Tail(config, services, (config.topic("updates"),)) as tail:
-            _follow(config, evaluator, tail, publisher, stop, heartbeat)
-    finally:
-        publisher.close(FLUSH_S)
-        blobs.close()
+        tail = opened.enter_context(Tail(config, services, (config.topic("updates"),)))
+        _follow(config, evaluator, tail, publisher, stop, heartbeat)
     return 0
 
 

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.ledger.lineage import Change, Lineage, UpdatesRecord
-from doll.monitor.state.loss_trend import LossTrend
-from doll.monitor.state.prequential import Prequential
+from doll.monitor.state.prequential import LossTrend, Prequential
 from doll.records.control import AnyRecord, Finished, TermStarted, Update
 
 UPDATE_COLUMNS = (

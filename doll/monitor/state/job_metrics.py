@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from doll.ledger.lineage import Change, Lineage, UpdatesRecord
 from doll.monitor.state.heartbeats import RoleHeartbeats
-from doll.monitor.state.loss_trend import LossTrend
+from doll.monitor.state.prequential import LossTrend
 from doll.process.metric_names import TERM, worker_of, worker_source
 from doll.records.bounded import short
 from doll.records.control import AnyRecord, Finished, Measures, Metric, ServerStatus, TermStarted, Update

@@ -9,7 +9,6 @@ from typing import Any, Self
 import msgspec
 
 from doll.monitor.state.formats import byte_size, known, number
-from doll.process.files import json_safe
 from doll.records.control import Measures
 from doll.theory.staleness import Histogram
 
@@ -64,7 +63,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
             return None
         for part in parts:
             histogram.merge(Histogram(part.staleness, total=part.staleness_total, older=part.older_reads))
-        mean, p99 = json_safe((histogram.mean, histogram.percentile(1)))
+        mean, p99 = (histogram.mean, histogram.percentile(1)) if histogram.size else (None, None)
         return cls(
             Staleness(mean, p99, histogram.size, histogram.older, dict(sorted(histogram.counts.items()))),
             blocked_s=math.fsum(part.blocked_s for part in parts),

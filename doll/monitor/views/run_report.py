@@ -11,9 +11,8 @@ import doll
 from doll.amounts import usd
 from doll.ledger.balance import LedgerReport
 from doll.monitor.state import spot_history
-from doll.monitor.state.formats import clock, number, of
+from doll.monitor.state.formats import aligned, clock, number, of
 from doll.monitor.state.progress import DeadLetterCounts, ProgressModel
-from doll.monitor.views import drill_report
 from doll.process.files import json_safe
 from doll.provisioner.prices.shipped import estimate
 from doll.theory.cost import SECONDS_PER_HOUR
@@ -177,7 +176,7 @@ def summary(report: Mapping[str, Any]) -> str:
     lines.extend(f"  note: {note}" for note in report["notes"])
     lines.extend(f"  {name}: {path}" for name, path in report["files"].items())
     if "recovery_s_by_kind" in report:
-        lines.extend(drill_report.lines(report))
+        lines.extend(drill_lines(report))
     return "\n".join(lines)
 
 
@@ -224,3 +223,51 @@ def _worsened(report: Mapping[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     return number(math.nan if value is None else value)
+
+
+def drill_lines(report: Mapping[str, Any]) -> list[str]:
+    """The recovery times by kind of fault, and what the audit says, as lines of text."""
+    num_faults = sum(report["faults"].values())
+    spreads = {**report["recovery_s_by_kind"], "all": report["recovery_s"]}
+    rows = [("fault", "count", "p50 s", "max s")]
+    for name, count in {**report["faults"], "all": num_faults}.items():
+        p50, most = ("-" if spreads[name][key] is None else f"{spreads[name][key]:.2f}" for key in ("p50", "max"))
+        rows.append((name, str(count), p50, most))
+    audit, replay = report["audit"], report.get("replay")
+    per_record = report["batch_size"] // report["records_per_batch"]
+    lost, duplicated = (
+        "unknown (no audit)" if audit is None else audit[name] * per_record for name in ("missing", "duplicate")
+    )
+    lines = [
+        "drill: seconds from a fault to the next update",
+        *(f"  {line}" for line in aligned(rows)),
+        f"  recoveries {report['recoveries']} of {num_faults}, samples lost {lost}, samples duplicated {duplicated}",
+        control_line(report["control"]),
+        set_line(report["sets"]),
+    ]
+    if replay is not None:
+        equal = f"{replay['checkpoints']} checkpoints of {replay['terms']} terms equal to the bit"
+        lines.append(f"  replay: {'; '.join(replay['differences']) or equal}")
+    return lines
+
+
+def control_line(control: Mapping[str, Any]) -> str:
+    """How often the links of grants and pushes were opened and lost in a drill."""
+    if control["kind"] == "kafka":
+        return "  control channel kafka"
+    opened = ", ".join(f"{count} {link}" for link, count in control["links_opened"].items() if count)
+    return (
+        f"  control channel {control['kind']}: links opened {opened or 0}, broken {control['links_broken']}, refused "
+        f"{control['links_refused']}; live workers fell back to Kafka {control['fallbacks']} times and came back "
+        f"{control['returns']} times"
+    )
+
+
+def set_line(sets: Mapping[str, Any]) -> str:
+    """The sets that were applied in a drill, and the batches that were requeued."""
+    causes = ", ".join(f"{cause} {count}" for cause, count in sets["requeued_by_cause"].items())
+    return (
+        f"  sets: {sets['applied']} applied, {sets['applied_with_several_batches']} of them with 2 to "
+        f"{sets['max_batches']} batches; batches requeued: {sets['requeued_batches']} ({causes or 'none'}), "
+        f"{sets['requeued_together']} times several at once"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doll.drill.status_trackers import ControlKind, ControlTracker
-from doll.monitor.views.drill_report import control_lines
+from doll.monitor.views.run_report import control_line
 from statuses import gone_worker, live_worker, server_status
 
 
@@ -34,8 +34,7 @@ def test_links_are_summed_over_terms() -> None:
     report = tracker.report()
     assert report["links_opened"] == {"local": 7, "redis": 1}
     assert (report["links_broken"], report["links_refused"]) == (1, 1)
-    (line,) = control_lines(report)
-    assert "links opened 7 local, 1 redis, broken 1, refused 1" in line
+    assert "links opened 7 local, 1 redis, broken 1, refused 1" in control_line(report)
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,7 @@ class Drill:
         self.clients: list[Client] = []
         monkeypatch.setattr(os, "kill", lambda pid, number: self.killed.append((pid, number)))
         monkeypatch.setattr(actions, "children_of", lambda pid: list(STAGES))
-        monkeypatch.setattr(late_copies, "Reader", lambda *args: None)
-        monkeypatch.setattr(late_copies, "RecordReader", self._client)
+        monkeypatch.setattr(late_copies, "Reader", self._client)
         for module in (late_copies, stream):
             monkeypatch.setattr(module, "Publisher", self._client)
         self.config: JobConfig = parse(job)

@@ -9,7 +9,7 @@ import record_builders
 from doll.drill.plan import FAULT_KINDS, Fault
 from doll.drill.recovery import PoisonTracker, RecoveryTracker
 from doll.drill.status_trackers import ControlTracker, SetTracker
-from doll.monitor.views.drill_report import lines as report_lines
+from doll.monitor.views.run_report import drill_lines as report_lines
 from doll.records.control import Member, Update
 from record_builders import term_started
 

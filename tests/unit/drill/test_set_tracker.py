@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from doll.drill.status_trackers import SetTracker
-from doll.monitor.views.drill_report import set_lines
+from doll.monitor.views.run_report import set_line
 from record_builders import update
 from statuses import server_status
 
@@ -28,5 +28,4 @@ def test_counters_of_a_successor_continue_those_of_a_checkpoint() -> None:
     report = tracker.report()
     assert (report["requeued_batches"], report["requeued_together"]) == (5, 2)
     assert report["requeued_by_cause"] == {"blob_lost": 1, "rejoin": 5}
-    (line,) = set_lines(report)
-    assert "5 (blob_lost 1, rejoin 5), 2 times several at once" in line
+    assert "5 (blob_lost 1, rejoin 5), 2 times several at once" in set_line(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from doll.monitor.state.loss_trend import LossTrend
+from doll.monitor.state.prequential import LossTrend
 
 
 def course(losses: list[float]) -> LossTrend:
