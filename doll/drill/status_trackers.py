@@ -103,13 +103,9 @@ class SetTracker:
             "max_batches": max(self._sizes, default=0),
             "requeued_together": self._counters.get(_SETS, 0),
             "requeued_batches": self._counters.get("requeued", 0),
-            "requeued_by_cause": _by_cause(self._counters),
+            "requeued_by_cause": {
+                name.removeprefix(_CAUSE): count
+                for name, count in sorted(self._counters.items())
+                if name.startswith(_CAUSE) and name != _SETS
+            },
         }
-
-
-def _by_cause(counters: Mapping[str, int]) -> dict[str, int]:
-    return {
-        name.removeprefix(_CAUSE): count
-        for name, count in sorted(counters.items())
-        if name.startswith(_CAUSE) and name != _SETS
-    }

@@ -20,7 +20,7 @@ from doll.monitor.state.rates import (
     stability_margin,
     steady_update_rate,
 )
-from doll.monitor.views.plots import staleness_panel
+from doll.monitor.views.plots import draw_panel, staleness_panel
 from doll.process.files import json_safe
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
@@ -229,7 +229,7 @@ def draw(trajectory: Trajectory, summary: Summary, path: Path, *, staleness: Map
     Raises:
         OSError: `path` cannot be written.
     """
-    from doll.process.figures import new_figure
+    from doll.process.figures import decorate, new_figure
 
     step = max(1, len(trajectory.time_s) // _PLOT_POINTS)
     hours = [time_s / 3600.0 for time_s in islice(trajectory.time_s, None, None, step)]
@@ -243,12 +243,7 @@ def draw(trajectory: Trajectory, summary: Summary, path: Path, *, staleness: Map
     )
     ((done, up, *more), (queue, cost, *rest)) = figure.subplots(2, columns)
     for axes in more:
-        panel = staleness_panel(staleness)
-        axes.bar(panel.curves[0].x, panel.curves[0].y, color=_MEASURED)
-        axes.set_title(panel.title, fontsize=10)
-        axes.set_xlabel(panel.x_label, fontsize=9)
-        axes.set_ylabel(panel.y_label, fontsize=9)
-        axes.tick_params(labelsize=8)
+        draw_panel(axes, staleness_panel(staleness))
     for axes in rest:
         axes.set_axis_off()
     done.plot(hours, updates, color=_MEASURED, label="simulated")
@@ -265,9 +260,5 @@ def draw(trajectory: Trajectory, summary: Summary, path: Path, *, staleness: Map
         (queue, "Batches waiting at each update", "batches"),
         (cost, "Spent", "USD"),
     ):
-        axes.set_title(title, fontsize=10)
-        axes.set_ylabel(label, fontsize=9)
-        axes.set_xlabel("hours", fontsize=9)
-        axes.grid(alpha=0.25)
-        axes.tick_params(labelsize=8)
+        decorate(axes, title, "hours", label)
     figure.savefig(path)

@@ -56,7 +56,6 @@ def stability_margin(rates_per_s: Sequence[float], batch_size: int, group_size: 
     >>> round(stability_margin([125.0] * 64, 256, 20, service_s=0.032).sufficient, 6)
     1.0
     """
-    _check(batch_size, group_size)
     total = sum(rates_per_s)
     if not service_s > 0 or not total > 0:
         return Stability(math.nan, math.nan)
@@ -119,8 +118,3 @@ class WorkerRates:
             return math.nan
         span_s = min(RATE_WINDOW_S, self._entries[-1][0] - self._first_s)
         return self._samples.get(worker, 0) / span_s if span_s > 0 else math.nan
-
-
-def _check(batch_size: int, group_size: int) -> None:
-    if batch_size < 1 or group_size < 1:
-        raise ValueError(f"expected a batch size and a group size of at least 1, got {batch_size} and {group_size}")

@@ -260,9 +260,7 @@ class Comparison:
         to_loss = dict.fromkeys(Reached._fields) if reached is None else reached._asdict()
         return {
             "policy": run.label,
-            **{
-                name: getattr(run, name) for name in ("ok", "outcome", "seconds", "samples", "updates", "usd", "folder")
-            },
+            **{name: getattr(run, name) for name in _PLAIN},
             **{f"{name}_to_loss": value for name, value in to_loss.items()},
             "final_loss": run.loss(self.kind).last,
             "best_loss": run.loss(self.kind).best,

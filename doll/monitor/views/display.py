@@ -99,8 +99,9 @@ def panel(snapshot: JobSnapshot, stop: StopConfig) -> RenderableType:
     for _ in range(2):
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column()  # on a narrow terminal a long value takes two lines: nothing is cut off
-    for (left, left_value), (right, right_value) in _fields(snapshot, stop):
-        grid.add_row(left, left_value, right, right_value)
+    fields = _fields(snapshot, stop)
+    for left, right in zip(fields[::2], fields[1::2], strict=True):
+        grid.add_row(*left, *right)
     parts: list[RenderableType] = [grid]
     if stop.updates is not None:
         bar = Table.grid(expand=True)  # a bar alone does not end its line
@@ -118,42 +119,29 @@ def panel(snapshot: JobSnapshot, stop: StopConfig) -> RenderableType:
     return Panel(Group(*parts), title=escape(title), title_align="left", border_style="cyan")
 
 
-def _fields(snapshot: JobSnapshot, stop: StopConfig) -> list[tuple[tuple[str, str], tuple[str, str]]]:
-    goal = "" if stop.accuracy is None else f" of {stop.accuracy:g}"
-    means = snapshot.prequential
-    accuracy = means.metrics.get("accuracy", math.nan)
+def _fields(snapshot: JobSnapshot, stop: StopConfig) -> list[tuple[str, str]]:
+    accuracy_goal = "" if stop.accuracy is None else f" of {stop.accuracy:g}"
+    loss_goal = "" if stop.loss is None else f" of {stop.loss:g}"
     version = "" if snapshot.held_out_version is None else f" (v{snapshot.held_out_version})"
     source = "" if snapshot.rate_stated else " (λ measured)"
+    means, policy = snapshot.prequential, snapshot.policy
     return [
-        (("updates", of(snapshot.updates, stop.updates)), ("samples", of(snapshot.samples, stop.samples))),
-        (
-            ("preq. loss", number(means.loss)),
-            ("held-out loss", number(snapshot.held_out_loss) + ("" if stop.loss is None else f" of {stop.loss:g}")),
-        ),
-        (
-            ("preq. accuracy", number(accuracy)),
-            ("held-out accuracy", number(snapshot.held_out_accuracy) + goal + version),
-        ),
-        (
-            ("λ_U measured", f"{number(snapshot.rate_measured)} /s"),
-            ("theory Nλ/(Kb)", f"{number(snapshot.rate_predicted)} /s{source}"),
-        ),
-        (
-            ("Prop. 1 margin", f"{number(snapshot.margin.sufficient)}  {verdict(snapshot)}"),
-            ("batch μ_C", f"{number(1000 * snapshot.service_s)} ms"),
-        ),
-        (
-            ("durable version", "?" if snapshot.durable_version is None else str(snapshot.durable_version)),
-            ("waiting batches", "?" if snapshot.waiting_batches is None else str(snapshot.waiting_batches)),
-        ),
-        (
-            ("samples sent", "?" if snapshot.sent is None else of(snapshot.sent, None)),
-            ("send rate", f"{number(snapshot.send_rate_per_s)} /s"),
-        ),
-        (
-            ("staleness", "?" if snapshot.policy is None else snapshot.policy.staleness_text),
-            ("workers blocked", "?" if snapshot.policy is None else snapshot.policy.blocked_text),
-        ),
+        ("updates", of(snapshot.updates, stop.updates)),
+        ("samples", of(snapshot.samples, stop.samples)),
+        ("preq. loss", number(means.loss)),
+        ("held-out loss", number(snapshot.held_out_loss) + loss_goal),
+        ("preq. accuracy", number(means.metrics.get("accuracy", math.nan))),
+        ("held-out accuracy", number(snapshot.held_out_accuracy) + accuracy_goal + version),
+        ("λ_U measured", f"{number(snapshot.rate_measured)} /s"),
+        ("theory Nλ/(Kb)", f"{number(snapshot.rate_predicted)} /s{source}"),
+        ("Prop. 1 margin", f"{number(snapshot.margin.sufficient)}  {verdict(snapshot)}"),
+        ("batch μ_C", f"{number(1000 * snapshot.service_s)} ms"),
+        ("durable version", "?" if snapshot.durable_version is None else str(snapshot.durable_version)),
+        ("waiting batches", "?" if snapshot.waiting_batches is None else str(snapshot.waiting_batches)),
+        ("samples sent", "?" if snapshot.sent is None else of(snapshot.sent, None)),
+        ("send rate", f"{number(snapshot.send_rate_per_s)} /s"),
+        ("staleness", "?" if policy is None else policy.staleness_text),
+        ("workers blocked", "?" if policy is None else policy.blocked_text),
     ]
 
 
