@@ -52,6 +52,12 @@ class StreamStarts:
     positions: Sequence[int]
     rngs: Sequence[np.random.Generator]
 
+    @property
+    def first_places(self) -> list[int]:
+        """Where each stream goes on in a file whose sample i is that of stream i mod N."""
+        count = len(self.positions)
+        return [n + position * count for n, position in enumerate(self.positions)]
+
 
 def open_streams(config: JobConfig, starts: Sequence[int], positions: Sequence[int] = ()) -> list[Iterator[bytes]]:
     """One iterator of record values per stream.
@@ -91,21 +97,13 @@ def _open_lines(
     from doll.records import lines
 
     path, count = config.path(source.path), config.data.workers
-    header = isinstance(source, CsvSource) and source.header
-    longest = config.data.max_record_bytes
+    header, longest = isinstance(source, CsvSource) and source.header, config.data.max_record_bytes
 
     def behind(skip: int) -> Iterator[bytes]:
         return lines.read_file(path, header=header, repeat=source.repeat, skip=skip, max_bytes=longest)
 
     # Each stream reads the file for itself: streams of different rates need no buffer between them.
-    firsts = _first_places(start)
-    return [itertools.islice(behind(first), 0, None, count) for first in firsts]
-
-
-def _first_places(start: StreamStarts) -> list[int]:
-    """Where each stream goes on in a file whose sample i is that of stream i mod N."""
-    count = len(start.positions)
-    return [n + position * count for n, position in enumerate(start.positions)]
+    return [itertools.islice(behind(first), 0, None, count) for first in start.first_places]
 
 
 def _open_criteo(config: JobConfig, source: CriteoSource, start: StreamStarts) -> list[Iterator[bytes]]:
@@ -128,15 +126,14 @@ def _open_ratings(config: JobConfig, source: RatingsSource, start: StreamStarts)
     from doll.producers.sources import ratings
     from doll.records import lines
 
-    path, longest, count = config.path(source.path), config.data.max_record_bytes, config.data.workers
+    path, count = config.path(source.path), config.data.workers
 
     def rated(repeat: bool) -> Iterator[bytes]:
-        read = lines.read_file(path, header=source.header, repeat=repeat, max_bytes=longest)
+        read = lines.read_file(path, header=source.header, repeat=repeat, max_bytes=config.data.max_record_bytes)
         return ratings.records(read, source.holdout_one_in)
 
-    firsts = _first_places(start)
     if not source.shuffle:
-        return [itertools.islice(rated(source.repeat), first, None, count) for first in firsts]
+        return [itertools.islice(rated(source.repeat), first, None, count) for first in start.first_places]
     values = list(rated(repeat=False))
     if not values:
         raise ConfigError(f"source.holdout_one_in: expected ratings of {path} that are not held out, got none")
@@ -144,7 +141,7 @@ def _open_ratings(config: JobConfig, source: RatingsSource, start: StreamStarts)
         ratings.shuffled(
             values, first, count, lambda number: child_rng(config.seed, ORDER, number), repeat=source.repeat
         )
-        for first in firsts
+        for first in start.first_places
     ]
 
 
@@ -192,7 +189,7 @@ def _open_idx(config: JobConfig, source: IdxSource, start: StreamStarts) -> list
     if source.augment:
         return [images.augmented(pixels, labels, rng) for rng in start.rngs]
     count = len(start.rngs)
-    return [images.in_order(pixels[first::count], labels[first::count]) for first in _first_places(start)]
+    return [images.in_order(pixels[first::count], labels[first::count]) for first in start.first_places]
 
 
 OPENERS: dict[type[SourceSection], Callable[[JobConfig, Any, StreamStarts], list[Iterator[bytes]]]] = {
