@@ -19,6 +19,7 @@ from doll.drill.plan import Fault, FaultTarget, make_plan
 from doll.drill.recovery import RecoveryTracker
 from doll.drill.status_trackers import ControlTracker, SetTracker
 from doll.drill.stream import SamplesTopic, poison_for
+from doll.process.files import write_json
 from doll.records.control import AnyRecord, ServerStatus, Update
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class FaultInjector:
         self.standby = standby
         self._relays = relays
         self._metadata = metadata
-        self.run_folder = run_folder
+        self._run_folder = run_folder
         self._leader_pid = 0
         self._leader_term = 0
         self._config = config
@@ -156,8 +157,8 @@ class FaultInjector:
             stack=stack,
             relays=self._relays,
             metadata=self._metadata,
-            run_folder=self.run_folder,
-            topic=SamplesTopic(self._config, stack.services, self.run_folder),
+            run_folder=self._run_folder,
+            topic=SamplesTopic(self._config, stack.services, self._run_folder),
             copies=self._copies,
             recoveries=self._recoveries,
             say=self._announce,
@@ -207,7 +208,8 @@ class FaultInjector:
             self._scene.close()
 
     def report_fields(self) -> dict[str, Any]:
-        """The drill's fields in `report.json`."""
+        """The drill's fields in `report.json`; every fault is written to `faults.json`."""
+        write_json(self._run_folder / "faults.json", self._log())
         return {
             "drill_seed": self._seed,
             "faults_planned": self._number,
@@ -217,8 +219,8 @@ class FaultInjector:
             **self._recoveries.report(),
         }
 
-    def log(self) -> list[dict[str, Any]]:
-        """Every fault with its time and recovery, for a file."""
+    def _log(self) -> list[dict[str, Any]]:
+        """Every fault with its time and recovery."""
         return [
             {
                 "number": entry.fault.number, "kind": entry.fault.kind.name, "role": entry.fault.role,

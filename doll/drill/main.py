@@ -24,14 +24,6 @@ if TYPE_CHECKING:
     from doll.monitor.views.display import Display
 
 
-class _Drill(FaultInjector):
-    """A `FaultInjector` that writes every fault to the run folder."""
-
-    def report_fields(self) -> dict[str, Any]:
-        write_json(self.run_folder / "faults.json", self.log())
-        return super().report_fields()
-
-
 def _problem(report: Mapping[str, Any], poisoned: int) -> str | None:
     """How the audit differs from the poison records that were sent, or the replay from the run; None if neither."""
     audit, replay = report["audit"], report.get("replay")
@@ -77,11 +69,11 @@ def run_drill(
     checkpoint = config.checkpoint.model_copy(update={"event_log": True} if replay else {})
     endless = config.model_copy(update={"stop": StopConfig(), "blobs": blobs, "kafka": kafka, "checkpoint": checkpoint})
     roles = [*PARAMETER_SERVERS, *(f"worker-{worker}" for worker in range(config.data.workers)), "producer"]
-    drills: list[tuple[RunFolder, _Drill]] = []
+    drills: list[tuple[RunFolder, FaultInjector]] = []
     with RoleRelays(roles, brokers) as relays, FakeMetadataService() as metadata:
 
-        def hook(run: RunFolder, display: Display) -> _Drill:
-            drill = _Drill(
+        def hook(run: RunFolder, display: Display) -> FaultInjector:
+            drill = FaultInjector(
                 endless, say=display.say, run_folder=run.path, faults=faults, seed=seed, relays=relays,
                 metadata=metadata, standby=standby, every_s=every_s,
             )  # fmt: skip
