@@ -23,9 +23,9 @@ from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.protocol.worker_core import GradientDone
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.tuner import ScaleInTuner
-from doll.ps.engine.events import ApplyUpdate, Event, FetchGradient, GradientFetched, RollBack
-from doll.records.control import Push
-from doll.simulation.world import MESSAGE, UNBOUNDED, World
+from doll.ps.engine.events import ApplyUpdate, EngineAction, Event, FetchGradient, GradientFetched, RollBack
+from doll.records.control import AnyRecord, Push
+from doll.simulation.timed_world import MESSAGE, UNBOUNDED, TimedProcess, TimedWorld
 from doll.storage.contributions import Compressor
 
 from benchmarks.paper.factorization import Factorization
@@ -199,7 +199,7 @@ class _Blob(NamedTuple):
     losses: tuple[float, ...]
 
 
-class FunctionJob(World):
+class FunctionJob(TimedWorld):
     """P workers that learn one problem.
 
     Args:
@@ -213,7 +213,10 @@ class FunctionJob(World):
         compute_s: Callable[[int, int], float], *, tuner: ScaleInTuner | None = None,
         residual: Callable[[float, int], Residual] = Residual,
     ) -> None:  # fmt: skip
-        super().__init__(policy, num_workers=workers, checkpoint_every_updates=UNBOUNDED)
+        super().__init__(
+            policy, num_workers=workers, on={MESSAGE: self._on_stored}, seconds_of=self._get_and_compute_s,
+            checkpoint_every_updates=UNBOUNDED,
+        )  # fmt: skip
         self.weights = problem.start()
         self.outcome = Outcome()
         self._problem, self._store, self._compute_s, self._tuner = problem, store, compute_s, tuner
@@ -245,8 +248,7 @@ class FunctionJob(World):
 
         self._is_over = is_over
         for number in range(self._num_workers):
-            self._join(number)
-            self.process(number).cached = 0
+            self.start_process(number).cached = 0
         for number in range(self._num_workers):
             self._read(number, 1)
         self.run_until()
@@ -254,10 +256,14 @@ class FunctionJob(World):
 
     # --- the server -------------------------------------------------------------------------------------------------
 
-    def _on_fetch(self, fetch: FetchGradient) -> None:
-        self._handle(GradientFetched(grant_id=fetch.grant_id))
+    def perform(self, action: EngineAction) -> Event | None:
+        if isinstance(action, FetchGradient):
+            return GradientFetched(grant_id=action.grant_id)
+        if isinstance(action, ApplyUpdate):
+            self._on_update(action)
+        return super().perform(action)
 
-    def _on_roll_back(self, action: RollBack) -> None:
+    def roll_back(self, action: RollBack) -> None:
         raise RuntimeError(f"the server would begin again from a checkpoint, and there is none: {action.reason}")
 
     def _on_update(self, update: ApplyUpdate) -> None:
@@ -294,7 +300,7 @@ class FunctionJob(World):
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
-    def _seconds_of(self, worker: int, batch: int) -> float:
+    def _get_and_compute_s(self, worker: int, batch: int) -> float:
         """It reads the weights that its grant asks for, if it has older ones, and computes."""
         process, state = self.process(worker), self._workers[worker]
         read_s = 0.0
@@ -307,12 +313,12 @@ class FunctionJob(World):
             self.outcome.bytes_read += sum(num_bytes.values())
             version, weights = self._snapshot
             assert version == process.cached, "a grant names the newest version"
-            state.version, state.snapshot = version, (process.orders[0].grant.included, weights)
+            state.version, state.snapshot = version, (process.first_order.grant.included, weights)
             read_s = self._store.get(worker, num_bytes, self.now) - self.now
         return read_s + self._compute_s(worker, batch)
 
-    def _on_computed(self, worker: int) -> None:
-        state, batch = self._workers[worker], self.process(worker).orders[0].grant.first
+    def _on_computed(self, worker: int, number: int) -> None:
+        state, batch = self._workers[worker], self.process(worker).first_order.grant.first
         if state.snapshot is not None:
             included, weights = state.snapshot
             state.snapshot = None
@@ -329,7 +335,7 @@ class FunctionJob(World):
             state.residual.split(values, state.view, batch)
         state.pushed.append((batch, values))
         self._store_blob(self._key_of(worker, batch), worker, values, (step.loss_sum / step.num_samples,))
-        super()._on_computed(worker)
+        super()._on_computed(worker, number)
 
     def _store_blob(self, key: str, worker: int, values: Vector, losses: tuple[float, ...]) -> None:
         parts = Compressor(_JOB, len(values)).compress(values, version=self._workers[worker].version)
@@ -345,32 +351,33 @@ class FunctionJob(World):
     def _holds_back(self, worker: int) -> bool:
         return self._workers[worker].residual.is_held
 
-    def _to_server(self, worker: int, record: Event) -> None:
+    def to_server(self, process: TimedProcess, record: AnyRecord) -> None:
         """A push is sent when what it names is in the store; other records take no time."""
         if not isinstance(record, Push):
-            super()._to_server(worker, record)
+            super().to_server(process, record)
             return
+        worker = process.worker
         self._on_their_way[worker] = record
         at_s = self._store.put(worker, self._blobs[record.key].num_bytes, self.now)
         heappush(self._queue, (at_s, MESSAGE, worker, 0))
 
-    def _on_event(self, kind: int, worker: int, number: int) -> None:
+    def _on_stored(self, worker: int, number: int) -> None:
         push, self._on_their_way[worker] = self._on_their_way[worker], None
         assert push is not None, "a worker sends one push after the other"
-        self._handle(push)
+        self.handle(push)
         process, state = self.process(worker), self._workers[worker]
-        rest = process.core.rest
+        rest = process.protocol.rest
         if not state.is_leaving:
-            self._read(worker, process.core.next_batch + 1)
+            self._read(worker, process.protocol.next_batch + 1)
         elif rest is not None and (held := state.residual.of(rest.until)) is not None:
             # A worker that leaves sends what it holds back first.
             state.residual.clear()
             key = f"{self._key_of(worker, rest.until)}/rest"
             self._store_blob(key, worker, held, ())
-            self._do(worker, process, process.core.rest_stored(rest, GradientDone(key, state.version, ())))
+            self.do(process, process.protocol.rest_stored(rest, GradientDone(key, state.version, ())))
         else:
             self._worker_s, self._worker_s_at = self._worker_seconds(), self.now
             self._num_workers -= 1
-            self._do(worker, process, process.core.leave("scale-in"))
+            self.do(process, process.protocol.leave("scale-in"))
         if self.outcome.points and self._is_over(self.outcome.last):
             self._queue.clear()

@@ -21,13 +21,20 @@ from typing import Literal, Protocol
 
 import numpy as np
 from doll.config.policy import PolicyConfig
-from doll.ps.engine.events import ApplyUpdate, Command, Event, FetchGradient, GradientFetched, StopRequested
+from doll.ps.engine.events import (
+    ApplyUpdate,
+    EngineAction,
+    Event,
+    FetchGradient,
+    GradientFetched,
+    StopRequested,
+)
 from doll.ps.policies import Policy, make_policy
 from doll.ps.policies.essp import Essp
 from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp
-from doll.records.control import Grant, NewVersion, Push
+from doll.records.control import AnyRecord, Grant, NewVersion, Push
 from doll.simulation.randomness import Draw, blocks
-from doll.simulation.world import MESSAGE, Process, World
+from doll.simulation.timed_world import MESSAGE, TimedProcess, TimedWorld
 from doll.theory.staleness import Histogram, StalenessMeter
 
 Read = Literal["asks", "waits", "has"]
@@ -94,7 +101,7 @@ def clock_times(rng: np.random.Generator, shape: float = 20.0, doubled: float = 
     return lambda worker, batch: draw()
 
 
-class NetworkedSystem(World):
+class NetworkedSystem(TimedWorld):
     """P workers, one server, and a network.
 
     Attributes:
@@ -123,7 +130,10 @@ class NetworkedSystem(World):
             latency_s: mean seconds of a message, exponential.
             policy: in place of the one that `config` names.
         """
-        super().__init__(config, num_workers=workers, policy=policy or policy_of(config))
+        super().__init__(
+            config, num_workers=workers, seconds_of=self._computing, on={MESSAGE: self._on_message},
+            policy=policy or policy_of(config),
+        )  # fmt: skip
         self._clocks = clocks
         self._seconds = compute
         self._read_by: Read = read
@@ -144,8 +154,7 @@ class NetworkedSystem(World):
         if steps is not None:
             steps.publish(0)
         for worker in range(workers):
-            self._join(worker)
-            self.process(worker).cached = 0
+            self.start_process(worker).cached = 0
         # Twice what is needed: nobody runs out of batches before the slowest is through.
         for worker in range(workers):
             self._read(worker, 2 * clocks + 1_000)
@@ -162,33 +171,29 @@ class NetworkedSystem(World):
 
     # --- the worker ---------------------------------------------------------------------------------------------------
 
-    def _on_grant(self, grant: Grant) -> None:
-        if self._asked[grant.worker] is _Asked.AT_SERVER:
-            self._answer(grant.worker, grant.version)
-        super()._on_grant(grant)
-
-    def _go_on(self, worker: int, process: Process) -> None:
+    def _go_on(self, process: TimedProcess) -> None:
         if process.orders and not process.is_computing:
-            self._want(worker, process)
+            self._want(process)
 
-    def _on_computed(self, worker: int) -> None:
-        super()._on_computed(worker)
+    def _on_computed(self, worker: int, number: int) -> None:
+        super()._on_computed(worker, number)
         process = self.process(worker)
         if not process.is_computing and not process.orders:
-            self._want(worker, process)
+            self._want(process)
 
-    def _want(self, worker: int, process: Process) -> None:
+    def _want(self, process: TimedProcess) -> None:
         """The next batch is wanted, from now on or still."""
-        if self._wants_since_s[worker] is None:
-            self._wants_since_s[worker] = self.now
-        self._try(worker, process)
+        if self._wants_since_s[process.worker] is None:
+            self._wants_since_s[process.worker] = self.now
+        self._try(process)
 
-    def _try(self, worker: int, process: Process) -> None:
+    def _try(self, process: TimedProcess) -> None:
         """Compute the batch that is wanted, if there is one and the weights are new enough."""
+        worker = process.worker
         since_s = self._wants_since_s[worker]
         if since_s is None:
             return
-        grant = process.orders[0].grant if process.orders else None
+        grant = process.first_order.grant if process.orders else None
         if grant is not None and self._read_by == "has" and process.cached < grant.min_version:
             self._publish(grant.version)
             process.cached = grant.version
@@ -204,12 +209,12 @@ class NetworkedSystem(World):
         if self._steps is not None:
             key = self._key_of(worker, grant.first)
             self._max_changes[key] = self._steps.compute(worker, grant.first, process.cached)
-        self._begin(worker, process)
+        self._begin(process)
 
     def _key_of(self, worker: int, batch: int) -> str:
         return "" if self._steps is None else f"{worker}.{batch}"
 
-    def _seconds_of(self, worker: int, batch: int) -> float:
+    def _computing(self, worker: int, batch: int) -> float:
         seconds = self._seconds(worker, batch)
         if batch < self._clocks:
             self.computing_s[worker] += seconds
@@ -223,32 +228,34 @@ class NetworkedSystem(World):
         last[way] = max(last[way], self.now + self._latency())
         heappush(self._queue, (last[way], MESSAGE, worker, kind))
 
-    def _to_server(self, worker: int, record: Event) -> None:
+    def to_server(self, process: TimedProcess, record: AnyRecord) -> None:
         if isinstance(record, Push):
-            self._on_their_way[worker][0].append(record)
-            self._message(worker, _PUSH)
+            self._on_their_way[process.worker][0].append(record)
+            self._message(process.worker, _PUSH)
         else:
-            super()._to_server(worker, record)
+            super().to_server(process, record)
 
-    def _to_worker(self, record: Command) -> None:
+    def to_worker(self, worker: int, record: AnyRecord) -> None:
         if isinstance(record, NewVersion):
             self._publish(record.version)
-            self._on_their_way[record.worker][1].append(record)
-            self._message(record.worker, _WEIGHTS)
-        else:
-            super()._to_worker(record)
+            self._on_their_way[worker][1].append(record)
+            self._message(worker, _WEIGHTS)
+            return
+        if isinstance(record, Grant) and self._asked[worker] is _Asked.AT_SERVER:
+            self._answer(worker, record.version)
+        super().to_worker(worker, record)
 
     def _answer(self, worker: int, version: int) -> None:
         self._asked[worker] = _Asked.ANSWERED
-        self._to_worker(NewVersion(term=self.engine.term, worker=worker, version=version, key=""))
+        self.to_worker(worker, NewVersion(term=self.term, worker=worker, version=version, key=""))
 
-    def _on_event(self, kind: int, worker: int, number: int) -> None:
+    def _on_message(self, worker: int, number: int) -> None:
         to_server, to_worker = self._on_their_way[worker]
         process = self.process(worker)
         if number == _PUSH:
-            self._handle(to_server.popleft())
+            self.handle(to_server.popleft())
             if not self._is_behind and self.engine.stopping is None:
-                self._handle(StopRequested(reason="clocks"))
+                self.handle(StopRequested(reason="clocks"))
         elif number == _REQUEST:
             if process.orders:
                 self._answer(worker, self.engine.version)
@@ -257,9 +264,9 @@ class NetworkedSystem(World):
         else:
             if self._asked[worker] is _Asked.ANSWERED:
                 self._asked[worker] = _Asked.NO
-            self._receive(to_worker.popleft())
+            self.receive(process, to_worker.popleft())
             process.cached = max(process.cached, process.offered)
-            self._try(worker, process)
+            self._try(process)
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
@@ -267,8 +274,12 @@ class NetworkedSystem(World):
         if self._steps is not None:
             self._steps.publish(version)
 
-    def _on_fetch(self, fetch: FetchGradient) -> None:
-        self._handle(GradientFetched(grant_id=fetch.grant_id, max_change=self._max_changes.pop(fetch.key)))
+    def perform(self, action: EngineAction) -> Event | None:
+        if isinstance(action, FetchGradient):
+            return GradientFetched(grant_id=action.grant_id, max_change=self._max_changes.pop(action.key))
+        if isinstance(action, ApplyUpdate):
+            self._on_update(action)
+        return super().perform(action)
 
     def _on_update(self, update: ApplyUpdate) -> None:
         if self._steps is not None:

@@ -16,15 +16,15 @@ import numpy as np
 from doll.consumers.protocol.worker_core import Compute, ComputedBatch, GradientDone
 from doll.pipeline.planner.schedule import Jitter, Pipeline, StageTimes
 from doll.pipeline.planner.timeline import Timeline
-from doll.ps.engine.events import ApplyUpdate, Event, StopRequested
+from doll.ps.engine.events import ApplyUpdate, EngineAction, Event, StopRequested
 from doll.ps.policies import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
-from doll.records.control import Push
+from doll.records.control import AnyRecord, Push
 from doll.simulation.randomness import blocks
-from doll.simulation.world import MESSAGE, Process, World
+from doll.simulation.timed_world import MESSAGE, TimedProcess, TimedWorld
 
 # Numbers of messages: that of a stage whose task ends, or one of these.
-_PUSHED, _PULLED, _DISPATCH = range(1 << 20, (1 << 20) + 3)
+_PUSHED, _PULLED = 1 << 20, (1 << 20) + 1
 _LAST_OF_MOMENT = MESSAGE + 1
 
 
@@ -48,7 +48,7 @@ class _Prefix:
             self._later.discard(self.length)
 
 
-class VirtualWorkers(World):
+class VirtualWorkers(TimedWorld):
     """N virtual workers and one server.
 
     Attributes:
@@ -87,7 +87,9 @@ class VirtualWorkers(World):
         """
         config = config.model_copy(update={"pipelined": True})
         workers = len(stages)
-        super().__init__(config, num_workers=workers, policy=policy)
+        super().__init__(
+            config, num_workers=workers, on={MESSAGE: self._on_message, _LAST_OF_MOMENT: self._dispatch}, policy=policy
+        )
         self.wave = config.wave_batches
         self.minibatches = waves * self.wave
         self._free = (config.clock_distance + 1) * self.wave + self.wave - 1  # minibatches without a bound
@@ -112,8 +114,7 @@ class VirtualWorkers(World):
         # Of each worker, in order: what it computes, with the version of its weights; what is pushed is taken out.
         self._started: list[list[tuple[Compute, int]]] = [[] for _ in range(workers)]
         for worker in range(workers):
-            self._join(worker)
-            self.process(worker).cached = 0
+            self.start_process(worker).cached = 0
         for worker in range(workers):
             self._read(worker, self.minibatches)
 
@@ -133,16 +134,16 @@ class VirtualWorkers(World):
 
     # --- the virtual worker -------------------------------------------------------------------------------------------
 
-    def _go_on(self, worker: int, process: Process) -> None:
-        self._dispatch_later(worker)
+    def _go_on(self, process: TimedProcess) -> None:
+        self._dispatch_later(process.worker)
 
     def _dispatch_later(self, worker: int) -> None:
         """When all of this moment has happened."""
         if not self._is_dispatching[worker]:
             self._is_dispatching[worker] = True
-            heappush(self._queue, (self.now, _LAST_OF_MOMENT, worker, _DISPATCH))
+            heappush(self._queue, (self.now, _LAST_OF_MOMENT, worker, 0))
 
-    def _dispatch(self, worker: int) -> None:
+    def _dispatch(self, worker: int, number: int) -> None:
         self._is_dispatching[worker] = False
         pipeline = self.pipelines[worker]
         while pipeline.has_room and pipeline.started < self.minibatches:
@@ -159,7 +160,7 @@ class VirtualWorkers(World):
         process = self.process(worker)
         if not process.orders or self._pulling[worker] is not None:
             return False
-        if process.cached < process.orders[0].grant.min_version:
+        if process.cached < process.first_order.grant.min_version:
             if self._pull_s:
                 self._pulling[worker] = self.engine.version
                 heappush(self._queue, (self.now + self._pull_s, MESSAGE, worker, _PULLED))
@@ -184,11 +185,9 @@ class VirtualWorkers(World):
             self.missing = max(self.missing, before - oldest)
         self._started[worker].append((process.take(1), process.cached))
 
-    def _on_event(self, kind: int, worker: int, number: int) -> None:
-        if number == _DISPATCH:
-            self._dispatch(worker)
-        elif number == _PUSHED:
-            self._handle(self._pushes[worker].popleft())
+    def _on_message(self, worker: int, number: int) -> None:
+        if number == _PUSHED:
+            self.handle(self._pushes[worker].popleft())
         elif number == _PULLED:
             version, self._pulling[worker] = self._pulling[worker], None
             assert version is not None
@@ -215,16 +214,21 @@ class VirtualWorkers(World):
             is_kept = at + 1 < self.wave
             computed = (ComputedBatch(1, version=version),)
             done = GradientDone("", version, computed, is_kept=is_kept, holds=() if is_kept else holds)
-            self._do(worker, process, process.core.gradient_done(order.grant, order.batches, done, self.now))
+            self.do(process, process.protocol.gradient_done(order.grant, order.batches, done, self.now))
 
-    def _to_server(self, worker: int, record: Event) -> None:
+    def to_server(self, process: TimedProcess, record: AnyRecord) -> None:
         if isinstance(record, Push) and self._push_s:
-            self._pushes[worker].append(record)
-            heappush(self._queue, (self.now + self._push_s, MESSAGE, worker, _PUSHED))
+            self._pushes[process.worker].append(record)
+            heappush(self._queue, (self.now + self._push_s, MESSAGE, process.worker, _PUSHED))
         else:
-            super()._to_server(worker, record)
+            super().to_server(process, record)
 
     # --- the server ---------------------------------------------------------------------------------------------------
+
+    def perform(self, action: EngineAction) -> Event | None:
+        if isinstance(action, ApplyUpdate):
+            self._on_update(action)
+        return super().perform(action)
 
     def _on_update(self, update: ApplyUpdate) -> None:
         for item in update.sets:
@@ -235,4 +239,4 @@ class VirtualWorkers(World):
         self._contents.append(tuple(prefix.length for prefix in self._in_model))
         self.distance = max(self.distance, (max(self._applied) - min(self._applied)) // self.wave)
         if min(self._applied) == self.minibatches and self.engine.stopping is None:
-            self._handle(StopRequested(reason="waves"))
+            self.handle(StopRequested(reason="waves"))

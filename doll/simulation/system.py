@@ -13,15 +13,16 @@ from typing import Protocol
 
 import numpy as np
 
+from doll.consumers.protocol.worker_core import Compute
 from doll.provisioner.traces.availability import Preemption
-from doll.ps.engine.events import ApplyUpdate
+from doll.ps.engine.events import ApplyUpdate, EngineAction, Event
 from doll.ps.engine.measures import PolicyMeasures
 from doll.ps.policies import Policy
 from doll.records.control import Grant
 from doll.simulation.randomness import Draw, compute_time, samples_time
 from doll.simulation.settings import SimulationSettings
+from doll.simulation.timed_world import BATCH, BOOTED, FOREVER_S, PLAN, SPAN, TimedProcess, TimedWorld
 from doll.simulation.trajectory import Trajectory
-from doll.simulation.world import BATCH, BOOTED, FOREVER_S, PLAN, SPAN, World
 
 
 class Provisioner(Protocol):
@@ -50,7 +51,7 @@ class Gradients(Protocol):
         ...
 
 
-class System(World):
+class System(TimedWorld):
     """N workers, their machines and one engine.
 
     Attributes:
@@ -84,10 +85,20 @@ class System(World):
             policy: in place of the one that the settings name.
         """
         n = settings.num_workers
+        self._seeds = np.random.SeedSequence(settings.seed)
+        self._rng = rng = np.random.default_rng(self._seeds)
+        self._fill: Draw = samples_time(rng, settings.batch_size, settings.arrival_scv)
+        compute = compute_time(rng, settings.compute_s, settings.compute)
         super().__init__(
-            settings.policy, num_workers=n, batch_size=settings.batch_size, policy=policy, updates=settings.updates,
+            settings.policy,
+            num_workers=n,
+            seconds_of=lambda worker, batch: compute(),
+            on={BATCH: self._on_batch, SPAN: self._on_span, BOOTED: self._update_worker, PLAN: self._on_plan},
+            batch_size=settings.batch_size,
+            policy=policy,
+            updates=settings.updates,
             checkpoint_every_updates=settings.checkpoint_every_updates,
-        )  # fmt: skip
+        )
         self.settings = settings
         self.spot = list(spot) if spot is not None else [False] * n
         if len(self.spot) != n:
@@ -100,11 +111,6 @@ class System(World):
         self.boot_s = boot_s
         self._provisioner = provisioner
         self._learner = learner
-        self._seeds = np.random.SeedSequence(settings.seed)
-        rng = np.random.default_rng(self._seeds)
-        self._rng = rng
-        self._fill: Draw = samples_time(rng, settings.batch_size, settings.arrival_scv)
-        self._compute: Draw = compute_time(rng, settings.compute_s, settings.compute)
         self._mean_gap_s = [1.0 / rate for rate in settings.rates_per_s]
         # Where each stream stands. Its next batch is complete at `_complete_at`; `_remaining_s` of that were left when
         # arrivals paused.
@@ -150,17 +156,6 @@ class System(World):
         self.run_until(FOREVER_S if self.settings.seconds is None else self.settings.seconds, progress)
         return self.trajectory
 
-    def _on_event(self, kind: int, worker: int, number: int) -> None:
-        if kind == BATCH:
-            if number == self._batch_event[worker]:
-                self._on_batch(worker)
-        elif kind == SPAN:
-            self._on_span(worker)
-        elif kind == BOOTED:
-            self._update_worker(worker)
-        else:
-            self._on_plan()
-
     def _start(self) -> None:
         settings = self.settings
         b, n = settings.batch_size, settings.num_workers
@@ -181,7 +176,7 @@ class System(World):
         heapify(self._queue)
         for worker in range(n):
             if self.up[worker] or not settings.replacement:
-                self._join(worker)
+                self.start_process(worker)
         if self._provisioner is not None:
             heappush(self._queue, (0.0, PLAN, 0, 0))
 
@@ -197,7 +192,9 @@ class System(World):
 
     # --- the life of a batch ----------------------------------------------------------------------------------------
 
-    def _on_batch(self, worker: int) -> None:
+    def _on_batch(self, worker: int, number: int) -> None:
+        if number != self._batch_event[worker]:
+            return
         self.complete[worker] += 1
         at = self.now + self._fill() * self._mean_gap_s[worker]
         self._complete_at[worker] = at
@@ -205,13 +202,12 @@ class System(World):
         if self.up[worker]:
             self._read(worker, self.complete[worker])
 
-    def _on_grant(self, grant: Grant) -> None:
-        if self._learner is not None:
-            self._learner.grant(grant)
-        super()._on_grant(grant)
-
-    def _seconds_of(self, worker: int, batch: int) -> float:
-        return self._compute()
+    def perform(self, action: EngineAction) -> Event | None:
+        if isinstance(action, ApplyUpdate):
+            self._on_update(action)
+        elif isinstance(action, Grant) and self._learner is not None:
+            self._learner.grant(action)
+        return super().perform(action)
 
     def _on_update(self, update: ApplyUpdate) -> None:
         if self._learner is not None:
@@ -241,7 +237,7 @@ class System(World):
         """Add the cost and the up-time since the last change; call it before a change."""
         self._usd, self._up_worker_s, self._accrued_at = self.usd, self.up_worker_s, self.now
 
-    def _on_span(self, worker: int) -> None:
+    def _on_span(self, worker: int, number: int) -> None:
         spans = self._spans[worker]
         assert spans is not None
         available, seconds = next(spans)
@@ -263,14 +259,14 @@ class System(World):
         if self.boot_s > 0:
             heappush(self._queue, (self._booted_at[worker], BOOTED, worker, 0))
 
-    def _update_worker(self, worker: int) -> None:
+    def _update_worker(self, worker: int, number: int = 0) -> None:
         """Start or stop the worker as its machine starts or stops."""
         available = self.spot_available[worker] if self.spot[worker] else True
         wanted = available and self.now >= self._booted_at[worker]
         if wanted != self.up[worker]:
             (self._worker_started if wanted else self._worker_lost)(worker)
 
-    def _on_plan(self) -> None:
+    def _on_plan(self, worker: int, number: int) -> None:
         provisioner = self._provisioner
         assert provisioner is not None
         heappush(self._queue, (self.now + provisioner.every_s, PLAN, 0, 0))
@@ -301,9 +297,10 @@ class System(World):
         if self.settings.replacement:
             if self._learner is not None:
                 for order in process.orders:
+                    assert isinstance(order, Compute)
                     self._learner.drop(order.grant)
-            self.processes[worker] = None
-            self._do(worker, process, process.core.leave("preempted"))
+            self.processes[worker].clear()
+            self.do(process, process.protocol.leave("preempted"))
 
     def _worker_started(self, worker: int) -> None:
         self._accrue()
@@ -315,12 +312,12 @@ class System(World):
             self._complete_at[worker] = at
             heappush(self._queue, (at, BATCH, worker, self._batch_event[worker]))
         if self.settings.replacement:
-            self._join(worker)
-        process = self.process(worker)
-        self._go_on(worker, process)
+            self.start_process(worker)
+        self._go_on(self.process(worker))
         self._read(worker, self.complete[worker])
 
-    def _join(self, worker: int) -> None:
-        super()._join(worker)
+    def start_process(self, worker: int, incarnation: int = 0) -> TimedProcess:
+        process = super().start_process(worker, incarnation)
         if self.measures is not None:
             self.measures.joined(worker)
+        return process

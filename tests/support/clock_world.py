@@ -16,8 +16,8 @@ from engine_world import World
 def drive(world: World, rounds: int, *workers: int) -> None:
     """Let these workers' processes do all they can."""
     for _ in range(rounds):
-        for process in [process for process in world.processes if process.worker in workers]:
-            for step in (world.send, world.receive, world.read, world.compute):
+        for process in [process for process in world.live() if process.worker in workers]:
+            for step in (world.send, world.receive_next, world.read, world.compute):
                 step(process)
 
 
@@ -32,10 +32,10 @@ class RecordedWorld(World):
     def make_policy(self) -> Policy:
         return super().make_policy() if self._make is None else self._make()
 
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+    def perform(self, action: ev.EngineAction) -> ev.Event | None:
         if not isinstance(action, ev.StoreCheckpoint):
             self.actions.append(action)
-        return super()._perform(engine, action)
+        return super().perform(action)
 
 
 class ClockWorld(World):
@@ -73,9 +73,9 @@ class ClockWorld(World):
 
     def handle(self, event: ev.Event) -> None:
         super().handle(event)
-        if (engine := self.engine) is not None:
-            self._count(engine)
-            self.waited += any(worker.waiting and not worker.computing for worker in engine.workers())
+        if self.is_serving:
+            self._count(self.engine)
+            self.waited += any(worker.waiting and not worker.computing for worker in self.engine.workers())
 
     def _count(self, engine: Engine) -> None:
         for worker in engine.workers():
@@ -88,7 +88,8 @@ class ClockWorld(World):
             clocks = (engine.worker(number).applied // self.unit + self.offset(number) for number in self._live)
             self.minimum = max(self.minimum, min(clocks))
 
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+    def perform(self, action: ev.EngineAction) -> ev.Event | None:
+        engine = self.engine
         self._count(engine)
         self._held_by.setdefault((self.term, engine.version), [worker.applied for worker in engine.workers()])
         if isinstance(action, ev.StoreCheckpoint):
@@ -96,10 +97,10 @@ class ClockWorld(World):
         elif isinstance(action, Grant):
             self.grants += 1
             self.check(engine, action, self._held_by.get((self.term, action.min_version)))
-        return super()._perform(engine, action)
+        return super().perform(action)
 
     def store_checkpoint(self) -> None:
-        version = self.saving[0].version if self.saving and self.engine is not None else None
+        version = self.saving[0].version if self.saving and self.is_serving else None
         super().store_checkpoint()
         if version is not None:
             self._kept = self._of_orders[version]

@@ -45,7 +45,7 @@ def play(world: World, steps: list[tuple[int, int]]) -> None:
     """Move `world`; the engine's invariants are checked after every event."""
     for step, who in steps:
         worker = who % world.settings.num_workers
-        live = world.live(worker)
+        live = world.processes[worker]
         process = live[who // world.settings.num_workers % len(live)] if live else None
         match _STEPS[step % len(_STEPS)]:
             case "produce":
@@ -55,7 +55,7 @@ def play(world: World, steps: list[tuple[int, int]]) -> None:
             case "send" if process:
                 world.send(process)
             case "receive" if process:
-                world.receive(process)
+                world.receive_next(process)
             case "compute" if process:
                 world.compute(process)
             case "lose_gradient" if process:
@@ -83,15 +83,15 @@ def play(world: World, steps: list[tuple[int, int]]) -> None:
             case "kill_worker":
                 world.kill_worker(worker)
             case "start_worker":
-                world.start_worker(worker)  # also beside a living one: a zombie
+                world.start_process(worker)  # also beside a living one: a zombie
             case "launch":
                 world.launch(worker)
             case "start_again":  # the container of a machine, perhaps one that has been replaced
-                world.start_worker(worker, who % (world.launched[worker] + 1))
+                world.start_process(worker, who % (world.launched[worker] + 1))
             case "kill_ps":
-                world.kill_ps()
+                world.kill_server()
             case "start_ps":
-                world.start_ps()
+                world.start_server()
             case "lose_blobs":
                 world.lose_blobs()
             case "pause" if process:

@@ -1,4 +1,4 @@
-"""A small world around the real engine and the real worker protocol: streams, channels, blobs, crashes, virtual time.
+"""The world of `doll.simulation.world` with streams, symbolic blobs, crashes, and channels that a test moves.
 
 Each channel is FIFO, as Kafka's partitions are; which channel moves next is the test's choice. Nothing sleeps.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,11 @@ from doll.config.policy import POLICIES as registered
 from doll.config.policy import PolicyConfig, policy_section
 from doll.consumers.intake.batching import Batcher
 from doll.consumers.protocol.worker_core import (
-    Acknowledge,
     Batch,
     Compute,
     ComputedBatch,
-    Exit,
     GradientDone,
-    OfferWeights,
-    Send,
     StoreRest,
-    WorkerCore,
 )
 from doll.optim.contribution import Contribution
 from doll.ps.engine import events as ev
@@ -39,10 +34,7 @@ from doll.ps.policies.doll import DollPolicyConfig
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.records.control import (
     AnyRecord,
-    Durable,
-    Fence,
     Grant,
-    Hello,
     Join,
     Nack,
     NewVersion,
@@ -52,6 +44,7 @@ from doll.records.control import (
     Stop,
     Welcome,
 )
+from doll.simulation import world as worlds
 from doll.storage.blobs import weights_key
 from msgspec import structs
 
@@ -105,126 +98,133 @@ class Ordered:
         pass
 
 
-@dataclass
-class Process:
-    """One worker process: joining until it is welcomed, then a WorkerCore."""
+class Process(worlds.Process):
+    """One worker process, its end of the channels, and its share of the blobs.
 
-    worker: int
-    name: str  # as in `Join.process`
-    reads_from: int  # position in its channel of commands
-    incarnation: int = 0  # of its machine; 0: nobody numbers them
-    core: WorkerCore | None = None
-    batcher: Batcher[int] | None = None
-    position: int = 0
-    computing: deque[Compute] = field(default_factory=deque)
-    to_store: deque[StoreRest] = field(default_factory=deque)
-    in_set: int = 0  # batches of the first of `computing` that are done and not pushed
-    kept: list[tuple[int, int, int]] = field(default_factory=list)  # as in `World.contents`, of the next push
-    holds: list[tuple[int, int]] = field(default_factory=list)  # the same by (batch, grant)
-    kept_term: int = 0
-    held_back: set[int] = field(default_factory=set)  # batches of which a part of the step is only here
-    held_before: set[int] = field(default_factory=set)  # as it was before batch `held_batch`
-    held_batch: int = -1
-    pushed: Push | None = None  # the last that was sent
-    cached: tuple[int, int] = (-1, -1)  # term and version of the weights that it has
-    offered: tuple[int, int] = (-1, -1)
-    link_broken: bool = False  # and it has not sent again what was not answered
-    outbox: deque[AnyRecord] = field(default_factory=deque)
-    paused: bool = False
-    dead: bool = False
+    Attributes:
+        reads_from: position in its worker's channel of commands.
+        in_set: batches of the first order that are computed and not pushed.
+        kept: as in `World.contents`, of the next push; `holds`: the same by (batch, grant).
+        held_back: batches of which a part of the step is only here.
+        held_before: as `held_back` was before batch `held_batch`.
+        pushed: the last push that was sent.
+        cached, offered: term and version of the weights that it has, and of the newest that it was sent.
+        link_broken: and it has not sent again what was not answered.
+    """
+
+    def __init__(self, worker: int, name: str, incarnation: int, reads_from: int) -> None:
+        super().__init__(worker, name, incarnation)
+        self.reads_from = reads_from
+        self.batcher: Batcher[int] | None = None
+        self.position = self.in_set = self.kept_term = 0
+        self.kept: list[tuple[int, int, int]] = []
+        self.holds: list[tuple[int, int]] = []
+        self.held_back: set[int] = set()
+        self.held_before: set[int] = set()
+        self.held_batch = -1
+        self.pushed: Push | None = None
+        self.cached = self.offered = (-1, -1)
+        self.outbox: deque[AnyRecord] = deque()
+        self.link_broken = self.paused = False
+
+    @property
+    def can_work(self) -> bool:
+        """It has its place, and is neither frozen nor gone."""
+        return self.core is not None and not self.paused and not self.is_dead
+
+    def offer(self, weights: NewVersion) -> None:
+        self.offered = max(self.offered, (weights.term, weights.version))
 
 
-class World:
+class World(worlds.World[Process]):
+    """Symbolic blobs, a channel of commands for each worker, and whatever goes wrong between them.
+
+    Attributes:
+        high: of each stream: the next offset to be produced.
+        commands: of each worker: all that any server has sent.
+        lost: weights that the blob store has lost.
+        published: versions, of this server.
+        contents: of each gradient: its (worker, batch, version).
+        completes: of each gradient: the batches whose whole step is in the model with it.
+        whole: of each worker: the batches whose step is in the model, wholly; `whole_at`: by version of the checkpoint.
+        launched: of each slot: the number of its newest machine.
+        highest_incarnations: of each slot: the highest number that has joined.
+    """
+
     engine_class: type[Engine] = Engine
+    checks_invariants = True
 
     def __init__(
         self, policy: str | PolicyConfig, workers: int = 3, records_per_batch: int = 2, max_pending: int = 6
     ) -> None:
+        super().__init__(
+            workers, make_engine=self._make_engine, make_process=self._make_process, max_pending=max_pending
+        )
         self.policy = POLICIES[policy] if isinstance(policy, str) else policy
         self.settings = EngineSettings(
             num_workers=workers, records_per_batch=records_per_batch, max_pending_batches=max_pending, lease_s=4.0,
             grant_timeout_s=5.0, checkpoint_every_updates=3, checkpoint_every_s=5.0, stop=StopConfig(),
         )  # fmt: skip
-        self.now = 0.0
         self.origins = [10 * (n + 1) for n in range(workers)]
-        self.high = list(self.origins)  # next offset to be produced, per stream
+        self.high = list(self.origins)
         self.commands: list[list[AnyRecord]] = [[] for _ in range(workers)]
         self.blobs: set[str] = set()
-        self.lost: set[str] = set()  # weights that the blob store has lost
-        self.published: list[int] = []  # versions, of this server
-        self.contents: dict[str, tuple[tuple[int, int, int], ...]] = {}  # of each gradient: (worker, batch, version)
-        self.completes: dict[str, frozenset[int]] = {}  # of each gradient: batches whose whole step is in with it
-        self.whole: list[set[int]] = [set() for _ in range(workers)]  # of each worker: batches whose step is in, wholly
-        self.whole_at: dict[int, list[set[int]]] = {}  # by version of the checkpoint
+        self.lost: set[str] = set()
+        self.published: list[int] = []
+        self.contents: dict[str, tuple[tuple[int, int, int], ...]] = {}
+        self.completes: dict[str, frozenset[int]] = {}
+        self.whole: list[set[int]] = [set() for _ in range(workers)]
+        self.whole_at: dict[int, list[set[int]]] = {}
         self.host = ContributionBuffer(Ordered())
         self.updates: list[Applied] = []
         self.terms: list[tuple[int, int]] = []  # (term, resumed version)
         self.stored: ev.EngineSnapshot | None = None
         self.saving: deque[ev.StoreCheckpoint] = deque()
-        self.term = 0
-        self.engine: Engine | None = None
-        self.processes: list[Process] = []
-        self.num_processes = 0
-        self.launched = [0] * workers  # incarnation of the newest machine of each slot
-        self.highest_incarnations = [0] * workers  # the highest incarnation that has joined
-        self.acknowledged = list(self.origins)
-        self.rolled_back = self.rests = 0
+        self.launched = [0] * workers
+        self.highest_incarnations = [0] * workers
+        self.rests = 0
         self.rest_numbers: set[int] = set()
-        self.start_ps()
+        self.start_server()
         for n in range(workers):
-            self.start_worker(n)
+            self.start_process(n)
 
     # --- the parameter server ------------------------------------------------------------------------------------
 
-    def start_ps(self) -> None:
-        self.term += 1
-        policy = self.make_policy()
-        if self.stored is None:
-            self.engine = self.engine_class(self.settings, policy, term=self.term, now=self.now, origins=self.origins)
-        else:
-            self.engine = self.engine_class(self.settings, policy, term=self.term, now=self.now, snapshot=self.stored)
-        stored = self.whole_at.get(self.engine.version, self.whole_at.get(0, []))
-        self.whole = [set(batches) for batches in stored] or [set() for _ in self.whole]
-        self.host = ContributionBuffer(Ordered())
-        self.terms.append((self.term, self.engine.version))
-        self.highest_incarnations = list(self.engine.snapshot(self.now).incarnations)
-        self.saving.clear()
-        self.published.clear()
-        for process in self.processes:
-            process.outbox.clear()  # the new server reads `events` from its end
-        for channel in self.commands:
-            channel.append(Hello(term=self.term))
+    def _make_engine(self) -> Engine:
+        start = {"origins": self.origins} if self.stored is None else {"snapshot": self.stored}
+        return self.engine_class(self.settings, self.make_policy(), term=self.term, now=self.now, **start)
 
     def make_policy(self) -> Policy:
         return make_policy(self.policy)
 
-    def kill_ps(self) -> None:
-        self.engine = None
+    def start_server(self) -> None:
+        for process in self.live():
+            process.outbox.clear()  # the new server reads `events` from its end
+        self.saving.clear()
+        self.published.clear()
+        super().start_server()
+        self.whole = [set(batches) for batches in self.whole_at.get(self.engine.version, [()] * len(self.whole))]
+        self.host = ContributionBuffer(Ordered())
+        self.terms.append((self.term, self.engine.version))
+        self.highest_incarnations = list(self.engine.snapshot(self.now).incarnations)
+
+    def kill_server(self) -> None:
+        self.is_serving = False
         self.saving.clear()
 
     def handle(self, event: ev.Event) -> None:
-        engine = self.engine
-        if engine is None:
-            return  # nobody reads; the message is behind the next server's start position
         if isinstance(event, Join):
             self.highest_incarnations[event.worker] = max(self.highest_incarnations[event.worker], event.incarnation)
-        queue = deque(engine.handle(event, self.now))
-        engine.check_invariants()
-        while queue:
-            if isinstance(action := queue.popleft(), ev.RollBack):
-                self.rolled_back += 1
-                self.kill_ps()
-                self.start_ps()
-                return
-            queue.extend(self._perform(engine, action))
-        self._tidy(engine)
+        super().handle(event)
+        if self.is_serving:
+            self._tidy()
 
     def _key(self, version: int) -> str:
         return weights_key("", self.term, version)
 
-    def _tidy(self, engine: Engine) -> None:
+    def _tidy(self) -> None:
         """Keep the newest weights, and older ones while the engine says that a grant names them."""
-        unused = [version for version in self.published[:-1] if version not in engine.named_versions]
+        unused = [version for version in self.published[:-1] if version not in self.engine.named_versions]
         self.published = [version for version in self.published if version not in unused]
         self.blobs.difference_update(map(self._key, unused))
 
@@ -232,17 +232,13 @@ class World:
         self.lost |= self.blobs
         self.blobs.clear()
 
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+    def perform(self, action: ev.EngineAction) -> ev.Event | None:
         match action:
-            case Welcome() | Fence() | Grant() | NewVersion() | Settle() | Durable():
-                if isinstance(action, Welcome):
-                    (process,) = [p for p in self.processes if p.name == action.process]
-                    assert process.incarnation in (0, self.highest_incarnations[action.worker]), (
-                        "an older machine gets its slot back"
-                    )
-                self.commands[action.worker].append(action)
-            case ev.SendHello(worker):
-                self.commands[worker].append(Hello(term=self.term))
+            case Welcome():
+                (process,) = [p for p in self.processes[action.worker] if p.name == action.process]
+                assert process.incarnation in (0, self.highest_incarnations[action.worker]), (
+                    "an older machine gets its slot back"
+                )
             case ev.PublishWeights(version):
                 self.published.append(version)
                 self.blobs.add(self._key(version))
@@ -250,19 +246,12 @@ class World:
                 self.blobs.add(self._key(version))
                 self.lost.discard(self._key(version))
             case ev.FetchGradient(grant_id, key, _, in_order):
-                there = key in self.blobs
-                if there and key.startswith("rest"):
+                if key not in self.blobs:
+                    return ev.GradientLost(grant_id=grant_id, reason="missing")
+                if key.startswith("rest"):
                     self.rest_numbers.add(grant_id)
-                if there:
-                    self.host.put(grant_id, np.array([grant_id], np.float32), in_order=in_order)
-                event = (
-                    ev.GradientFetched(grant_id=grant_id, max_change=self.max_change(key))
-                    if there
-                    else ev.GradientLost(grant_id=grant_id, reason="missing")
-                )
-                more = engine.handle(event, self.now)
-                engine.check_invariants()
-                return more
+                self.host.put(grant_id, np.array([grant_id], np.float32), in_order=in_order)
+                return ev.GradientFetched(grant_id=grant_id, max_change=self.max_change(key))
             case ev.DropGradient(key, _):
                 self.blobs.discard(key)
             case ev.ApplyUpdate(version=version, sets=sets):
@@ -280,9 +269,8 @@ class World:
                     )
                 self.whole_at[action.version] = [set(batches) for batches in self.whole]
                 self.saving.append(action)
-            case ev.Finish():
-                pass
-        return []
+                return None  # it takes time
+        return super().perform(action)
 
     def max_change(self, key: str) -> float:
         """How far the contribution of this key moves any one number."""
@@ -301,40 +289,25 @@ class World:
             batches = tuple((push.worker, batch.batch, used_version(push, batch)) for batch in push.batches)
             assert batches == self.contents[item.push.key], "the sum is of these batches and of no other"
         self.host.apply(update)  # refuses what was added too early
-        ends = self.engine is not None and self.engine.stopping is not None
+        ends = self.engine.stopping is not None
         assert ends or self.host._waiting.keys() <= self.rest_numbers, "a gradient that was held is applied"
 
     def store_checkpoint(self) -> None:
-        if self.saving and self.engine is not None:
+        if self.saving and self.is_serving:
             order = self.saving.popleft()
             self.stored = order.snapshot
             self.handle(ev.CheckpointStored(version=order.version))
 
-    # --- workers -------------------------------------------------------------------------------------------------
+    # --- the links -----------------------------------------------------------------------------------------------
 
-    def start_worker(self, worker: int, incarnation: int = 0) -> None:
-        self.num_processes += 1
-        process = Process(worker, f"i{self.num_processes}", len(self.commands[worker]), incarnation)
-        self.processes.append(process)
-        self._ask_for_place(process)
+    def to_server(self, process: Process, record: AnyRecord) -> None:
+        process.outbox.append(record)
 
-    def launch(self, worker: int) -> None:
-        """A new machine for the slot, as the provisioner makes one: beside the old one at first."""
-        self.launched[worker] += 1
-        self.start_worker(worker, self.launched[worker])
-
-    def _ask_for_place(self, process: Process) -> None:
-        join = Join(worker=process.worker, process=process.name, incarnation=process.incarnation)
-        process.outbox.append(join)
-
-    def live(self, worker: int) -> list[Process]:
-        return [p for p in self.processes if p.worker == worker and not p.dead]
-
-    def kill_worker(self, worker: int) -> None:
-        for process in self.live(worker)[:1]:
-            process.dead = True
+    def to_worker(self, worker: int, record: AnyRecord) -> None:
+        self.commands[worker].append(record)
 
     def send(self, process: Process) -> None:
+        """The next record of a process arrives at the server."""
         self._send_again(process)
         if process.outbox and not process.paused:
             record = process.outbox.popleft()
@@ -342,148 +315,18 @@ class World:
                 process.pushed = record
             self.handle(record)  # type: ignore[arg-type]
 
-    def receive(self, process: Process) -> None:
+    def receive_next(self, process: Process) -> None:
+        """The next command arrives at a process."""
         channel = self.commands[process.worker]
-        if process.paused or process.dead or process.reads_from >= len(channel):
-            return
-        record = channel[process.reads_from]
-        process.reads_from += 1
-        if process.core is None:
-            match record:
-                case Welcome() if record.process == process.name:
-                    process.core = WorkerCore(
-                        record,
-                        max_pending=self.settings.max_pending_batches,
-                        now=self.now,
-                        incarnation=process.incarnation,
-                    )
-                    process.batcher = Batcher(
-                        origin=record.origin,
-                        records_per_batch=self.settings.records_per_batch,
-                        next_batch=record.next_batch,
-                    )
-                    process.position = process.batcher.next_offset
-                case Hello():
-                    self._ask_for_place(process)
-                case Fence() if record.process == process.name:
-                    process.dead = True
-        else:
-            self._do(process, process.core.on_record(record, self.now))
-
-    def read(self, process: Process) -> None:
-        core, batcher = process.core, process.batcher
-        if core is None or batcher is None or process.paused or process.dead:
-            return
-        while core.has_room and process.position < self.high[process.worker]:
-            offset = process.position
-            process.position += 1
-            done = list(batcher.feed([offset], [offset]))
-            for raw in done:
-                self._do(process, core.batch_ready(Batch(raw.number, None, len(raw.values), self.now)))
-            if done:
-                return
-
-    def compute(self, process: Process, *, blob_lost: bool = False, end_set: bool = False) -> None:
-        """One batch of the set under way; with the last one, or where the set ends early, its blob and its push."""
-        core = process.core
-        if core is None or process.paused or process.dead:
-            return
-        if process.to_store:
-            self._store_rest(process, process.to_store.popleft())
-            return
-        if not process.computing:
-            return
-        grant, batches = process.computing[0].grant, process.computing[0].batches
-        if not process.in_set:
-            if not core.is_current(grant):
-                process.computing.popleft()
-                return
-            if process.kept_term != grant.term:
-                process.kept, process.holds, process.kept_term = [], [], grant.term
-                process.held_back, process.held_before, process.held_batch = set(), set(), -1
-            process.kept = [item for item in process.kept if item[1] < grant.first]  # the others are computed again
-            process.holds = [item for item in process.holds if item[0] < grant.first]
-            if grant.first <= process.held_batch:
-                process.held_back, process.held_batch = set(process.held_before), -1
-            if not self._load_weights(process, grant):
-                process.computing.popleft()
-                self._do(process, core.weights_missing(grant))
-                return
-        process.in_set += 1
-        count = process.in_set
-        size = self.policy.batches_per_push
-        goes_on = count < len(batches) and core.is_wanted(grant.term, batches[count].number, grant.grant_ids[count])
-        goes_on = goes_on and (size == 1 or batches[count].number % size != 0)
-        if goes_on and not end_set and not core.draining:
-            return
-        process.in_set = 0
-        process.computing.popleft()
-        if count < len(batches):
-            rest = structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
-            process.computing.appendleft(Compute(rest, batches[count:]))
-        version = process.cached[1]
-        process.kept += ((process.worker, batch.number, version) for batch in batches[:count])
-        process.holds += ((batch.number, grant.grant_ids[at]) for at, batch in enumerate(batches[:count]))
-        computed = tuple(ComputedBatch(batch.num_samples, 1.0, version=version) for batch in batches[:count])
-        if batches[count - 1].number % size == size - 1:
-            last = batches[count - 1].number
-            process.held_before, process.held_batch = set(process.held_back), last
-            process.held_back |= {number for _, number, _ in process.kept}
-            holds_back = self.policy.filter_threshold > 0 and last % 4 != 3
-            holds = tuple(process.holds)
-            key = self._store(process, f"g:{grant.term}:{grant.grant_ids[0]}", lost=blob_lost, whole=not holds_back)
-            done = GradientDone(key, version, computed, holds_back=holds_back, holds=holds)
-        else:
-            done = GradientDone("", version, computed, is_kept=True)
-        self._do(process, core.gradient_done(grant, batches, done, self.now))
-
-    def _store(self, process: Process, key: str, *, lost: bool = False, whole: bool = True) -> str:
-        """What is kept goes into a blob, and what is held back as well if it is `whole`."""
-        if not lost:
-            self.blobs.add(key)
-        self.contents[key] = tuple(process.kept)
-        process.kept, process.holds = [], []
-        self.completes[key] = frozenset(process.held_back) if whole else frozenset()
-        if whole:
-            process.held_back = set()
-        return key
-
-    def _store_rest(self, process: Process, order: StoreRest) -> None:
-        core = process.core
-        assert core is not None
-        version = process.cached[1]
-        if process.kept:
-            process.held_back |= {number for _, number, _ in process.kept}
-        elif process.kept_term != order.term:
-            process.held_back = set()
-        elif order.until <= process.held_batch:
-            process.held_back = set(process.held_before)
-        self.rests += 1
-        holds = tuple(process.holds)
-        done = GradientDone(self._store(process, f"rest:{self.rests}"), version, (), holds=holds)
-        process.held_batch = -1
-        self._do(process, core.rest_stored(order, done))
-
-    def _load_weights(self, process: Process, grant: Grant) -> bool:
-        """As `doll.consumers.compute.gradient.CachedVersion`."""
-        term, version = process.cached
-        is_allowed = term == grant.term and version >= grant.min_version
-        offered = process.offered[1] if process.offered[0] == grant.term else -1
-        if is_allowed and offered <= version:
-            return True
-        for source in (offered, grant.version) if offered > grant.version else (grant.version,):
-            if weights_key("", grant.term, source) in self.blobs and not (is_allowed and source <= version):
-                process.cached = (grant.term, source)
-                return True
-        is_granted = self.engine is not None and grant.term == self.term and grant.grant_ids[0] in self.engine._grants
-        assert is_allowed or not is_granted or grant.key in self.lost, "the weights of a grant live until its answer"
-        return is_allowed
+        if not process.paused and not process.is_dead and process.reads_from < len(channel):
+            process.reads_from += 1
+            self.receive(process, channel[process.reads_from - 1])
 
     def break_link(self, worker: int, lost: int = -1) -> None:
         """The channel of grants and pushes breaks: of what is on its way, the messages are lost whose bit is set in
         `lost`; then both sides send again what is not answered."""
         number = 0
-        channel, processes = self.commands[worker], [p for p in self.live(worker) if p.core is not None]
+        channel, processes = self.commands[worker], [p for p in self.processes[worker] if p.core is not None]
         for at in range(min((p.reads_from for p in processes), default=len(channel)), len(channel)):
             if isinstance(channel[at], Grant | NewVersion | Settle):
                 if lost >> number & 1:
@@ -500,9 +343,158 @@ class World:
 
     def _send_again(self, process: Process) -> None:
         """A process that is frozen learns of the break when it goes on."""
-        if process.link_broken and process.core is not None and not process.paused and not process.dead:
+        if process.link_broken and process.can_work:
             process.link_broken = False
-            self._do(process, process.core.resend())
+            self.do(process, process.protocol.resend())
+
+    # --- workers -------------------------------------------------------------------------------------------------
+
+    def _make_process(self, worker: int, name: str, incarnation: int) -> Process:
+        return Process(worker, name, incarnation, len(self.commands[worker]))
+
+    def launch(self, worker: int) -> None:
+        """A new machine for the slot, as the provisioner makes one: beside the old one at first."""
+        self.launched[worker] += 1
+        self.start_process(worker, self.launched[worker])
+
+    def kill_worker(self, worker: int) -> None:
+        for process in self.processes[worker][:1]:
+            self.end(process)
+
+    def end(self, process: Process, code: int = 0) -> None:
+        super().end(process, code)
+        if code:
+            self.start_process(process.worker, process.incarnation)
+
+    def receive(self, process: Process, record: AnyRecord) -> None:
+        was_waiting = process.core is None
+        super().receive(process, record)
+        if was_waiting and process.core is not None:
+            assert isinstance(record, Welcome)
+            self.begin_to_read(process, record)
+
+    def begin_to_read(self, process: Process, welcome: Welcome) -> None:
+        """A process reads its stream from the first batch that is not durable."""
+        process.batcher = Batcher(
+            origin=welcome.origin, records_per_batch=self.settings.records_per_batch, next_batch=welcome.next_batch
+        )
+        process.position = process.batcher.next_offset
+
+    def acknowledge(self, process: Process, until: int) -> None:
+        """Kafka's committed offset never runs ahead of the durable model."""
+        assert self.stored is not None
+        assert until <= self.stored.applied[process.worker]
+
+    def read(self, process: Process) -> None:
+        core, batcher = process.core, process.batcher
+        if core is None or batcher is None or not process.can_work:
+            return
+        while core.has_room and process.position < self.high[process.worker]:
+            offset = process.position
+            process.position += 1
+            done = list(batcher.feed([offset], [offset]))
+            for raw in done:
+                offsets = tuple(raw.offsets)
+                self.do(process, core.batch_ready(Batch(raw.number, offsets, len(offsets), self.now)))
+            if done:
+                return
+
+    def compute(self, process: Process, *, blob_lost: bool = False, end_set: bool = False) -> None:
+        """One batch of the set under way; with the last one, or where the set ends early, its blob and its push."""
+        if not process.can_work or not process.orders:
+            return
+        core, order = process.protocol, process.orders[0]
+        if isinstance(order, StoreRest):
+            process.orders.popleft()
+            self._store_rest(process, order)
+            return
+        grant, batches = order.grant, order.batches
+        if not process.in_set:
+            if not core.is_current(grant):
+                process.orders.popleft()
+                return
+            self._begin_set(process, grant)
+            if not self._load_weights(process, grant):
+                process.orders.popleft()
+                self.do(process, core.weights_missing(grant))
+                return
+        process.in_set += 1
+        count = process.in_set
+        size = self.policy.batches_per_push
+        goes_on = count < len(batches) and core.is_wanted(grant.term, batches[count].number, grant.grant_ids[count])
+        goes_on = goes_on and (size == 1 or batches[count].number % size != 0)
+        if goes_on and not end_set and not core.draining:
+            return
+        process.in_set = 0
+        process.orders.popleft()
+        if count < len(batches):
+            rest = structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
+            process.orders.appendleft(Compute(rest, batches[count:]))
+        version = process.cached[1]
+        process.kept += ((process.worker, batch.number, version) for batch in batches[:count])
+        process.holds += ((batch.number, grant.grant_ids[at]) for at, batch in enumerate(batches[:count]))
+        computed = tuple(ComputedBatch(batch.num_samples, 1.0, version=version) for batch in batches[:count])
+        if batches[count - 1].number % size == size - 1:
+            last = batches[count - 1].number
+            process.held_before, process.held_batch = set(process.held_back), last
+            process.held_back |= {number for _, number, _ in process.kept}
+            holds_back = self.policy.filter_threshold > 0 and last % 4 != 3
+            holds = tuple(process.holds)
+            key = self._store(process, f"g:{grant.term}:{grant.grant_ids[0]}", lost=blob_lost, whole=not holds_back)
+            done = GradientDone(key, version, computed, holds_back=holds_back, holds=holds)
+        else:
+            done = GradientDone("", version, computed, is_kept=True)
+        self.do(process, core.gradient_done(grant, batches, done, self.now))
+
+    def _begin_set(self, process: Process, grant: Grant) -> None:
+        """What is kept and held back of batches from the grant's first one on is computed again."""
+        if process.kept_term != grant.term:
+            process.kept, process.holds, process.kept_term = [], [], grant.term
+            process.held_back, process.held_before, process.held_batch = set(), set(), -1
+        process.kept = [item for item in process.kept if item[1] < grant.first]
+        process.holds = [item for item in process.holds if item[0] < grant.first]
+        if grant.first <= process.held_batch:
+            process.held_back, process.held_batch = set(process.held_before), -1
+
+    def _store(self, process: Process, key: str, *, lost: bool = False, whole: bool = True) -> str:
+        """What is kept goes into a blob, and what is held back as well if it is `whole`."""
+        if not lost:
+            self.blobs.add(key)
+        self.contents[key] = tuple(process.kept)
+        process.kept, process.holds = [], []
+        self.completes[key] = frozenset(process.held_back) if whole else frozenset()
+        if whole:
+            process.held_back = set()
+        return key
+
+    def _store_rest(self, process: Process, order: StoreRest) -> None:
+        version = process.cached[1]
+        if process.kept:
+            process.held_back |= {number for _, number, _ in process.kept}
+        elif process.kept_term != order.term:
+            process.held_back = set()
+        elif order.until <= process.held_batch:
+            process.held_back = set(process.held_before)
+        self.rests += 1
+        holds = tuple(process.holds)
+        done = GradientDone(self._store(process, f"rest:{self.rests}"), version, (), holds=holds)
+        process.held_batch = -1
+        self.do(process, process.protocol.rest_stored(order, done))
+
+    def _load_weights(self, process: Process, grant: Grant) -> bool:
+        """As `doll.consumers.compute.gradient.CachedVersion`."""
+        term, version = process.cached
+        is_allowed = term == grant.term and version >= grant.min_version
+        offered = process.offered[1] if process.offered[0] == grant.term else -1
+        if is_allowed and offered <= version:
+            return True
+        for source in (offered, grant.version) if offered > grant.version else (grant.version,):
+            if weights_key("", grant.term, source) in self.blobs and not (is_allowed and source <= version):
+                process.cached = (grant.term, source)
+                return True
+        is_granted = self.is_serving and grant.term == self.term and grant.grant_ids[0] in self.engine._grants
+        assert is_allowed or not is_granted or grant.key in self.lost, "the weights of a grant live until its answer"
+        return is_allowed
 
     def spoil_push(self, process: Process) -> None:
         """The next push of this process also names a batch of an earlier one."""
@@ -523,64 +515,41 @@ class World:
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        for process in self.processes:
-            if process.core is not None and not process.dead and not process.paused:
-                self._do(process, process.core.tick(self.now))
-            elif process.core is None and not process.dead and not process.paused and not process.outbox:
-                self._ask_for_place(process)
+        for process in self.live():
+            if process.can_work:
+                self.do(process, process.protocol.tick(self.now))
+            elif process.core is None and not process.paused and not process.outbox:
+                self.to_server(process, process.join())
         self.handle(ev.Tick())
 
     def leave(self, process: Process) -> None:
-        if process.core is not None and not process.dead:
+        if process.core is not None and not process.is_dead:
             process.core.drain()
             if (rest := process.core.rest) is not None:
                 self._store_rest(process, rest)
-            self._do(process, list(process.core.leave("sigterm")))
+            self.do(process, process.core.leave("sigterm"))
             while process.outbox:
                 self.handle(process.outbox.popleft())  # type: ignore[arg-type]
-            process.dead = True
-
-    def _do(self, process: Process, actions: Sequence[object]) -> None:
-        for action in actions:
-            match action:
-                case Send(record):
-                    process.outbox.append(record)
-                case Compute():
-                    process.computing.append(action)
-                case StoreRest():
-                    process.to_store.append(action)
-                case OfferWeights(weights):
-                    process.offered = max(process.offered, (weights.term, weights.version))
-                case Acknowledge(until):
-                    lo = self.origins[process.worker] + until * self.settings.records_per_batch
-                    # Kafka's committed offset never runs ahead of the durable model.
-                    assert self.stored is not None
-                    assert until <= self.stored.applied[process.worker]
-                    self.acknowledged[process.worker] = max(self.acknowledged[process.worker], lo)
-                case Exit(code, _):
-                    process.dead = True
-                    if code:
-                        self.start_worker(process.worker, process.incarnation)
+            self.end(process)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """No more faults: everybody alive and one process per worker; run until nothing moves any more."""
-        if self.engine is None:
-            self.start_ps()
-        for worker in range(self.settings.num_workers):
-            for process in self.live(worker):
-                process.paused = False
+        if not self.is_serving:
+            self.start_server()
+        for process in self.live():
+            process.paused = False
         quiet_s = 0
         for _ in range(1500):
             before = len(self.updates)
             for worker in range(self.settings.num_workers):
-                if not self.live(worker):  # as a supervisor would, or the provisioner
-                    self.start_worker(worker, self.launched[worker])
+                if not self.processes[worker]:  # as a supervisor would, or the provisioner
+                    self.start_process(worker, self.launched[worker])
             for _ in range(12):
-                for process in list(self.processes):
+                for process in self.live():
                     self.send(process)
-                    self.receive(process)
+                    self.receive_next(process)
                     self.read(process)
                     self.compute(process)
                 self.store_checkpoint()
@@ -591,13 +560,8 @@ class World:
         raise AssertionError("the world does not come to rest")
 
     def _idle(self) -> bool:
-        assert self.engine is not None
-        quiet = all(
-            not p.outbox and not p.computing and p.reads_from >= len(self.commands[p.worker])
-            for p in self.processes
-            if not p.dead
-        )
-        kept = sum(len(process.kept) for process in self.processes if not process.dead)
+        quiet = all(not p.outbox and not p.orders and p.reads_from >= len(self.commands[p.worker]) for p in self.live())
+        kept = sum(len(process.kept) for process in self.live())
         is_durable = self.engine.durable_version == self.engine.version
         return quiet and self.engine.num_computing in (0, kept) and is_durable
 
@@ -614,7 +578,6 @@ class World:
 
     def check_ledger(self) -> None:
         """Every batch of the lineage once, each stream a prefix, groups of one version and of the right size."""
-        assert self.engine is not None
         applied = [0] * self.settings.num_workers
         for update in self.lineage():
             for worker, batch, base in update.members:

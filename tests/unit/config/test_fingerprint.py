@@ -187,11 +187,11 @@ def test_a_checkpoint_of_one_policy_is_continued_under_another(first: str, secon
         play(world, random_steps(seed, 400))
         world.settle()
         before = list(world.lineage())
-        world.kill_ps()
-        for process in world.processes:
-            process.dead = True
+        world.kill_server()
+        for process in world.live():
+            world.end(process)
         world.policy = POLICIES[second]
-        world.start_ps()
+        world.start_server()
         play(world, random_steps(seed + 100, 400))
         produced = random.Random(seed)
         for worker in range(world.settings.num_workers):
@@ -205,5 +205,4 @@ def test_a_checkpoint_of_one_policy_is_continued_under_another(first: str, secon
             for worker, batch, _ in update.members:
                 assert batch == applied[worker]
                 applied[worker] += 1
-        assert world.engine is not None
         assert tuple(applied) == world.engine.snapshot(world.now).applied

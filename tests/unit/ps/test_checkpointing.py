@@ -112,6 +112,5 @@ def test_a_state_that_this_build_does_not_read_is_refused() -> None:
 
 def test_a_snapshot_survives_its_checkpoint() -> None:
     world = World("doll")
-    assert world.engine is not None
     snapshot = world.engine.snapshot(world.now)
     assert decode_snapshot(checkpoint(state=encode_snapshot(snapshot))) == snapshot

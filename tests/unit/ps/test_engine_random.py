@@ -33,14 +33,14 @@ class Watched(World):
         self.seen: Counter[str] = Counter()
         super().__init__(policy)
 
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+    def perform(self, action: ev.EngineAction) -> ev.Event | None:
         if isinstance(action, ev.ApplyUpdate):
             workers = [item.push.worker for item in action.sets]
             self.seen["several batches in a set"] += any(len(item.batches) > 1 for item in action.sets)
             self.seen["two sets of one worker in an update"] += len(set(workers)) < len(workers)
         elif isinstance(action, ev.FetchGradient):
             self.seen["added at once" if action.in_order else "added later"] += 1
-        return super()._perform(engine, action)
+        return super().perform(action)
 
 
 class Unnumbered(Engine):
@@ -54,7 +54,7 @@ def test_an_engine_that_gives_a_slot_back_to_an_older_machine_is_caught() -> Non
     def caught(seed: int) -> bool:
         world = World("doll")
         world.engine_class = Unnumbered
-        world.start_ps()
+        world.start_server()
         try:
             play(world, random_steps(seed, 4000))
         except AssertionError as error:
@@ -73,7 +73,6 @@ def test_the_random_runs_reach_the_refusals_and_returns() -> None:
         play(world, random_steps(seed, 4000))
         seen += world.seen
         world.settle()
-        assert world.engine is not None
         seen += world.engine.counters
         void += len(world.updates) - len(world.lineage())
     expected = {

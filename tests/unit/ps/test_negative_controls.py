@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-from doll.consumers.intake.batching import Batcher
-from doll.consumers.protocol.worker_core import Acknowledge, Batch, Send
+from doll.consumers.protocol.worker_core import Compute
 from doll.errors import IllegalEventError
 from doll.ledger.balance import LedgerReport
 from doll.ledger.valid_updates import DurableModel
@@ -20,8 +19,9 @@ from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll, DollPolicyConfig
-from doll.records.control import Announce, Join, Member, TermStarted, Update, Welcome
+from doll.records.control import Announce, AnyRecord, Join, Member, TermStarted, Update, Welcome
 from engine_world import POLICIES, Process, World
+from msgspec import structs
 from record_builders import balance
 
 pytestmark = pytest.mark.slow  # long random runs
@@ -37,9 +37,8 @@ class LedgerWorld(World):
         self.held: dict[tuple[int, int], tuple[int, ...]] = {}  # offsets that a gradient was computed on, by grant
         super().__init__(policy)
 
-    def start_ps(self) -> None:
-        super().start_ps()
-        assert self.engine is not None
+    def start_server(self) -> None:
+        super().start_server()
         self.records.append(
             TermStarted(
                 term=self.term, resumed_version=self.engine.version, origins=tuple(self.origins),
@@ -47,25 +46,13 @@ class LedgerWorld(World):
             )
         )  # fmt: skip
 
-    def read(self, process: Process) -> None:
-        core, batcher = process.core, process.batcher
-        if core is None or batcher is None or process.paused or process.dead:
-            return
-        while core.has_room and process.position < self.high[process.worker]:
-            offset = process.position
-            process.position += 1
-            for raw in batcher.feed([offset], [offset]):
-                offsets = tuple(raw.offsets)
-                self._do(process, core.batch_ready(Batch(raw.number, offsets, len(offsets), self.now)))
-
     def compute(self, process: Process, *, blob_lost: bool = False, end_set: bool = False) -> None:
-        if process.computing:
-            item = process.computing[0]
-            for number, batch in zip(item.grant.grant_ids, item.batches, strict=True):
-                self.held[item.grant.term, number] = batch.data
+        if process.orders and isinstance(order := process.orders[0], Compute):
+            for number, batch in zip(order.grant.grant_ids, order.batches, strict=True):
+                self.held[order.grant.term, number] = batch.data
         super().compute(process, blob_lost=blob_lost, end_set=end_set)
 
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+    def perform(self, action: ev.EngineAction) -> ev.Event | None:
         if isinstance(action, ev.ApplyUpdate):
             members = []
             for item in action.sets:
@@ -84,7 +71,7 @@ class LedgerWorld(World):
                     samples_total=action.samples_total, batches_total=action.batches_total, time_s=self.now,
                 )
             )  # fmt: skip
-        return super()._perform(engine, action)
+        return super().perform(action)
 
     def audit(self) -> LedgerReport:
         assert self.stored is not None
@@ -103,26 +90,18 @@ class AcknowledgingOnAnnounce(LedgerWorld):
         self.committed: dict[int, int] = {}
         super().__init__(policy)
 
-    def _do(self, process: Process, actions: Sequence[object]) -> None:
-        for action in actions:
-            if isinstance(action, Send) and isinstance(action.record, Announce):
-                end = process.position
-                self.committed[process.worker] = max(end, self.committed.get(process.worker, 0))
-        super()._do(process, [action for action in actions if not isinstance(action, Acknowledge)])
+    def to_server(self, process: Process, record: AnyRecord) -> None:
+        if isinstance(record, Announce):
+            self.committed[process.worker] = max(process.position, self.committed.get(process.worker, 0))
+        super().to_server(process, record)
 
-    def receive(self, process: Process) -> None:
-        joined_before = process.core is not None
-        super().receive(process)
-        if not joined_before and process.core is not None and process.batcher is not None:
-            ahead = max(0, self.committed.get(process.worker, 0) - process.batcher.next_offset)
-            welcome = self.commands[process.worker][process.reads_from - 1]
-            assert isinstance(welcome, Welcome)
-            process.batcher = Batcher(
-                origin=welcome.origin + ahead,
-                records_per_batch=self.settings.records_per_batch,
-                next_batch=welcome.next_batch,
-            )
-            process.position = process.batcher.next_offset
+    def acknowledge(self, process: Process, until: int) -> None:
+        """What is acknowledged is in `committed`."""
+
+    def begin_to_read(self, process: Process, welcome: Welcome) -> None:
+        super().begin_to_read(process, welcome)
+        ahead = max(0, self.committed.get(process.worker, 0) - process.position)
+        super().begin_to_read(process, structs.replace(welcome, origin=welcome.origin + ahead))
 
 
 class _ForgetfulEngine(Engine):
@@ -146,9 +125,8 @@ class NotCheckingWhatIsApplied(LedgerWorld):
     def add_up(self, update: ev.ApplyUpdate) -> None:
         """Its host keeps what the engine has forgotten; here only the books must notice."""
 
-    def _do(self, process: Process, actions: Sequence[object]) -> None:
-        # The world itself notices when an acknowledgement runs ahead; here only the books must.
-        super()._do(process, [action for action in actions if not isinstance(action, Acknowledge)])
+    def acknowledge(self, process: Process, until: int) -> None:
+        """The world itself notices when an acknowledgement runs ahead; here only the books must."""
 
 
 def play(world: LedgerWorld, seed: int) -> LedgerReport:
@@ -156,11 +134,11 @@ def play(world: LedgerWorld, seed: int) -> LedgerReport:
     rng = random.Random(seed)
     for _ in range(1500):
         worker = rng.randrange(world.settings.num_workers)
-        for process in world.live(worker)[:1]:
+        for process in world.processes[worker][:1]:
             for _ in range(3):
                 world.read(process)
                 world.send(process)
-                world.receive(process)
+                world.receive_next(process)
                 world.compute(process)
         world.high[worker] += rng.randrange(3)
         if rng.random() < 0.1:
@@ -169,7 +147,7 @@ def play(world: LedgerWorld, seed: int) -> LedgerReport:
             world.tick(0.7)
         if rng.random() < 0.02:
             world.kill_worker(worker)
-            world.start_worker(worker)
+            world.start_process(worker)
     world.settle()
     # The last checkpoint is of the last version, as at the end of a job.
     return world.audit()

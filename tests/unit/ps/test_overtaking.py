@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from doll.consumers.protocol.worker_core import Compute, Send
+from doll.consumers.protocol.worker_core import Compute, Send, WorkerCore
 from doll.ps.engine import events as ev
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.records.control import (
@@ -45,21 +45,21 @@ class Pair:
     def __init__(self, batches: int = GROUP) -> None:
         self.world = World(DollPolicyConfig(group_size=GROUP), workers=1)
         self.world.high[0] += batches * self.world.settings.records_per_batch
+        (self._newest,) = self.world.live()
         self.talk()
 
     @property
     def process(self) -> Process:
-        return self.world.processes[-1]
+        """The newest one, dead or not."""
+        self._newest = next(reversed(self.world.live()), self._newest)
+        return self._newest
 
     @property
-    def core(self) -> Any:
-        core = self.process.core
-        assert core is not None
-        return core
+    def core(self) -> WorkerCore:
+        return self.process.protocol
 
     @property
     def counters(self) -> Counter[str]:
-        assert self.world.engine is not None
         return self.world.engine.counters
 
     def read_all(self) -> None:
@@ -71,8 +71,8 @@ class Pair:
             self.world.send(self.process)
 
     def receive_all(self) -> None:
-        while not self.process.dead and self.process.reads_from < len(self.world.commands[0]):
-            self.world.receive(self.process)
+        while not self.process.is_dead and self.process.reads_from < len(self.world.commands[0]):
+            self.world.receive_next(self.process)
 
     def talk(self) -> None:
         """All messages on their way arrive, in order; no gradient is computed."""
@@ -80,7 +80,7 @@ class Pair:
         for _ in range(5):
             self.send_all()
             self.receive_all()
-            if process.dead:
+            if process.is_dead:
                 return
             if self.process.core is not None:
                 self.read_all()
@@ -100,11 +100,11 @@ class Pair:
     def deliver(self, record: AnyRecord) -> list[Any]:
         """`record` arrives at the worker by its link, before what Kafka has for it."""
         actions = self.core.on_record(record, self.world.now)
-        self.world._do(self.process, actions)
+        self.world.do(self.process, actions)
         return list(actions)
 
     def compute_all(self) -> None:
-        while self.process.computing:
+        while self.process.orders:
             self.world.compute(self.process)
 
     def outgoing(self, kind: type) -> Any:
@@ -124,7 +124,8 @@ class Pair:
 def granted() -> Pair:
     """The worker has one grant of both batches and has begun it."""
     pair = Pair()
-    assert [len(item.batches) for item in pair.process.computing] == [GROUP]
+    assert len(pair.process.orders) == 1
+    assert len(pair.process.first_order.batches) == GROUP
     return pair
 
 
@@ -133,19 +134,19 @@ def granted() -> Pair:
 
 def test_a_grant_before_the_welcome_of_its_session_is_ignored_and_comes_again(granted: Pair) -> None:
     world = granted.world
-    world.kill_ps()
-    world.start_ps()
+    world.kill_server()
+    world.start_server()
     granted.receive_all()  # Hello
     granted.send_all()  # the Join
     late = granted.take(Welcome)
     early = structs.replace(
-        granted.process.computing[0].grant, term=late.term, session=late.session + 1, grant_ids=(1, 2)
+        granted.process.first_order.grant, term=late.term, session=late.session + 1, grant_ids=(1, 2)
     )
     assert granted.deliver(early) == []
     granted.deliver(late)
-    granted.process.computing.clear()
+    granted.process.orders.clear()
     granted.talk()
-    assert [item.grant.session for item in granted.process.computing] == [late.session]
+    assert granted.process.first_order.grant.session == late.session
     granted.finish()
 
 
@@ -193,7 +194,7 @@ def test_a_durable_that_overtakes_the_grant_behind_it_is_the_same() -> None:
 
 
 def test_a_durable_that_overtakes_the_repetition_of_an_old_grant_makes_it_void(granted: Pair) -> None:
-    grant = granted.process.computing[0].grant
+    grant = granted.process.first_order.grant
     granted.compute_all()
     granted.send_all()
     granted.world.tick(10.0)
@@ -229,19 +230,18 @@ def test_a_grant_by_kafka_and_again_by_the_link_is_computed_once_with_a_push_bet
         pair.receive_all()
     pushes = [item for item in pair.process.outbox if isinstance(item, Push)]
     assert [[batch.batch for batch in push.batches] for push in pushes] == [[0], [0]], "answered, and answered again"
-    assert [item.grant.first for item in pair.process.computing] == [1], "what is under way is not begun again"
+    assert pair.process.first_order.grant.first == 1, "what is under way is not begun again"
     pair.send_all()
     assert pair.counters["refused_duplicate"] == 1
     pair.finish()
-    assert world.engine is not None
     assert world.engine.counters["requeued_timeout"] == 0
 
 
 def test_a_stop_by_kafka_ends_a_worker_whatever_its_link_brings(granted: Pair) -> None:
-    grant = granted.process.computing[0].grant
+    grant = granted.process.first_order.grant
     granted.world.commands[0].append(Stop(term=granted.world.term, reason="updates: 1 reached"))
     granted.receive_all()
-    assert granted.process.dead
+    assert granted.process.is_dead
     assert granted.core.on_record(grant, 0.0) == [], "the grant was there before"
 
 
@@ -266,7 +266,7 @@ def test_a_push_that_overtakes_the_announcement_of_the_next_batches_counts() -> 
     pair.world.high[0] += GROUP * pair.world.settings.records_per_batch
     pair.read_all()
     pair.core.tick(pair.world.now)
-    pair.world._do(pair.process, pair.core._announce_all())
+    pair.world.do(pair.process, pair.core._announce_all())
     pair.compute_all()
     pair.world.handle(pair.outgoing(Push))
     assert len(pair.world.updates) == 1
@@ -279,12 +279,13 @@ def test_a_leave_before_the_last_push_gives_the_batches_back_and_the_push_is_ref
     push = granted.outgoing(Push)
     granted.core.drain()
     (leave,) = granted.core.leave("sigterm")
+    assert isinstance(leave, Send)
     assert isinstance(leave.record, Leave)
     granted.world.handle(leave.record)
     granted.world.handle(push)
     assert granted.world.updates == []
     assert granted.counters["refused_not_joined"] + granted.counters["refused_fenced"] == 1
-    process.dead = True
+    granted.world.end(process)
     granted.finish()
 
 
@@ -313,7 +314,7 @@ def test_a_worker_that_attaches_again_within_a_set_goes_on_with_it(granted: Pair
     world.break_link(0, lost=-1)
     granted.receive_all()  # the grant again
     assert granted.process.in_set == 1
-    assert len(granted.process.computing) == 1, "it is not begun a second time"
+    assert len(granted.process.orders) == 1, "it is not begun a second time"
     world.compute(granted.process)
     granted.send_all()
     assert len(world.updates) == 1
@@ -363,9 +364,9 @@ class TwoChannels(World):
                 process.outbox.appendleft(record)
         super().send(process)
 
-    def receive(self, process: Process) -> None:
+    def receive_next(self, process: Process) -> None:
         channel, begin = self.commands[process.worker], process.reads_from
-        alone = len([other for other in self.processes if other.worker == process.worker and not other.dead]) == 1
+        alone = len(self.processes[process.worker]) == 1
         if alone and process.core is not None and self.random.random() < 0.5:
             unread = range(begin, len(channel))
             at = next((at for at in unread if isinstance(channel[at], Grant | NewVersion)), begin)
@@ -373,7 +374,7 @@ class TwoChannels(World):
             if at > begin and self._is_of_its_link(process, record):
                 self.overtaken.update(type(item).__name__ for item in channel[begin:at])
                 channel.insert(begin, channel.pop(at))
-        super().receive(process)
+        super().receive_next(process)
 
     def _is_of_its_link(self, process: Process, record: AnyRecord | None) -> bool:
         """The worker attached with the session of its last Welcome, to the server of that term."""

@@ -35,13 +35,13 @@ class HoleyWorld(World):
 
     def read(self, process: Process) -> None:
         core, batcher = process.core, process.batcher
-        if core is None or batcher is None or process.paused or process.dead:
+        if core is None or batcher is None or process.paused or process.is_dead:
             return
         batcher._align = self.policy.batches_per_push  # as `WorkerRuntime` makes it
         worker = process.worker
         if core.skipped:
             if (one := core.next_of_skipped(self.now, self.settings.records_per_batch)) is not None:
-                self._do(process, core.batch_ready(Batch(one.first, None, 0, self.now, (), one.gaps, one.lost)))
+                self.do(process, core.batch_ready(Batch(one.first, None, 0, self.now, (), one.gaps, one.lost)))
             return
         while core.has_room:
             raw = next(self.unread.get(process.name, iter(())), None)
@@ -51,7 +51,7 @@ class HoleyWorld(World):
                 else:
                     batch = Batch(raw.number, None, len(raw.values), self.now, gaps=tuple(raw.gaps))
                     actions = core.batch_ready(batch)
-                self._do(process, actions)
+                self.do(process, actions)
                 return
             offset = process.position
             if offset >= self.high[worker]:
@@ -65,8 +65,8 @@ class HoleyWorld(World):
                 self.high[worker] = max(self.high[worker], process.position)
                 self.unread[process.name] = batcher.skip_to(process.position)
 
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
-        more = super()._perform(engine, action)
+    def perform(self, action: ev.EngineAction) -> ev.Event | None:
+        more = super().perform(action)
         if isinstance(action, ev.ApplyUpdate) and action.sets and action.sets[0].batches[:1]:
             (first, *others) = (batch for item in action.sets for batch in item.batches)
             if first.count > 1:
@@ -90,7 +90,6 @@ class HoleyWorld(World):
 
     def check_progress(self) -> None:
         """Only batches that make no group are left, although a hole may be between the batches of a group."""
-        assert self.engine is not None
         r, n = self.settings.records_per_batch, self.settings.num_workers
         complete = [(high - origin) // r for high, origin in zip(self.high, self.origins, strict=True)]
         applied = self.engine.snapshot(self.now).applied
@@ -104,7 +103,6 @@ class HoleyWorld(World):
 
     def check_prefixes(self) -> None:
         """Every batch of the lineage once, each stream a prefix."""
-        assert self.engine is not None
         applied = [0] * self.settings.num_workers
         for update in self.lineage():
             for worker, batch, base in update.members:
@@ -215,10 +213,9 @@ def test_nobody_waits_for_the_batches_that_another_stream_has_skipped() -> None:
 def test_a_worker_sends_a_skip_when_all_before_it_is_durable_and_again_until_it_is() -> None:
     world = World("asp", workers=1)
     for _ in range(3):
-        world.send(world.processes[0])
-        world.receive(world.processes[0])
-    core = world.processes[0].core
-    assert core is not None
+        world.send(world.processes[0][0])
+        world.receive_next(world.processes[0][0])
+    core = world.processes[0][0].protocol
     core.batch_ready(Batch(0, None, 2, 0.0))
     assert core.skip(Skipped(1, 301, ((12, 612),), ())) == []
     with pytest.raises(ValueError, match="expected batch 1, got 2"):

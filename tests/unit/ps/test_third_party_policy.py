@@ -96,15 +96,14 @@ def test_nobody_gets_further_ahead_than_the_lead_and_grants_name_the_version_tha
     world = World(section(lead=lead), max_pending=12)
     world.high = [origin + 16 for origin in world.origins]  # eight batches for each worker
     for _ in range(100):
-        for process in world.processes:
+        for process in world.live():
             for _ in range(3 if process.worker else 1):  # worker 0 is the slow one
-                world.receive(process)
+                world.receive_next(process)
                 world.read(process)
                 if process.worker or len(world.updates) < 4:
                     world.compute(process)
                 world.send(process)
         world.store_checkpoint()
-    assert world.engine is not None
     applied = world.engine.snapshot(world.now).applied
     assert applied[1] == applied[2] == applied[0] + lead + 1, "the last of them was computed at the bound"
     for update in world.updates:
@@ -166,9 +165,8 @@ def test_its_state_survives_a_restart_of_the_server() -> None:
     assert before is not None
     assert before["slowest"] == 4
     assert world.stored.policy == "bounded_lead"
-    world.kill_ps()
-    world.start_ps()
-    assert world.engine is not None
+    world.kill_server()
+    world.start_server()
     assert world.engine.snapshot(world.now).policy_state == before
 
 
@@ -180,7 +178,7 @@ def test_a_checkpoint_that_another_policy_of_that_name_wrote_is_refused() -> Non
     assert world.stored is not None
     world.stored = msgspec.structs.replace(world.stored, policy_state={"rounds": 3})
     with pytest.raises(ValueError, match=r"not a state of bounded_lead: \['rounds'\]"):
-        world.start_ps()
+        world.start_server()
 
 
 @pytest.mark.usefixtures("installed")

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import channel_world
+import channel_process
 import doll.consumers.protocol.worker_core
 import doll.ps.engine.message_handling
 import pytest
 import torch
-from channel_world import POLICIES, Difference, World, play
+from channel_process import POLICIES
+from channel_world import World, play
 from distributions import install_wheel
 from doll.config.policy import POLICIES as REGISTERED
 from doll.consumers.compute.significance_filter import Residual
@@ -26,6 +27,7 @@ from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import EngineAction
 from doll.ps.engine.settling import Settling
 from doll.records.control import Grant, Push, Settle
+from expected_model import Difference
 from fuzzing import SEED, SHARE
 from paths import SUPPORT
 
@@ -67,7 +69,7 @@ def test_under_the_policies_of_others_too(policy: str, tmp_path: Path, monkeypat
     install_wheel(SUPPORT / "third_party_policy", tmp_path)
     REGISTERED.refresh()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(channel_world.POLICIES, policy, THIRD_PARTY[policy])
+    monkeypatch.setitem(channel_process.POLICIES, policy, THIRD_PARTY[policy])
     try:
         check(policy)
     finally:
@@ -115,7 +117,7 @@ def is_difference(of: str) -> Callable[[Exception], bool]:
 )
 def test_a_worker_that_computes_late_copies_is_caught(policy: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doll.consumers.protocol.worker_core, "Grants", Forgetful)
-    monkeypatch.setattr(channel_world, "StepModel", Unguarded)
+    monkeypatch.setattr(channel_process, "StepModel", Unguarded)
     monkeypatch.setattr(Residual, "_expect_newest", lambda self, batch: None)
     assert found(policy, 1500, is_difference(of))
 

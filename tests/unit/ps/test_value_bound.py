@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 from benchmarks.paper.vap_bound import PerWorkerVap
 from doll.ps.engine import events as ev
-from doll.ps.engine.engine import Engine
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy, PolicyView
 from doll.ps.policies.vap import Vap, VapPolicyConfig
@@ -51,7 +50,7 @@ class Vectors(World):
     def max_change(self, key: str) -> float:
         return float(np.abs(self._vector(key)).max())
 
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+    def perform(self, action: ev.EngineAction) -> ev.Event | None:
         if isinstance(action, ev.ApplyUpdate):
             for item in action.sets:
                 if item.push.key:
@@ -62,11 +61,11 @@ class Vectors(World):
             for term, version, worker, step in self.steps:
                 if term == self.term and version > action.min_version and worker != action.worker:
                     missed += step
-            left = self.v0 / math.sqrt(engine.version + 1) - float(np.abs(missed).max())
+            left = self.v0 / math.sqrt(self.engine.version + 1) - float(np.abs(missed).max())
             assert left >= -1e-9, "the weights miss more than v_t"
             self.closest = min(self.closest, left)
             self.old_views += action.min_version < action.version
-        return super()._perform(engine, action)
+        return super().perform(action)
 
 
 @pytest.mark.slow
@@ -163,11 +162,11 @@ class Recorded(Vectors):
         self.term_of: list[int] = []  # of the server of each
         super().__init__(v0, make)
 
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+    def perform(self, action: ev.EngineAction) -> ev.Event | None:
         if not isinstance(action, ev.StoreCheckpoint):
             self.actions.append(action)
             self.term_of.append(self.term)
-        return [] if isinstance(action, NewVersion) else super()._perform(engine, action)
+        return None if isinstance(action, NewVersion) else super().perform(action)
 
 
 def views(world: Recorded) -> tuple[list[tuple[int, int]], int]:

@@ -118,9 +118,8 @@ def test_a_worker_that_leaves_pushes_the_part_of_its_wave_that_it_has() -> None:
     drive(world, 3, 0, 1, 2)
     world.high[0] += 4  # two batches
     drive(world, 12, 0)
-    assert world.engine is not None
     assert world.engine.worker(0).computing == 2
-    (process,) = world.live(0)
+    (process,) = world.processes[0]
     assert process.core is not None
     assert not process.core.busy, "what it has is computed: it need not wait for more"
     world.leave(process)
@@ -134,7 +133,6 @@ def test_a_worker_that_waits_at_the_gate_with_half_a_wave_is_not_taken_for_lost(
     drive(world, 3, 0, 1, 2)
     world.high[0] += 16
     drive(world, 30, 0)
-    assert world.engine is not None
     assert world.engine.worker(0).computing == 1, "the last batch of its second wave waits"
     for _ in range(40):
         drive(world, 2, 0, 1, 2)

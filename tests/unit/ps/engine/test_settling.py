@@ -89,14 +89,13 @@ def two_rounds() -> World:
 
 def test_a_worker_that_leaves_sends_its_rest_first_and_nothing_is_rolled_back() -> None:
     world = two_rounds()
-    assert world.engine is not None
     assert world.engine.worker(0).applied == 2
     assert not world.engine.is_settled
-    (process,) = world.live(0)
+    (process,) = world.processes[0]
     world.leave(process)
     assert world.rolled_back == 0
     assert world.whole[0] == {0, 1}
-    world.start_worker(0)
+    world.start_process(0)
     world.settle()
     assert world.rolled_back == 0
 
@@ -105,7 +104,7 @@ def test_a_worker_that_is_killed_takes_the_model_back_to_the_checkpoint() -> Non
     world = two_rounds()
     term = world.term
     world.kill_worker(0)
-    world.start_worker(0)
+    world.start_process(0)
     drive(world, 4, 0)
     assert (world.rolled_back, world.term) == (1, term + 1)
     world.settle()
@@ -117,7 +116,6 @@ def test_the_job_ends_with_a_model_that_is_whole() -> None:
     world.handle(ev.StopRequested(reason="enough"))
     drive(world, 6, 0, 1, 2)
     world.store_checkpoint()
-    assert world.engine is not None
     assert world.engine.finished == "enough"
     assert world.stored is not None
     assert world.stored.applied == (2, 2, 2)
@@ -131,7 +129,6 @@ def dry_round() -> World:
     for worker, records in ((0, 6), (1, 6), (2, 4)):
         world.high[worker] += records
     drive(world, 30, 0, 1, 2)
-    assert world.engine is not None
     assert [worker.held for worker in world.engine.workers()] == [1, 1, 0]
     return world
 
@@ -146,7 +143,6 @@ def pass_time(world: World, seconds: int) -> None:
 def test_a_job_whose_streams_have_stopped_becomes_durable() -> None:
     world = dry_round()
     pass_time(world, 12)
-    assert world.engine is not None
     assert world.engine.snapshot(world.now).applied == (2, 2, 2), "another batch may come: the round is open"
     pass_time(world, 10)
     assert world.stored is not None
@@ -154,7 +150,7 @@ def test_a_job_whose_streams_have_stopped_becomes_durable() -> None:
     assert world.whole == [{0, 1, 2}, {0, 1, 2}, {0, 1}]
     assert world.engine.durable_version == world.engine.version
     world.kill_worker(0)
-    world.start_worker(0)
+    world.start_process(0)
     world.settle()
     assert world.rolled_back == 0, "nothing was held back any more"
     world.check_ledger()
@@ -192,12 +188,11 @@ def test_a_job_that_ends_in_the_middle_of_a_round_leaves_the_round_out(lost: boo
     for worker, records in ((0, 6), (1, 6), (2, 4)):
         world.high[worker] += records
     drive(world, 30, 0, 1, 2)
-    assert world.engine is not None
     assert [worker.held for worker in world.engine.workers()] == [1, 1, 0]
     world.handle(ev.StopRequested(reason="enough"))
     if lost:
         world.kill_worker(1)
-        world.start_worker(1)
+        world.start_process(1)
     drive(world, 8, 0, 1, 2)
     world.store_checkpoint()
     if lost:
@@ -215,15 +210,14 @@ def test_a_push_that_holds_back_under_another_policy_is_refused() -> None:
     world = World("bsp")
     drive(world, 3, 0, 1, 2)
     world.high[0] += 2
-    (process,) = world.live(0)
+    (process,) = world.processes[0]
     while not any(isinstance(record, Push) for record in process.outbox):
-        for step in (world.send, world.receive, world.read, world.compute):
+        for step in (world.send, world.receive_next, world.read, world.compute):
             step(process)
     for at, record in enumerate(process.outbox):
         if isinstance(record, Push):
             process.outbox[at] = structs.replace(record, holds_back=True)
     drive(world, 8, 0)
-    assert world.engine is not None
     assert world.engine.counters["refused_content"] == 1
     assert world.engine.is_settled
 
@@ -231,7 +225,6 @@ def test_a_push_that_holds_back_under_another_policy_is_refused() -> None:
 def test_an_empty_rest_of_a_worker_that_holds_something_back_is_refused() -> None:
     """The empty rest would replace the real one, which is on its way on the other channel."""
     world = two_rounds()
-    assert world.engine is not None
     engine, worker = world.engine, world.engine.worker(0)
     assert engine._settling.holds_back(worker)
     empty = Push(

@@ -1,0 +1,281 @@
+"""A worker's process for the world of two channels: all of production but Faust and the gradient.
+
+The gradient depends on the batch and on the view, so that a batch that is missing, is added twice or is computed on a
+wrong view is seen in the numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import queue
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from doll.config import JobConfig, parse
+from doll.config.policy import POLICIES as REGISTERED
+from doll.config.policy import policy_section
+from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
+from doll.consumers.compute.gradient_engine import GrantHandler
+from doll.consumers.compute.guard import GuardedGradient
+from doll.consumers.compute.step_model import StepModel
+from doll.consumers.protocol.worker_core import (
+    Batch,
+)
+from doll.consumers.tables.row_client import RowClient
+from doll.consumers.tables.table_rows import TableRows
+from doll.model.flat_model import FlatModel, build
+from doll.optim.contribution import Contribution
+from doll.optim.row_optimizer import row_optimizer
+from doll.records.control import (
+    AnyRecord,
+    Grant,
+    NewVersion,
+    Push,
+    RowsStored,
+    Settle,
+)
+from doll.simulation import world as worlds
+from doll.storage.contributions import Compressor
+from doll.tables.rows import Ids, Rows
+from doll.task.base import Task, load_task
+from expected_model import LR, Added, Vector
+
+if TYPE_CHECKING:
+    from channel_world import World
+
+WORKERS: Final = 3
+_IDS: Final = 24
+
+JOB = """
+job: unit
+task: %s
+data: {workers: %d, batch_size: 4}
+training: {policy: %s, optimizer: {name: sgd, lr: %g}}
+worker: {max_pending_batches: 12}
+checkpoint: {every_updates: %d, every_s: 1000000}
+"""
+_DENSE = json.dumps({"class": "examples.synthetic.task:Gaussian", "args": {"features": 6}})
+_TABLES = json.dumps(
+    {"class": f"{Path(__file__).with_name('bag_task.py')}:Bags", "args": {"sparse": True, "ids": _IDS}}
+)
+
+# Every registered policy with its defaults, and the other forms that differ in what a push holds.
+POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTERED.names()} | {
+    "doll": "{name: doll, group_size: 3}",
+    "doll, sets": "{name: doll, group_size: 7}",
+    "bsp, steps": "{name: bsp, contribution: step}",
+    "asp, steps": "{name: asp, contribution: step}",
+    "ssp": "{name: ssp, staleness: 2}",
+    "essp": "{name: essp, staleness: 2}",
+    "vap": "{name: vap, value_bound: 0.5}",
+    "isp": "{name: isp, significance: 0.7}",
+    "wsp": "{name: wsp, wave_batches: 3, clock_distance: 1}",
+}
+
+
+@functools.cache
+def job_of(policy: str, *, has_tables: bool) -> tuple[JobConfig, Task]:
+    """The job file of a policy of `POLICIES`, and its task."""
+    config = parse(
+        JOB % (_TABLES if has_tables else _DENSE, WORKERS, POLICIES[policy], LR, 2 if policy == "isp" else 4)
+    )
+    return config, load_task(config)
+
+
+_REPLICAS: Final[dict[tuple[int, int], FlatModel]] = {}
+
+
+def replica(config: JobConfig, task: Task, number: int) -> FlatModel:
+    """That of worker `number`, whose processes come one after the other. Weights are loaded before it is used."""
+    if (key := (id(config), number)) not in _REPLICAS:
+        _REPLICAS[key] = build(config, task, with_rows=False)
+    return _REPLICAS[key]
+
+
+def takes_tables(policy: str) -> bool:
+    """Whether models with tables can be trained under it."""
+    return bool(policy_section(job_of(policy, has_tables=False)[0].training.policy.name).supports_tables)
+
+
+class AtOnce(RowClient):
+    """Does not wait: what the world has not answered is lost, and asked again."""
+
+    def _wait(self, grant: Grant) -> RowsStored | None:
+        while True:
+            try:
+                answer = self._answers.get_nowait()
+            except queue.Empty:
+                return None
+            if answer is not None and (answer.term, answer.session, answer.number) == (
+                grant.term,
+                grant.session,
+                self._number,
+            ):
+                return answer
+
+
+class Recorder:
+    """`SetContribution` that writes down what each batch adds, and passes it on."""
+
+    def __init__(self, process: Process, inner: Any) -> None:
+        self._process = process
+        self._inner = inner
+
+    @property
+    def holds(self) -> tuple[tuple[int, int], ...]:
+        return tuple(self._inner.holds)
+
+    @property
+    def holds_back(self) -> bool:
+        return bool(self._inner.holds_back)
+
+    def begin(self, grant: Grant) -> bool:
+        process = self._process
+        if grant.term != process.term:
+            process.term, process.own = grant.term, {}
+        process.grant = grant
+        if not self._inner.begin(grant):
+            return False
+        process.own = {batch: step for batch, step in process.own.items() if batch < grant.first}
+        return True
+
+    def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
+        process = self._process
+        n, weights = process.num_parameters, process.computer.weights
+        if process.sends_steps:
+            process.expected.check_view(process, batch)
+        before = weights[:n].astype(np.float64)
+        if not self._inner.add(gradient, batch=batch, num_samples=num_samples):
+            return False
+        if process.sends_steps:
+            added = process.own[batch] = Added(weights[:n] - before, self._inner._kept[-1].rows)
+        else:
+            added = Added(gradient.values[:n].astype(np.float64), gradient.rows)
+        process.note(batch, added)
+        return True
+
+    def skip(self, batch: int) -> None:
+        self._inner.skip(batch)
+        self._process.note(batch, Added(np.zeros(self._process.num_parameters), {}))
+
+    def keep(self) -> None:
+        self._inner.keep()
+
+    def values(self) -> Contribution | None:
+        values: Contribution | None = self._inner.values()
+        process = self._process
+        if self.holds and self._inner.holds_back:
+            process.expected.held_back[process.term, process.worker, *self.holds[-1]] = process.residual
+        return values
+
+    def rows(self) -> Mapping[str, Rows]:
+        rows: Mapping[str, Rows] = self._inner.rows()
+        return rows
+
+    def rest(self, until: int) -> Contribution | None:
+        rest: Contribution | None = self._inner.rest(until)
+        return rest
+
+    def rest_stored(self) -> None:
+        self._inner.rest_stored()
+
+
+class Process(worlds.Process):
+    """One worker process: `StepModel` or `GradientSum`, `GrantHandler` and `WorkerCore`, and its ends of the channels.
+
+    Attributes:
+        own: of each batch of this term, as it was computed last: its step.
+        sent_again: grants and Settles that came, and pushes that went, which may come once more.
+    """
+
+    def __init__(self, world: World, worker: int, name: str) -> None:
+        super().__init__(worker, name)
+        self.expected = world.expected
+        config = world.config
+        self.model = replica(config, world.task, worker)
+        self.computer = GradientComputer(world.task, self.model)
+        self.num_parameters = self.model.num_parameters
+        self.sends_steps = config.training.policy.sends_steps
+        self.tables: TableRows | None = None
+        shapes = {} if self.model.tables is None else self.model.tables.shapes
+        if shapes:
+            self.client = AtOnce(config, world.blobs, dict(shapes))
+            self.client.connect(lambda request: world.get_rows(self, request))
+            self.tables = TableRows(
+                self.client, 2000,
+                optimizer=row_optimizer(config.training.optimizer) if self.sends_steps else None,
+            )  # fmt: skip
+        self.local: Any
+        if self.sends_steps:
+            self.local = inner = StepModel(
+                config.job, world.blobs, config.training, self.model, self.computer, rows=self.tables
+            )
+        else:
+            self.local, inner = CachedVersion(config.job, world.blobs, self.computer), self.computer.new_sum()  # type: ignore[assignment]
+        is_sparse = self.sends_steps or bool(shapes)
+        self.handler = GrantHandler(
+            config, local_model=self, guard=self,
+            compressor=Compressor(config.job, self.num_parameters, shapes)
+            if is_sparse
+            else Compressor(config.job),
+            blobs=world.blobs, dead_letters=None,  # type: ignore[arg-type]  # no sample is refused
+            contribution=Recorder(self, inner), rows=self.tables,
+        )  # fmt: skip
+        self.grant: Grant | None = None
+        self.version = self.term = 0
+        self.own: dict[int, Added] = {}
+        self.sent_again: deque[Grant | Settle | Push] = deque(maxlen=12)
+        # "late": what was on links that have broken.
+        self.to_worker: dict[str, deque[AnyRecord]] = {"kafka": deque(), "link": deque(), "late": deque()}
+        self.to_server: dict[str, deque[AnyRecord]] = {"kafka": deque(), "link": deque(), "late": deque()}
+        self.is_linked = self.is_linked_at_server = False
+
+    @property
+    def residual(self) -> Vector:
+        """What is held back now."""
+        residual = self.local._residual if self.sends_steps else None
+        return residual._held.astype(np.float64) if residual and residual.is_used else np.zeros(self.num_parameters)
+
+    def note(self, batch: int, added: Added) -> None:
+        assert self.grant is not None
+        number = self.grant.grant_ids[batch - self.grant.first]
+        self.expected.added[self.grant.term, self.worker, batch, number] = added
+
+    def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, batch: int) -> GuardedGradient:
+        """`BatchComputer`: a gradient that depends on the worker, the batch and the view."""
+        rng = np.random.default_rng([self.worker, batch])
+        weights, n = self.computer.weights, self.num_parameters
+        values = np.zeros_like(weights)
+        values[:n] = rng.normal(size=n) + 0.3 * weights[:n]
+        rows: dict[str, Rows] = {}
+        if self.tables is not None and self.model.tables is not None:
+            for name, shape in self.model.tables.shapes.items():
+                ids: Ids = np.unique(rng.integers(0, _IDS, size=6))
+                got = self.tables.look_up(name, ids)
+                self.expected.check_rows(self, name, ids, got, batch)
+                noise = rng.normal(size=(len(ids), shape.width)).astype(np.float32)
+                rows[name] = Rows(ids, noise + np.float32(0.3) * got)
+        return GuardedGradient(Gradient(values, 1.0, {}, float(np.linalg.norm(values)), rows=rows), {})
+
+    def offer(self, weights: NewVersion) -> None:
+        """`LocalModel`."""
+        self.local.offer(weights)
+        if self.tables is not None:
+            self.tables.offer(weights)
+
+    def load(self, grant: Grant) -> int | None:
+        """`LocalModel`."""
+        version: int | None = self.local.load(grant)
+        self.version = -1 if version is None else version
+        return version
+
+    def batch(self, number: int) -> Batch:
+        """Some batches have no usable sample."""
+        count = 0 if (self.worker * 7 + number) % 11 == 0 else 4
+        return Batch(number, SimpleNamespace(x=np.zeros(count), y=np.zeros(count)), count, 0.0)

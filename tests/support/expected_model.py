@@ -1,0 +1,180 @@
+"""The model as its batches make it, computed apart: every version, view and row of a world is compared with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from doll.ps.engine.events import ApplyUpdate
+from doll.tables.rows import Ids, Rows
+
+if TYPE_CHECKING:
+    from channel_process import Process
+
+LR: Final = 0.05
+_RTOL, _ATOL = 3e-4, 3e-5  # float32 over some hundred steps
+
+
+class Difference(AssertionError):
+    """The model, a view or a row is not what its batches make of it."""
+
+
+Vector = npt.NDArray[np.float64]
+
+
+class Added(NamedTuple):
+    """What one batch adds: to parameters, float64, and to rows of tables; a step, or a gradient."""
+
+    values: Vector
+    rows: Mapping[str, Rows]
+
+
+class Moment(NamedTuple):
+    """A version of the model, as its batches make it.
+
+    Attributes:
+        included: of each worker: how many of its batches are in it.
+        held_back: by worker and session: what of these is not in it.
+    """
+
+    weights: Vector
+    rows: Mapping[str, Vector]
+    included: tuple[int, ...]
+    held_back: Mapping[tuple[int, int], Vector]
+
+
+class ExpectedModel:
+    """What the model must be, of what its workers say that they have computed.
+
+    Attributes:
+        added: by (term, worker, batch, grant id): what that batch adds, as it was computed last for that grant.
+        held_back: by the same of a push's last batch: what its worker held back behind it.
+        named: by the key of a push: the (batch, grant id) that its worker has named.
+        moments: by (term, version).
+        void_views: by the same as `added`: void grants that were computed on a view without the rest given away.
+        counts: of what was compared.
+    """
+
+    def __init__(self, *, sends_steps: bool, stands: Callable[[Process, int, int, int], bool]) -> None:
+        """
+        Args:
+            sends_steps: the workers; else they send gradients.
+            stands: (process, term, batch, grant id) -> whether the server would still take the push.
+        """
+        self._sends_steps = sends_steps
+        self._stands = stands
+        self.added: dict[tuple[int, int, int, int], Added] = {}
+        self.held_back: dict[tuple[int, int, int, int], Vector] = {}
+        self.named: dict[str, list[tuple[int, int]]] = {}
+        self.moments: dict[tuple[int, int], Moment] = {}
+        self.void_views: set[tuple[int, int, int, int]] = set()
+        self.counts: Counter[str] = Counter()
+
+    def check_update(self, term: int, update: ApplyUpdate, got: Vector, got_rows: Mapping[str, Vector]) -> None:
+        """The new version is the one before and what the named batches add, without what their workers hold back."""
+        self.counts["updates"] += 1
+        before = self.moments[term, update.version - 1]
+        weights, included, held_back = before.weights.copy(), list(before.included), dict(before.held_back)
+        rows = {name: values.copy() for name, values in before.rows.items()}
+        factor = 1.0 if self._sends_steps else -LR * update.scale
+        for item in update.sets:
+            worker = item.push.worker
+            self.counts["sets of several batches"] += len(item.push.batches) > 1
+            self.counts["rests"] += not item.push.batches
+            source = (worker, item.push.session)
+            if item.push.key or not item.push.holds_back:  # else it has no step, and what was held back stays
+                weights += held_back.pop(source, 0.0)
+            # A push that came late is taken under the numbers of later grants.
+            named = self.named[item.push.key] if item.push.key else []
+            assert not named or [batch for batch, _ in named] == [batch.batch for batch in item.push.batches]
+            for batch in item.push.batches:
+                assert batch.batch == included[worker], "each stream in its order"
+                included[worker] += 1
+            for number, grant_id in named:
+                key = (term, worker, number, grant_id)
+                if key in self.void_views:
+                    raise Difference(f"batch {number} of worker {worker} counts: its view lacked what is held back")
+                added = self.added[key]
+                weights += factor * added.values
+                for name, part in added.rows.items():
+                    np.add.at(rows[name], part.ids, factor * part.values)
+                if item.push.holds_back and number == named[-1][0]:
+                    held_back[source] = self.held_back[key]
+            if item.push.key:
+                weights -= held_back.get(source, 0.0)
+        names = [[(part.batch, part.grant_id) for part in item.push.batches] for item in update.sets]
+        self.expect(got, weights, f"version {update.version} of term {term}, made of {names}")
+        for name, values in rows.items():
+            self.expect(got_rows[name], values, f"table {name} of version {update.version}, made of {names}")
+        # From here on what there is counts: rounding does not add up.
+        self.moments[term, update.version] = Moment(got, got_rows, tuple(included), held_back)
+
+    def expect(self, got: Vector, expected: Vector, what: str) -> None:
+        off = np.abs(got - expected)
+        if not (off <= _ATOL + _RTOL * np.abs(expected)).all():
+            raise Difference(f"{what}: off by {off.max():.3g}")
+
+    def check_view(self, process: Process, batch: int) -> None:
+        """A worker that steps itself sees the weights, all its own steps that they lack, and what it holds back.
+
+        There is one exception, under a policy with a filter. The server asks for rests only when no grant stands, and
+        grants nothing before the rests are in a newer version. So a grant that a worker computes at an older version,
+        after it has given its rest away, was taken back before the server asked, mostly by its time limit. That view
+        lacks the rest. The server refuses the push, and the worker takes the step back at the next grant. So a view
+        may lack the rest, and nothing else, where the grant does not stand; `check_update` fails if such a batch ever
+        counts.
+        """
+        self.counts["views"] += 1
+        grant, core = process.grant, process.core
+        assert grant is not None
+        assert core is not None
+        moment = self.moments[process.term, process.version]
+        included = moment.included[process.worker]
+        expected = moment.weights.copy()
+        for own, step in process.own.items():
+            if own >= included:
+                expected += step.values
+        got = process.computer.weights[: process.num_parameters].astype(np.float64)
+        what = f"view of {process.name} at version {process.version}, own steps {[*process.own]}"
+        rest = moment.held_back.get((process.worker, core.session))
+        if rest is None:
+            self.expect(got, expected, what)
+            return
+        try:
+            self.expect(got, expected + rest, what)
+        except Difference:
+            grant_id = grant.grant_ids[batch - grant.first]
+            if self._stands(process, grant.term, batch, grant_id) or core._settled_until < included:
+                raise
+            self.expect(got, expected, f"{what}, the rest given away")
+            self.void_views.add((grant.term, process.worker, batch, grant_id))
+            self.counts["void views"] += 1
+
+    def check_rows(self, process: Process, name: str, ids: Ids, got: npt.NDArray[np.float32], batch: int) -> None:
+        """Each row is of a version that the grant allows, with the worker's own steps that this version lacks."""
+        grant = process.grant
+        assert grant is not None
+        assert process.core is not None
+        newest = max(version for term, version in self.moments if term == grant.term)
+        for at, row in zip(ids, got, strict=True):
+            self.counts["rows"] += 1
+            for version in range(newest, grant.min_version - 1, -1):
+                moment = self.moments.get((grant.term, version))
+                if moment is None:
+                    continue
+                expected = moment.rows[name][at].copy()
+                for own, step in process.own.items():
+                    part = step.rows.get(name)
+                    if own >= moment.included[process.worker] and part is not None and at in part.ids:
+                        expected += part.values[np.searchsorted(part.ids, at)]
+                if (np.abs(row - expected) <= _ATOL + _RTOL * np.abs(expected)).all():
+                    break
+            else:
+                number = grant.grant_ids[batch - grant.first]
+                if process.core.is_wanted(grant.term, batch, number):
+                    raise Difference(
+                        f"row {at} of {name}, at {process.name}: of no version from {grant.min_version} on"
+                    )
