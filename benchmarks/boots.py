@@ -20,8 +20,7 @@ from doll.provisioner.planning.baselines import MarketPolicy, baselines
 from doll.provisioner.traces.model import TraceSet
 from doll.provisioner.traces.recordings import load
 from doll.simulation.adaptive import ADAPTIVE, LIVE, planners
-from doll.simulation.backtest import BacktestSettings, Row, windows_of
-from doll.simulation.parallel import backtest_on
+from doll.simulation.backtest import BacktestSettings, Row, backtest, windows_of
 
 BOOTS_S = (30.0, 60.0, 120.0, 300.0, 600.0, 900.0)
 RATIOS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
@@ -94,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         settings = BacktestSettings(
             deadline_ratios=tuple(options.deadline_ratio), windows=options.windows, boot_s=boot_s, seed=options.seed
         )
-        cells += lines(backtest_on(options.processes, sets, settings, policies), sets, settings)
+        cells += lines(backtest(sets, settings, policies, processes=options.processes), sets, settings)
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "boots.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(cells[0]), lineterminator="\n")

@@ -23,8 +23,7 @@ from doll.provisioner.planning.baselines import MarketPolicy, baselines
 from doll.provisioner.traces.model import TraceSet
 from doll.provisioner.traces.recordings import load
 from doll.simulation.adaptive import LIVE, Adaptive
-from doll.simulation.backtest import BacktestSettings, Row, cells, windows_of
-from doll.simulation.parallel import backtest_on
+from doll.simulation.backtest import BacktestSettings, Row, backtest, cells, windows_of
 from rich.console import Console
 from rich.progress import Progress
 
@@ -133,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = BacktestSettings(seed=options.seed, windows=options.windows)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("replaying", total=len(cells(sets, settings)))
-        rows = backtest_on(options.processes, sets, settings, policies, lambda _: bar.advance(task))
+        rows = backtest(sets, settings, policies, processes=options.processes, progress=lambda _: bar.advance(task))
     lines = points(rows, sets, settings)
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "frontier.csv").open("w", encoding="utf-8", newline="") as file:

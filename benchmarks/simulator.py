@@ -102,14 +102,14 @@ def backtest() -> list[dict[str, object]]:
     from doll.provisioner.traces.recordings import load
     from doll.simulation.adaptive import backtest_policies
     from doll.simulation.backtest import BacktestSettings
+    from doll.simulation.backtest import backtest as replay_all
     from doll.simulation.backtest_report import verdict
-    from doll.simulation.parallel import backtest_on
 
     before, wall = _all_cpu_s(), time.perf_counter()
     begin = time.process_time()
     sets = load(SHARED)
     loading = time.process_time() - begin
-    rows = backtest_on(2, sets, BacktestSettings(), backtest_policies)
+    rows = replay_all(sets, BacktestSettings(), backtest_policies, processes=2)
     cpu, wall = _all_cpu_s() - before, time.perf_counter() - wall
     judgement, idle = verdict(rows), loading + (cpu - loading) / 2
     return [{"case": "backtest on two cores", "cpu_s": cpu, "wall_s": wall, "idle_machine_s": idle, "limit_s": 60.0,

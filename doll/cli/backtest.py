@@ -61,7 +61,7 @@ def backtest(
     from doll.simulation import backtest_report
     from doll.simulation.adaptive import backtest_policies
     from doll.simulation.backtest import BacktestSettings, usable
-    from doll.simulation.parallel import backtest_on
+    from doll.simulation.backtest import backtest as replay_all
 
     selected = select(folder, survey(folder), trace_set)
     if export is not None:
@@ -84,9 +84,9 @@ def backtest(
     sets, skips = usable(folder, selected, settings)
     _warn(left_out_text(skips))
     with progress_bar("replaying", len(sets) * len(ratios)) as bar:
-        rows = backtest_on(
-            processes or os.cpu_count() or 1, sets, settings, backtest_policies,
-            lambda done: bar(advance=1, description=done),
+        rows = replay_all(
+            sets, settings, backtest_policies, processes=processes or os.cpu_count() or 1,
+            progress=lambda done: bar(advance=1, description=done),
         )  # fmt: skip
     report = {**backtest_report.to_json(rows, settings), "skipped": [asdict(skip) for skip in skips]}
     text = backtest_report.text(rows)

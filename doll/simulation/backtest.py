@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from doll.local.processes import die_with_parent
 from doll.provisioner.planning.baselines import OFF, ON_DEMAND, SPOT, BacktestJob, MarketPolicy, Observation
 from doll.provisioner.traces.model import Floats, TraceSet
 from doll.provisioner.traces.recordings import LeftOut, Survey, no_recordings_error
 from doll.provisioner.traces.windows import Windows, clairvoyant_usd, sample
+
+Policies = Callable[[], Sequence[MarketPolicy]]
 
 # A job must fit into its recording with room to begin at different times.
 _SHARE_OF_RECORDING = 0.6
@@ -74,9 +80,6 @@ class Row:
     moves_per_job: float
     over_bound: float
 
-    def to_dict(self) -> dict[str, float | int | str]:
-        return asdict(self)
-
 
 def replay(policy: MarketPolicy, job: BacktestJob, windows: Windows) -> Outcome:
     """Run all windows under one policy.
@@ -135,12 +138,51 @@ def cells(sets: Sequence[TraceSet], settings: BacktestSettings) -> list[tuple[in
 
 
 def backtest(
-    sets: Sequence[TraceSet], settings: BacktestSettings, policies: Callable[[], Sequence[MarketPolicy]]
+    sets: Sequence[TraceSet],
+    settings: BacktestSettings,
+    policies: Policies,
+    *,
+    processes: int = 1,
+    progress: Callable[[str], None] = lambda cell: None,
 ) -> list[Row]:
-    """Every policy on the same windows of every trace set and deadline."""
-    return [
-        row for index, ratio in cells(sets, settings) for row in backtest_one(sets[index], ratio, settings, policies())
-    ]
+    """Every policy on the same windows of every trace set and deadline; to be called from the main thread.
+
+    Args:
+        processes: the rows are the same, whatever their number. They are forked, one task per trace set and deadline,
+            and die with this process; one is used where processes cannot be forked.
+        progress: called with the name of each trace set and deadline that is replayed.
+    """
+    tasks = cells(sets, settings)
+    rows: list[Row] = []
+
+    def gather(results: Iterable[list[Row]]) -> list[Row]:
+        for (index, ratio), some in zip(tasks, results, strict=True):
+            rows.extend(some)
+            progress(f"{sets[index].name} x {ratio:g}")
+        return rows
+
+    if processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
+        return gather(backtest_one(sets[index], ratio, settings, policies()) for index, ratio in tasks)
+    # A fork has the recordings already: nothing but rows goes between the processes.
+    context = multiprocessing.get_context("fork")
+    with context.Pool(min(processes, len(tasks)), _begin, (os.getpid(), sets, settings, policies)) as pool:
+        return gather(pool.imap(_replay, tasks))
+
+
+_work: tuple[Sequence[TraceSet], BacktestSettings, Policies] | None = None  # of a forked process
+
+
+def _begin(parent_pid: int, sets: Sequence[TraceSet], settings: BacktestSettings, policies: Policies) -> None:
+    global _work
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler would only note that the pool ends us
+    die_with_parent(parent_pid)
+    _work = (sets, settings, policies)
+
+
+def _replay(task: tuple[int, float]) -> list[Row]:
+    assert _work is not None
+    sets, settings, policies = _work
+    return backtest_one(sets[task[0]], task[1], settings, policies())
 
 
 def usable(folder: Path, selected: Survey, settings: BacktestSettings) -> tuple[list[TraceSet], list[LeftOut]]:

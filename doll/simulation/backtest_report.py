@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -98,23 +99,21 @@ def _share(ours: float, uniform: float) -> float:
 def table(rows: Sequence[Row]) -> str:
     """One block per trace set and deadline, one line per policy."""
     width = max(len(row.policy) for row in rows)
-    lines, at = [], None
-    for row in rows:
-        if at != (row.trace_set, row.deadline_ratio):
-            at = (row.trace_set, row.deadline_ratio)
-            lines += ["", f"{row.trace_set}, deadline {row.deadline_ratio:g} x, {row.jobs} jobs"]
-            lines.append(f"  {'policy':{width}}  met %  cost %  moves/job  x oracle")
-        lines.append(
+
+    def block(title: str, some: Iterable[Row]) -> str:
+        lines = [title, f"  {'policy':{width}}  met %  cost %  moves/job  x oracle"]
+        lines += (
             f"  {row.policy:{width}}  {row.met_percent:5.0f}  {row.cost_percent:6.1f}  {row.moves_per_job:9.1f}  "
             f"{row.over_bound:8.3f}"
+            for row in some
         )
-    lines += ["", "all trace sets and deadlines", f"  {'policy':{width}}  met %  cost %  moves/job  x oracle"]
-    for mean in overall(rows):
-        lines.append(
-            f"  {mean.policy:{width}}  {mean.met_percent:5.0f}  {mean.cost_percent:6.1f}  {mean.moves_per_job:9.1f}  "
-            f"{mean.over_bound:8.3f}"
-        )
-    return "\n".join(lines).lstrip("\n")
+        return "\n".join(lines)
+
+    blocks = [
+        block(f"{name}, deadline {ratio:g} x, {jobs} jobs", some)
+        for (name, ratio, jobs), some in groupby(rows, lambda row: (row.trace_set, row.deadline_ratio, row.jobs))
+    ]
+    return "\n\n".join([*blocks, block("all trace sets and deadlines", overall(rows))])
 
 
 def text(rows: Sequence[Row]) -> str:
@@ -136,22 +135,19 @@ def write_report(rows: Sequence[Row], report: Mapping[str, object], folder: Path
 
 def overall(rows: Sequence[Row]) -> list[Row]:
     """One row per policy: means over trace sets and deadlines."""
-    means = []
-    for policy in dict.fromkeys(row.policy for row in rows):
-        own = [row for row in rows if row.policy == policy]
-        means.append(
-            Row(
-                trace_set="all",
-                deadline_ratio=math.nan,
-                policy=policy,
-                jobs=sum(row.jobs for row in own),
-                met_percent=float(np.mean([row.met_percent for row in own])),
-                cost_percent=float(np.mean([row.cost_percent for row in own])),
-                moves_per_job=float(np.mean([row.moves_per_job for row in own])),
-                over_bound=float(np.mean([row.over_bound for row in own])),
-            )
-        )
-    return means
+
+    def mean_of(policy: str, own: Sequence[Row]) -> Row:
+        means = {
+            name: float(np.mean([getattr(row, name) for row in own]))
+            for name in ("met_percent", "cost_percent", "moves_per_job", "over_bound")
+        }
+        jobs = sum(row.jobs for row in own)
+        return Row(trace_set="all", deadline_ratio=math.nan, policy=policy, jobs=jobs, **means)
+
+    return [
+        mean_of(policy, [row for row in rows if row.policy == policy])
+        for policy in dict.fromkeys(row.policy for row in rows)
+    ]
 
 
 def to_json(rows: Sequence[Row], settings: BacktestSettings) -> dict[str, object]:
@@ -159,30 +155,22 @@ def to_json(rows: Sequence[Row], settings: BacktestSettings) -> dict[str, object
     judged = verdict(rows)
     return {
         "settings": {**asdict(settings), "rates_per_s": list(settings.rates_per_s)},
-        "rows": [row.to_dict() for row in rows],
-        "overall": [{**row.to_dict(), "deadline_ratio": None} for row in overall(rows)],
+        "rows": [asdict(row) for row in rows],
+        "overall": [{**asdict(row), "deadline_ratio": None} for row in overall(rows)],
         "verdict": {**asdict(judged), "ok": judged.ok},
     }
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """One line per trace set, deadline and policy.
-
-    Raises:
-        OSError: `path` cannot be written.
-    """
+    """One line per trace set, deadline and policy."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(row.to_dict() for row in rows)
+        writer.writerows(asdict(row) for row in rows)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Cost and moves of every policy per trace set; hollow where a deadline was missed.
-
-    Raises:
-        OSError: `path` cannot be written.
-    """
+    """Cost and moves of every policy per trace set; hollow where a deadline was missed."""
     from doll.process.figures import new_figure
 
     ratios = sorted({row.deadline_ratio for row in rows})

@@ -23,8 +23,7 @@ from doll.monitor.state.rates import (
 from doll.monitor.views.plots import draw_panel, staleness_panel
 from doll.process.files import json_safe
 from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
-from doll.simulation.trajectory import Trajectory
+from doll.simulation.system import System, Trajectory
 from doll.theory.queueing import Stability
 
 COLUMNS = ("update", "time_s", "waiting_batches", "workers_up", "group_s", "usd")
@@ -205,11 +204,7 @@ def write_report(system: System, summary: Summary, folder: Path) -> None:
 
 
 def write_csv(trajectory: Trajectory, path: Path) -> None:
-    """One row per update.
-
-    Raises:
-        OSError: `path` cannot be written.
-    """
+    """One row per update."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -225,9 +220,6 @@ def draw(trajectory: Trajectory, summary: Summary, path: Path, *, staleness: Map
 
     Args:
         staleness: reads by their difference; empty: not measured.
-
-    Raises:
-        OSError: `path` cannot be written.
     """
     from doll.process.figures import decorate, new_figure
 

@@ -8,6 +8,7 @@ one, since the time in which b samples arrive is one draw. Gradients carry no nu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappush
 from typing import Protocol
 
@@ -22,7 +23,17 @@ from doll.records.control import Grant
 from doll.simulation.randomness import Draw, compute_time, samples_time
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.timed_world import BATCH, BOOTED, FOREVER_S, PLAN, SPAN, TimedProcess, TimedWorld
-from doll.simulation.trajectory import Trajectory
+
+
+@dataclass
+class Trajectory:
+    """Time series of a run: one entry per update."""
+
+    time_s: list[float] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)  # batches queued at the update
+    up: list[int] = field(default_factory=list)  # workers up at the update
+    group_s: list[float] = field(default_factory=list)  # from the group's first grant to its update
+    usd: list[float] = field(default_factory=list)  # spent until the update
 
 
 class Provisioner(Protocol):

@@ -157,7 +157,7 @@ class TimedWorld(World[TimedProcess]):
         self.do(process, core.announce())
 
     def order(self, process: TimedProcess, order: Compute | StoreRest) -> None:
-        super().order(process, order)
+        process.orders.append(order)
         self._go_on(process)
 
     def _go_on(self, process: TimedProcess) -> None:

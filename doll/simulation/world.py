@@ -120,9 +120,11 @@ class World(Generic[P]):
         if not self.is_serving:
             return
         engine = self.engine
-        events = deque((event,))
-        while events and engine.finished is None:
-            actions = engine.handle(events.popleft(), self.now)
+        events = [event]
+        for next_event in events:
+            if engine.finished is not None:
+                break
+            actions = engine.handle(next_event, self.now)
             if self.checks_invariants:
                 engine.check_invariants()
             for action in actions:

@@ -18,7 +18,6 @@ from doll.provisioner.traces.windows import Windows, clairvoyant_usd, sample, sl
 from doll.simulation.adaptive import Adaptive, backtest_policies, planners
 from doll.simulation.backtest import BacktestSettings, Outcome, backtest, replay
 from doll.simulation.backtest_report import to_json, verdict
-from doll.simulation.parallel import backtest_on
 from flicker import flicker
 from paths import SHARED_DATA
 
@@ -253,7 +252,7 @@ def test_two_processes_give_the_same_rows_and_say_how_far_they_are() -> None:
     settings = BacktestSettings(rates_per_s=(125.0,) * 4, job_hours=6.0, deadline_ratios=(1.1, 1.3), windows=3)
     heard: list[str] = []
     sets = [flicker(3), TraceSet("another", flicker(4).pools)]
-    rows = backtest_on(2, sets, settings, backtest_policies, heard.append)
+    rows = backtest(sets, settings, backtest_policies, processes=2, progress=heard.append)
     assert rows == backtest(sets, settings, backtest_policies)
     assert heard == ["flicker x 1.1", "flicker x 1.3", "another x 1.1", "another x 1.3"]
 
@@ -263,7 +262,7 @@ def test_processes_end_where_the_caller_only_notes_sigterm() -> None:
     noted: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
     try:
-        assert backtest_on(2, [flicker(3)], settings, lambda: [baselines.AllOnDemand()])
+        assert backtest([flicker(3)], settings, lambda: [baselines.AllOnDemand()], processes=2)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not noted
@@ -272,7 +271,7 @@ def test_processes_end_where_the_caller_only_notes_sigterm() -> None:
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not beside this checkout")
 def test_the_planner_holds_its_bars_on_the_shared_recordings() -> None:
     sets = load(SHARED_DATA / "spot_traces_skypilot") + load(SHARED_DATA / "preempt_bamboo")
-    rows = backtest_on(2, sets, BacktestSettings(windows=4), backtest_policies)
+    rows = backtest(sets, BacktestSettings(windows=4), backtest_policies, processes=2)
     result = verdict(rows)
     assert result.all_met
     # Of four jobs a set; one deadline of one set may be unlucky.
