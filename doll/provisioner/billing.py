@@ -84,7 +84,6 @@ LOCAL = BillingRule(
     source="DOLL's market on one machine: time as it is, as in Eq. (16) and (22) of the DOLL paper",
     as_of="2026-11",
 )
-RULES: Mapping[str, BillingRule] = {rule.name: rule for rule in (EC2_LINUX, LOCAL)}
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,15 @@ class FileStateStore:
         self.journal = folder / f"provision-{job}.jsonl"
 
     def load(self) -> dict[str, Any] | None:
-        return _read(self.state)
+        try:
+            saved = json_value(read_text(self.state, max_bytes=_MOST_BYTES))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as exc:
+            file = str(self.state)
+            log.warning("provision_state_unreadable", file=file, error=str(exc), action="from tags and topics")
+            return None
+        return saved if isinstance(saved, dict) else None
 
     def save(self, kept: Mapping[str, Any]) -> None:
         try:
@@ -64,17 +72,6 @@ class FileStateStore:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
         except OSError as exc:
             raise ConfigError(f"cannot write {self.journal}: {exc.strerror or exc}; see --run-folder") from exc
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        saved = json_value(read_text(path, max_bytes=_MOST_BYTES))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as exc:
-        log.warning("provision_state_unreadable", file=str(path), error=str(exc), action="from tags and topics")
-        return None
-    return saved if isinstance(saved, dict) else None
 
 
 class RetriedStateStore:

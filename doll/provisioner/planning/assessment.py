@@ -22,7 +22,7 @@ from doll.provisioner.planning.state import Alpha, Bools, PlannerSettings, Plann
 from doll.theory import checks
 from doll.theory.checks import Floats
 from doll.theory.cost import Prices, cost_ratio, effective_of_sorted, unequal_cost_usd
-from doll.theory.planning import SpotAssignment, best_assignment, check_budget, tail
+from doll.theory.planning import best_assignment, check_budget, tail
 from doll.theory.preemption import uptime_variance_s2
 from doll.theory.queueing import Stability, smallest_stable_batch, stability, update_rate_per_s
 
@@ -76,6 +76,13 @@ class PlanRequest:
         return self.planner.deadline_s if self.has_deadline else None
 
     @property
+    def stability(self) -> Stability | None:
+        """Proposition 1; None without a service time."""
+        if self.service_s is None:
+            return None
+        return stability(self.total_per_s, self.group_size, self.batch_size, self.service_s)
+
+    @property
     def total_per_s(self) -> float:
         return float(self.rates_per_s.sum())
 
@@ -98,7 +105,6 @@ class Assessment:
         all_on_demand_usd, on_demand_s: cost and time of all on-demand.
         all_spot_usd, all_spot_s: of all on spot, in expectation.
         bounds: Corollary 2, lowest and highest cost ratio of the best mix; None for unequal rates or no deadline.
-        stability: Proposition 1; None without a service time.
     """
 
     request: PlanRequest
@@ -112,7 +118,6 @@ class Assessment:
     all_spot_usd: float
     all_spot_s: float
     bounds: tuple[float, float] | None
-    stability: Stability | None
     advice: tuple[str, ...]
 
     @property
@@ -143,7 +148,7 @@ class Assessment:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        request = self.request
+        request, stable = self.request, self.request.stability
         return {
             "feasible": self.problem is None,
             "binding": self.binding,
@@ -166,7 +171,7 @@ class Assessment:
             "all_spot": {"expected_cost_usd": self.all_spot_usd, "expected_runtime_s": self.all_spot_s},
             "cost_ratio_bounds": list(self.bounds) if self.bounds else None,
             "update_rate_per_s": update_rate_per_s(request.total_per_s, request.group_size, request.batch_size),
-            "stability": {**self.stability._asdict(), "verdict": self.stability.verdict} if self.stability else None,
+            "stability": {**stable._asdict(), "verdict": stable.verdict} if stable else None,
             "advice": list(self.advice),
         }
 
@@ -177,16 +182,15 @@ def assess(request: PlanRequest) -> Assessment:
     problem: InfeasiblePlanError | None = None
     binding = "none"
     try:
-        best = _best(request)
+        planner = request.planner
+        best = best_assignment(
+            samples, rates, alpha, planner.deadline_s, prices, cycle_s=planner.cycle_s, risk=planner.risk
+        )
         mix = best.spot
         if not mix.all():
-            binding = ("risk" if request.planner.risk is not None else "deadline") if best.deadline_binds else "price"
-        check_budget(
-            best.expected_cost_usd,
-            request.planner.budget_usd,
-            updates=request.updates,
-            deadline_s=request.planner.deadline_s,
-        )
+            binding = ("risk" if planner.risk is not None else "deadline") if best.deadline_binds else "price"
+        cost_usd = best.expected_cost_usd
+        check_budget(cost_usd, planner.budget_usd, updates=request.updates, deadline_s=planner.deadline_s)
     except InfeasiblePlanError as error:
         problem, binding = _with_longer_deadline(request, error), error.constraint
         if error.constraint == "deadline":
@@ -213,7 +217,6 @@ def assess(request: PlanRequest) -> Assessment:
         all_spot_usd=float(costs[-1]),
         all_spot_s=samples / (alpha * request.total_per_s) if alpha > 0 else math.inf,
         bounds=bounds,
-        stability=_stability(request),
         advice=tuple(advice),
     )
 
@@ -228,18 +231,6 @@ def risk_curve(request: PlanRequest) -> tuple[Floats, Floats]:
     variance = squares * uptime_variance_s2(limit, request.alpha, request.planner.cycle_s) + request.total_per_s * limit
     z = (effective * limit - request.planner.samples) / np.sqrt(variance)
     return costs, np.array([tail(float(value)) for value in z])
-
-
-def _best(request: PlanRequest) -> SpotAssignment:
-    return best_assignment(
-        request.planner.samples,
-        request.rates_per_s,
-        request.alpha,
-        request.planner.deadline_s,
-        request.prices,
-        cycle_s=request.planner.cycle_s,
-        risk=request.planner.risk,
-    )
 
 
 def _with_longer_deadline(request: PlanRequest, error: InfeasiblePlanError) -> InfeasiblePlanError:
@@ -288,28 +279,22 @@ def _adaptive(request: PlanRequest) -> Forecast:
     return start(_state(request, np.ones(request.num_workers, np.bool_)), _settings(request, adaptive=True)).forecast
 
 
-def _stability(request: PlanRequest) -> Stability | None:
-    if request.service_s is None:
-        return None
-    return stability(request.total_per_s, request.group_size, request.batch_size, request.service_s)
-
-
 def _advice(request: PlanRequest) -> list[str]:
     """What to do about K and b."""
     size, batch, workers, total = request.group_size, request.batch_size, request.num_workers, request.total_per_s
     advice = []
-    if request.service_s is None:
+    margin, service_s = request.stability, request.service_s
+    if margin is None or service_s is None:
         advice.append(
             f"stability is unknown without service_s (`doll calibrate` measures it): one batch's gradient may take "
             f"up to {batch / total:.4g} s to be safe whatever the groups"
         )
     else:
-        margin = stability(total, size, batch, request.service_s)
         if margin.verdict != "stable":
-            safe = smallest_stable_batch(total, request.service_s)
+            safe = smallest_stable_batch(total, service_s)
             advice.append(
                 f"raise b to at least {safe} (if a batch's gradient takes no longer then): b / S must exceed the "
-                f"{request.service_s:.4g} s that one takes"
+                f"{service_s:.4g} s that one takes"
             )
         if margin.verdict == "depends":
             advice.append("as it is, the queue is stable only while a group's batches come from different workers")
@@ -366,11 +351,10 @@ def report_text(assessment: Assessment, notes: Sequence[str], stack: StackKind |
             f"Corollary 2: the best mix costs {assessment.bounds[0]:.2%} to {assessment.bounds[1]:.2%} of on-demand"
         )
     lines.append(f"All on spot: {usd(assessment.all_spot_usd)} USD, {duration(assessment.all_spot_s)} expected")
-    if assessment.stability is not None:
-        stability = assessment.stability
+    if (stable := request.stability) is not None:
         lines.append(
-            f"Stability: {stability.verdict}; margin {stability.sufficient:.3g} (sufficient form), "
-            f"{stability.necessary:.3g} (necessary form)"
+            f"Stability: {stable.verdict}; margin {stable.sufficient:.3g} (sufficient form), "
+            f"{stable.necessary:.3g} (necessary form)"
         )
     if stack is not None and math.isfinite(static.expected_finish_s):
         lines += stack_lines(stack, static.expected_finish_s, static.expected_cost_usd)

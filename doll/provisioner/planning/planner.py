@@ -17,7 +17,7 @@ import numpy.typing as npt
 from doll.provisioner.planning import market_rules
 from doll.provisioner.planning.forecast import Forecast, forecast
 from doll.provisioner.planning.market_rules import Slack
-from doll.provisioner.planning.state import Bools, Market, PlannerSettings, PlannerState
+from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
 
 
 class Reason(enum.IntEnum):
@@ -57,7 +57,6 @@ class Plan:
         reason_codes: int8, shape (N,): values of `Reason`.
         binding: what decides: "none" (all is on spot), "deadline", "guard", "price", "late" or "done".
         slack_s: time to spare if all were on-demand from now on, in seconds of the whole fleet; negative when late.
-        required_workers: workers of mean rate that must be up from now on.
     """
 
     on_spot: Bools
@@ -66,22 +65,9 @@ class Plan:
     feasible: bool
     binding: str
     slack_s: float
-    required_workers: float
     _state: PlannerState = field(repr=False)
     _settings: PlannerSettings = field(repr=False)
     _slack: Slack = field(repr=False)
-
-    @property
-    def num_spot(self) -> int:
-        return int(np.count_nonzero(self.on_spot))
-
-    @property
-    def num_moves(self) -> int:
-        return int(np.count_nonzero(self.moved))
-
-    @property
-    def markets(self) -> tuple[Market, ...]:
-        return tuple("spot" if spot else "on_demand" for spot in self.on_spot)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -92,20 +78,6 @@ class Plan:
     def forecast(self) -> Forecast:
         """Expected cost and finish with their spread, and P(miss). Computed when asked for."""
         return forecast(self.on_spot, self._state, self._settings, self._slack)
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values, for logs and JSON."""
-        return {
-            "markets": list(self.markets),
-            "num_spot": self.num_spot,
-            "num_moves": self.num_moves,
-            "feasible": self.feasible,
-            "binding": self.binding,
-            "slack_s": self.slack_s,
-            "required_workers": self.required_workers,
-            "reasons": list(self.reasons),
-            **self.forecast.to_dict(),
-        }
 
 
 def plan(state: PlannerState, settings: PlannerSettings) -> Plan:
@@ -195,7 +167,6 @@ def _plan(
         feasible=binding != "late",
         binding=binding,
         slack_s=slack.spare_samples / slack.total_per_s,
-        required_workers=slack.needed_per_s * state.num_workers / slack.total_per_s,
         _state=state,
         _settings=settings,
         _slack=slack,

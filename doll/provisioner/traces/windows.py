@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from doll.errors import ConfigError
+from doll.provisioner.planning.state import Bools
 from doll.provisioner.traces.model import Floats, Pool, TraceSet
-
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

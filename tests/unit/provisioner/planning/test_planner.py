@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks.paper.formulas import best_num_spot
+from doll.provisioner.planning.market_rules import Slack
 from doll.provisioner.planning.planner import Reason, plan, start
 from doll.provisioner.planning.state import Alpha, PlannerSettings, PlannerState
 from doll.theory.cost import Prices
@@ -49,9 +50,9 @@ def paper(**changes: object) -> PlannerSettings:
 def test_theorem_rule_begins_with_theorem_4() -> None:
     for alpha, ratio, expected in ((0.9, 1.05, 30), (0.8, 1.05, 15), (0.8, 1.10, 29)):
         made = start(state(alpha=alpha), paper(deadline_s=ratio * 6400))
-        assert made.num_spot == expected == best_num_spot(SAMPLES, 125.0, 64, alpha, ratio * 6400, PRICES)
+        assert made.on_spot.sum() == expected == best_num_spot(SAMPLES, 125.0, 64, alpha, ratio * 6400, PRICES)
         assert made.binding == "deadline"
-        assert made.num_moves == 0
+        assert made.moved.sum() == 0
         assert made.forecast.miss_prob == pytest.approx(0.4, abs=0.1)
         assert made.forecast.expected_finish_s <= ratio * 6400
 
@@ -64,18 +65,18 @@ def test_theorem_rule_uses_remaining_work_and_time() -> None:
         if left / (6720 - clock) > 8000:
             continue
         made = plan(state(clock, done, alpha=alpha), paper())
-        assert made.num_spot == best_num_spot(left, 125.0, 64, alpha, 6720 - clock, PRICES)
+        assert made.on_spot.sum() == best_num_spot(left, 125.0, 64, alpha, 6720 - clock, PRICES)
 
 
 def test_theorem_rule_at_risk_is_the_chance_constrained_form() -> None:
-    assert start(state(), paper(risk=0.05)).num_spot == 26
+    assert start(state(), paper(risk=0.05)).on_spot.sum() == 26
 
 
 def test_fast_streams_go_on_demand_and_slow_ones_to_spot() -> None:
     rates = np.random.default_rng(1).permutation(np.linspace(1, 250, 64))
     rates *= 8000 / rates.sum()
     made = start(state(rates_per_s=rates), paper())
-    assert 0 < made.num_spot < 64
+    assert 0 < made.on_spot.sum() < 64
     assert rates[made.on_spot].max() <= rates[~made.on_spot].min()
 
 
@@ -83,44 +84,45 @@ def test_slots_that_are_down_move_first() -> None:
     up = np.ones(64, dtype=bool)
     up[[5, 40, 63]] = False
     made = plan(state(2000.0, 2900.0, up=up), paper())
-    assert made.num_spot < 61
+    assert made.on_spot.sum() < 61
     assert not made.on_spot[[5, 40, 63]].any()
     assert set(made.reason_codes[[5, 40, 63]]) == {Reason.COVER}
 
 
 def test_dead_band_saves_moves_to_spot_but_never_the_other_way() -> None:
     on_spot = np.arange(64) < 29
-    assert plan(state(on_spot=on_spot), paper(dead_band=0)).num_spot == 30
-    assert plan(state(on_spot=on_spot), paper(dead_band=2)).num_spot == 29
-    assert plan(state(on_spot=np.arange(64) < 31), paper(dead_band=2)).num_spot == 30
+    assert plan(state(on_spot=on_spot), paper(dead_band=0)).on_spot.sum() == 30
+    assert plan(state(on_spot=on_spot), paper(dead_band=2)).on_spot.sum() == 29
+    assert plan(state(on_spot=np.arange(64) < 31), paper(dead_band=2)).on_spot.sum() == 30
 
 
 def test_spot_that_is_not_cheaper_is_left() -> None:
     dear = state(prices=Prices(0.3, 0.286))
     made = plan(dear, SETTINGS)
-    assert made.num_spot == 0
+    assert made.on_spot.sum() == 0
     assert made.binding == "price"
     assert set(made.reason_codes) == {Reason.PRICE}
     # What is down costs nothing, so waiting for it is right at any price.
     waiting = plan(replace(dear, up=np.zeros(64, dtype=bool), spot_available=np.zeros(64, dtype=bool)), SETTINGS)
-    assert waiting.num_spot == 64
+    assert waiting.on_spot.sum() == 64
 
 
 def test_pace_waits_while_slack_allows_then_covers() -> None:
     down = np.ones(64, dtype=bool)
     down[:20] = False
     early = plan(state(300.0, 300 * 1.5625, up=down), SETTINGS)
-    assert early.num_moves == 0
+    assert early.moved.sum() == 0
     assert set(early.reason_codes[:20]) == {Reason.WAIT}
     # Of the 286 s of slack the guard holds 50 s back. After a tenth of the time an even pace would still have 213 s of
     # the other 236 s, of which the reserve is 160 s.
     behind = state(672.0, (672 - 70) * 1.5625, up=down)
-    assert plan(behind, SETTINGS).num_moves == 0
-    late = plan(state(672.0, (672 - 80) * 1.5625, up=down), SETTINGS)
-    assert 0 < late.num_moves <= 20
+    assert plan(behind, SETTINGS).moved.sum() == 0
+    later = state(672.0, (672 - 80) * 1.5625, up=down)
+    late = plan(later, SETTINGS)
+    assert 0 < late.moved.sum() <= 20
     assert not late.on_spot[late.moved].any()
     assert not late.moved[20:].any()
-    assert (~late.on_spot).sum() + 44 >= late.required_workers
+    assert (~late.on_spot).sum() + 44 >= Slack.of(later, SETTINGS).needed_per_s / 125.0
 
 
 def test_returns_only_with_slack_for_the_next_outage() -> None:
@@ -131,20 +133,20 @@ def test_returns_only_with_slack_for_the_next_outage() -> None:
         plan(state(clock, (clock - (286.4 - slack_s)) * 1.5625, on_spot=on_spot), SETTINGS)
         for slack_s in (118.0, 123.0)
     )
-    assert poor.num_moves == 0
-    assert rich.num_spot == 64
+    assert poor.moved.sum() == 0
+    assert rich.on_spot.sum() == 64
 
 
 def test_returns_only_after_the_dwell_time() -> None:
     on_spot, clock = np.arange(64) < 40, 4000.0
     base = state(clock, (clock - 50) * 1.5625, on_spot=on_spot, moved_s=np.full(64, 100.0))
     fresh = plan(replace(base, spot_changed_s=np.full(64, clock - SETTINGS.dwell + 1)), SETTINGS)
-    assert fresh.num_moves == 0
+    assert fresh.moved.sum() == 0
     steady = plan(replace(base, spot_changed_s=np.full(64, clock - SETTINGS.dwell)), SETTINGS)
-    assert steady.num_spot == 64
+    assert steady.on_spot.sum() == 64
     assert Reason.RETURN in steady.reason_codes
     gone = plan(replace(base, spot_available=on_spot, spot_changed_s=np.full(64, 0.0)), SETTINGS)
-    assert gone.num_moves == 0
+    assert gone.moved.sum() == 0
 
 
 def test_guard_moves_only_what_the_slack_cannot_lose() -> None:
@@ -155,7 +157,7 @@ def test_guard_moves_only_what_the_slack_cannot_lose() -> None:
     made = plan(state(clock, done), SETTINGS)
     assert made.slack_s == pytest.approx(slack_s)
     assert made.binding == "guard"
-    moved = made.num_moves
+    moved = made.moved.sum()
     assert 0 < moved < 64
     # Exactly enough: the ones that stay lose 50 s at worst, the ones that move 20 s.
     assert (64 - moved) * 50 + moved * 20 <= slack_s * 64 < (64 - moved + 1) * 50 + (moved - 1) * 20
@@ -164,22 +166,22 @@ def test_guard_moves_only_what_the_slack_cannot_lose() -> None:
 def test_the_pace_leaves_what_the_guard_holds() -> None:
     """With boots of 180 s the guard holds 210 of the 286 s of slack: there is little to wait with."""
     slow, down = replace(SETTINGS, boot_s=180.0), np.arange(64) >= 20
-    assert plan(state(300.0, 290 * 1.5625, up=down), slow).num_moves == 0
+    assert plan(state(300.0, 290 * 1.5625, up=down), slow).moved.sum() == 0
     covered = plan(state(300.0, 270 * 1.5625, up=down), slow)
-    assert covered.num_moves == 20
+    assert covered.moved.sum() == 20
     assert set(covered.reason_codes[:20]) == {Reason.COVER}
     # Without a guard nothing is held.
-    assert plan(state(300.0, 270 * 1.5625, up=down), replace(slow, guard=False)).num_moves == 0
+    assert plan(state(300.0, 270 * 1.5625, up=down), replace(slow, guard=False)).moved.sum() == 0
 
 
 def test_the_guard_holds_a_period_only_for_outages_that_go_unseen() -> None:
     seen = replace(SETTINGS, boot_s=200.0, replan_s=120.0, detection_delay_s=30.0)
-    assert start(state(), seen).num_spot == 64  # 286 s of slack for 230 s
-    assert start(state(), replace(seen, detection_delay_s=None)).num_spot < 64  # for 320 s
+    assert start(state(), seen).on_spot.sum() == 64  # 286 s of slack for 230 s
+    assert start(state(), replace(seen, detection_delay_s=None)).on_spot.sum() < 64  # for 320 s
     # A slot that waits loses a whole period before the planner is asked again.
     few = np.arange(64) < 4
-    assert start(state(spot_available=~few), seen).num_spot == 64
-    assert start(state(spot_available=few), seen).num_spot < 64
+    assert start(state(spot_available=~few), seen).on_spot.sum() == 64
+    assert start(state(spot_available=few), seen).on_spot.sum() < 64
     with pytest.raises(ValueError, match="detection_delay_s"):
         replace(SETTINGS, detection_delay_s=-1.0)
 
@@ -190,7 +192,7 @@ def test_a_slot_that_loses_as_much_by_leaving_stays() -> None:
     short = state(3000.0, (3000 - 200) * 1.5625)
     made = plan(short, seen)
     assert made.slack_s == pytest.approx(86.4)
-    assert made.num_moves == 0
+    assert made.moved.sum() == 0
     # A slot that waits is better off on-demand.
     waits = plan(
         replace(short, up=np.arange(64) >= 3, spot_available=np.arange(64) >= 3), replace(seen, slack_reserve=0.0)
@@ -222,7 +224,7 @@ def test_a_boot_on_spot_that_the_slack_cannot_bear_is_made_on_demand() -> None:
               spot_changed_s=np.where(back, 3000.0, -np.inf)),
         slow,
     )  # fmt: skip
-    assert 0 < made.num_moves <= 16
+    assert 0 < made.moved.sum() <= 16
     assert back[made.moved].all()
     assert set(made.reason_codes[made.moved]) == {Reason.GUARD}
 
@@ -231,7 +233,7 @@ def test_all_on_demand_is_the_last_resort_and_late_is_said() -> None:
     made = plan(state(3000.0, 0.0), SETTINGS)
     assert not made.feasible
     assert made.binding == "late"
-    assert made.num_spot == 0
+    assert made.on_spot.sum() == 0
     assert made.forecast.miss_prob > 0.999
     assert "cannot be met" in made.reasons[0]
     over = plan(state(7000.0, 9000.0), SETTINGS)
@@ -241,7 +243,7 @@ def test_all_on_demand_is_the_last_resort_and_late_is_said() -> None:
 
 def test_done_changes_nothing() -> None:
     made = plan(state(6000.0, 10_000.0), SETTINGS)
-    assert (made.binding, made.num_moves, made.feasible) == ("done", 0, True)
+    assert (made.binding, made.moved.sum(), made.feasible) == ("done", 0, True)
 
 
 def test_budget_is_judged() -> None:
@@ -249,11 +251,10 @@ def test_budget_is_judged() -> None:
     assert start(state(), replace(SETTINGS, budget_usd=1.0)).forecast.over_budget is True
 
 
-def test_plan_as_plain_values() -> None:
-    made = start(state(), SETTINGS).to_dict()
-    assert made["num_spot"] == 64
-    assert made["markets"] == ["spot"] * 64
-    assert len(made["reasons"]) == 64  # type: ignore[arg-type]
+def test_each_slot_has_its_market_and_a_reason() -> None:
+    made = start(state(), SETTINGS)
+    assert made.on_spot.all()
+    assert len(made.reasons) == 64
 
 
 def test_wrong_shapes_are_named() -> None:
@@ -294,7 +295,7 @@ class World:
         )
         made = start(seen, self.settings) if self.elapsed_s == 0 else plan(seen, self.settings)
         if self.elapsed_s > 0:
-            self.moves += made.num_moves
+            self.moves += made.moved.sum()
             self.ready_s[made.moved] = self.elapsed_s + self.settings.boot_s
             self.moved_s[made.moved] = self.elapsed_s
         self.on_spot = made.on_spot
@@ -379,7 +380,7 @@ def test_forecast_spread_matches_simulation() -> None:
     made = start(state(), settings)
     rng = np.random.default_rng(3)
     step_s, runs = 2.0, 300
-    spot = made.num_spot
+    spot = made.on_spot.sum()
     up = rng.random((runs, spot)) < 0.9
     work, clock, cost = np.zeros(runs), np.zeros(runs), np.zeros(runs)
     down_prob, up_prob = step_s / 900, step_s / 100
