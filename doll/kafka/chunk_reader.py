@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
 
     offsets: Sequence[int]  # rising; a `range` where none is missing
     values: list[bytes | None]  # one for each offset; an `UnreadValue` where it is to be a dead letter
-    # of Kafka's leader that took the last of them; none before it has a higher one. -1: not known.
+    # Of Kafka's leader that took the last of them; none before it has a higher one. -1: not known.
     leader_epoch: int = -1
 
 

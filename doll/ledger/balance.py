@@ -74,7 +74,7 @@ class LedgerReport:
     pending: int
     dead: int
     gaps: int  # offsets at which the log holds no record
-    # ranges below the durable model's reach that are in no update, or dead without a dead letter.
+    # Ranges below the durable model's reach that are in no update, or dead without a dead letter.
     missing: tuple[Range, ...]
     twice: tuple[Range, ...]  # ranges that more than one update of the durable model applied
     gap_ranges: tuple[Range, ...]  # where the `gaps` are

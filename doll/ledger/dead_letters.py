@@ -167,7 +167,7 @@ class Replay:
     """What was done about one dead record, or would be."""
 
     dead: DeadRecord
-    # where its bytes come from: the samples topic or the letter; None where it is not replayed.
+    # Where its bytes come from: the samples topic or the letter; None where it is not replayed.
     source: Literal["topic", "letter"] | None = None
     value: bytes | None = None  # the bytes; None where it is not replayed
     offset: int | None = None  # its new place in the partition; None where it was not sent

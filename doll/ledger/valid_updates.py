@@ -36,7 +36,7 @@ class ValidUpdates:
     below are complete at the end of that.
     """
 
-    # of `updates`, of one generation. They are iterated over twice and must be the same both times.
+    # Of `updates`, of one generation. They are iterated over twice and must be the same both times.
     records: Iterable[UpdatesRecord]
     durable: DurableModel
     updates: int = 0  # number of updates that were yielded

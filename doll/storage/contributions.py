@@ -39,7 +39,7 @@ class Compressor(NamedTuple):
     """Makes the blobs of one worker's contributions."""
 
     job: str
-    # the first so many values may be left out where they are zero; None: every value is sent.
+    # The first so many values may be left out where they are zero; None: every value is sent.
     num_parameters: int | None = None
     tables: Tables = _NO_TABLES  # shapes of all tables of the model, by name
 
