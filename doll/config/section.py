@@ -70,19 +70,13 @@ class Section(BaseModel):
         return value
 
 
-def limits_of(name: str, *, is_whole: bool) -> Limits:
-    """Of the key `name`."""
-    for suffix, limits in BY_SUFFIX.items():
-        if name.endswith(suffix):
-            return limits
-    return WHOLE if is_whole else OTHER
-
-
 def _check_limits(name: str, field: FieldInfo, number: float) -> None:
-    least, most, unit = limits_of(name, is_whole=isinstance(number, int) and float not in _kinds(field.annotation))
-    if any(bound > 0 for bound in bounds_of(field, "le", "lt", "allow_inf_nan")):
+    is_whole = isinstance(number, int) and float not in _kinds(field.annotation)
+    of_unit = (limits for suffix, limits in BY_SUFFIX.items() if name.endswith(suffix))
+    least, most, unit = next(of_unit, WHOLE if is_whole else OTHER)
+    if any(bound > 0 for bound in _bounds_of(field, "le", "lt", "allow_inf_nan")):
         most = math.inf
-    if any(bound > 0 for bound in bounds_of(field, "ge", "gt")):
+    if any(bound > 0 for bound in _bounds_of(field, "ge", "gt")):
         least = 0.0
     if abs(number) > most:
         shown = f"{number:g}" if abs(number) < _LARGEST else "a larger one"  # which may have thousands of digits
@@ -91,7 +85,7 @@ def _check_limits(name: str, field: FieldInfo, number: float) -> None:
         raise ValueError(f"expected at least {least:g}{unit}, got {number:g}")
 
 
-def bounds_of(field: FieldInfo, *kinds: str) -> list[float]:
+def _bounds_of(field: FieldInfo, *kinds: str) -> list[float]:
     """The bounds of these kinds (gt, ge, lt, le; `allow_inf_nan` for none) that a field has, or its numbers have."""
     rules = [*field.metadata, *_rules(field.annotation)]
     bounds = [getattr(rule, kind, None) for rule in rules for kind in kinds]
