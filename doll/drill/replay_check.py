@@ -52,7 +52,7 @@ class _Replayed:
         Raises:
             DollError: as `replay`.
         """
-        from doll.ps.replay import replay
+        from doll.ps.event_log import replay
 
         def note(version: int, parts: ModelParts) -> None:
             self.tensors[term, version] = _digest(parts.tensors())

@@ -1,4 +1,4 @@
-"""Every event of one parameter server, kept in a file: the run can be replayed to the bit.
+"""Every event of one parameter server, kept in a file, and the replay of the file: the same model, to the bit.
 
 The file is a sequence of length-prefixed MessagePack entries, each one event with its time and, for a fetched
 gradient, its blob. The first entry is what the server started from: the checkpoint, or the origins of a new job.
@@ -7,17 +7,25 @@ gradient, its blob. The first entry is what the server started from: the checkpo
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
+from doll.config import JobConfig
 from doll.errors import RecordError
-from doll.ps.engine.events import Event
-from doll.ps.start import Start
+from doll.model.flat_model import build, fingerprint
+from doll.ps.checkpointing import encode_snapshot
+from doll.ps.engine.events import ApplyUpdate, Event, GradientFetched, StoreCheckpoint
+from doll.ps.model.model_parts import ModelParts, make_parts
+from doll.ps.model.updater import ContributionBuffer
+from doll.ps.start import Start, make_engine
 from doll.records.bounded import short
-from doll.storage.blobs import Buffer
+from doll.storage.blobs import Buffer, blob_info, scope_of
+from doll.storage.checkpoints import Checkpoint
+from doll.storage.contributions import decode_contribution
+from doll.task.base import load_task
 
 _LENGTH: Final = struct.Struct("<I")
 T = TypeVar("T")
@@ -79,3 +87,53 @@ def _decode(data: bytes, kind: type[T], path: Path) -> T:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise RecordError(f"{path}: not an event log of this build: {short(exc)}") from exc
+
+
+def replay(
+    config: JobConfig, path: Path, *, on_update: Callable[[int, ModelParts], Any] | None = None
+) -> Iterator[Checkpoint]:
+    """Each checkpoint that the server of the event log at `path` ordered, in order, bit for bit.
+
+    The last ones may never have been stored, where the server was killed. A checkpoint made on SIGTERM is not among
+    them: no event asked for it.
+
+    Args:
+        config: the job file that the server ran with.
+        on_update: called for the first version and each later one, with its number and the model that is it; the model
+            goes on, so copy what is kept.
+
+    Raises:
+        RecordError: not an event log of this build.
+        DivergedError: the log ends where the model diverged.
+        ConfigError: the task does not load.
+    """
+    start, entries = read_log(path)
+    model = build(config, load_task(config))
+    job_fingerprint = fingerprint(config, model)
+    parts = make_parts(config.training, model)
+    updater, tables = parts
+    engine = make_engine(config, start, parts)
+    contributions = ContributionBuffer(updater, tables)
+    scope = scope_of(config.job, engine.start.run_id)
+    if on_update is not None:
+        on_update(engine.version, parts)
+    for entry in entries:
+        if isinstance(entry.event, GradientFetched):
+            version = blob_info(entry.gradient).version
+            size = updater.weights.size
+            decoded = decode_contribution(
+                entry.gradient, updater.num_parameters, job=scope, version=version, numel=size,
+                tables={} if tables is None else tables.shapes,
+            )  # fmt: skip
+            contributions.put(entry.event.grant_id, decoded.values, rows=decoded.rows)
+        for action in engine.handle(entry.event, entry.now):
+            match action:
+                case ApplyUpdate():
+                    contributions.apply(action)
+                    if on_update is not None:
+                        on_update(action.version, parts)
+                case StoreCheckpoint():
+                    yield Checkpoint(
+                        job=config.job, fingerprint=job_fingerprint, term=start.term, version=action.version,
+                        state=encode_snapshot(action.snapshot), tensors=parts.tensors(),
+                    )  # fmt: skip

@@ -20,24 +20,31 @@ still comes before everything else, and a checkpoint (6) before which it is not 
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Final, Protocol, TypeAlias, TypeVar, assert_never
 
 import msgspec
 
 from doll.config import JobConfig
-from doll.errors import BlobError, FencedError, RolledBackError
+from doll.errors import BlobError, CheckpointError, FencedError, RecordError, RolledBackError
 from doll.process.fault_points import fault_point
+from doll.process.health import Heartbeat
+from doll.ps.channels.control_channel import ControlChannel
 from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.measures import PolicyMeasures
-from doll.ps.engine.stuck import StallDetector
+from doll.ps.engine.stopping import StallDetector
+from doll.ps.event_log import FileEventLog
 from doll.ps.model.model_host import ModelHost
-from doll.ps.reports import server_status, update_record
 from doll.records.control import (
+    Alive,
+    Announce,
     AnyRecord,
     Durable,
     Evaluated,
@@ -46,16 +53,22 @@ from doll.records.control import (
     GetRows,
     Grant,
     Hello,
+    Join,
+    Leave,
+    Member,
     Nack,
     NewVersion,
     Push,
     RowsStored,
     ServerStatus,
     Settle,
+    Skip,
     Stop,
     TermStarted,
     Update,
     Welcome,
+    WorkerStatus,
+    decode,
 )
 from doll.storage.blobs import HEADER_BYTES, Buffer
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
@@ -67,6 +80,10 @@ A = TypeVar("A")
 R = TypeVar("R")
 ChannelReport: TypeAlias = tuple[Mapping[int, str], Mapping[str, int]]
 
+_EVENT_RECORDS: Final = (Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave, Evaluated)
+# Leases and checkpoints fall due within seconds: twenty ticks a second are enough and cost nothing.
+_POLL_S: Final = 0.05
+_FLUSH_S: Final = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long
 _FAULT_POINTS: Final[Mapping[type, str]] = {Grant: "ps.after_grant", Durable: "ps.after_durable"}  # behind sending
 
 
@@ -89,13 +106,6 @@ class Outbox(Protocol):
         """Wait until everything is delivered; how many records are not when the time is over."""
 
 
-class EventLog(Protocol):
-    """Keeps the engine's events, so that the run can be replayed."""
-
-    def write(self, event: ev.Event, now: float, gradient: Buffer | None = None) -> None:
-        """One event; `gradient` is the blob that came with a GradientFetched."""
-
-
 class ParameterServer:
     """Feeds events to the engine and carries out its actions, until the engine has finished."""
 
@@ -108,7 +118,7 @@ class ParameterServer:
         store: CheckpointStore,
         outbox: Outbox,
         clock: Callable[[], float] = time.monotonic,
-        event_log: EventLog | None = None,
+        event_log: FileEventLog | None = None,
         channel_report: Callable[[], ChannelReport] = lambda: ({}, {}),
     ) -> None:
         """
@@ -136,7 +146,7 @@ class ParameterServer:
         self._measures = PolicyMeasures(engine, weights_bytes=HEADER_BYTES + 4 * host.num_values)
         self._status_at_s = 0.0
         self._leader_since_s = time.time()
-        self._stall = StallDetector(config.training.policy, clock())
+        self._stall = StallDetector(clock())
         self._refused: Counter[str] = Counter()  # the engine's own are of its events alone, for a replay
         self._welcomed: dict[int, int] = {}  # worker -> session of its last Welcome
 
@@ -157,12 +167,12 @@ class ParameterServer:
             TermStarted(
                 term=engine.term,
                 resumed_version=engine.version,
-                origins=engine.origins,
+                origins=engine.start.origins,
                 records_per_batch=engine.settings.records_per_batch,
                 time_s=time.time(),
-                generation=engine.generation,
+                generation=engine.start.generation,
                 resumed_batches=engine.batches_total,
-                run_id=engine.run_id,
+                run_id=engine.start.run_id,
             )
         )
         for worker in range(engine.settings.num_workers):
@@ -260,7 +270,11 @@ class ParameterServer:
         now = self._clock()
         if now - self._status_at_s >= 1.0:
             self._status_at_s = now
-            if (why := self._stall.check(self.engine, now)) is not None:
+            if self._stall.check(missing := self.engine.shortfall(), now):
+                why = self._config.training.policy.shortfall_text(
+                    missing, live=self.engine.num_live, workers=self._config.data.workers,
+                    max_pending_batches=self._config.worker.max_pending_batches,
+                )  # fmt: skip
                 log.error("no_update_possible", reason=why)
             self._outbox.send_status(self.status())
 
@@ -290,23 +304,30 @@ class ParameterServer:
 
     def status(self) -> ServerStatus:
         """The engine's state for other processes, for the `metrics` topic."""
-        now = self._clock()
-        stalled_s = self._stall.stalled_s(now)
-        status = server_status(
-            self.engine,
-            leader_since_s=self._leader_since_s,
-            stalled_s=stalled_s,
-            now=now,
-            measures=self._measures.report(),
-        )
+        engine, now, time_s = self.engine, self._clock(), time.time()
         kinds, counters = self._channel_report()
-        counters = {**counters, **self._refused}
-        if not kinds and not counters:
-            return status
-        workers = tuple(
-            msgspec.structs.replace(worker, control=kinds.get(worker.worker, "kafka")) for worker in status.workers
-        )
-        return msgspec.structs.replace(status, workers=workers, counters={**status.counters, **counters})
+        return ServerStatus(
+            term=engine.term, time_s=time_s, leader_since_s=self._leader_since_s, pid=os.getpid(),
+            version=engine.version, durable_version=engine.durable_version, samples_total=engine.samples_total,
+            batches_total=engine.batches_total, waiting_batches=engine.num_waiting,
+            computing_batches=engine.num_computing, shortfall_batches=engine.shortfall(),
+            stalled_s=self._stall.stalled_s(now),
+            workers=tuple(
+                WorkerStatus(
+                    worker=worker.number, is_live=worker.is_live, session=worker.session,
+                    incarnation=worker.incarnation, restarts=worker.restarts, market=worker.market,
+                    retained_batches=worker.retained, lag_records=worker.lag,
+                    live_since_s=time_s - (now - worker.live_since_s) if worker.is_live else 0.0,
+                    silent_s=max(0.0, now - worker.last_heard_s) if worker.is_live else 0.0, batch_s=worker.batch_s,
+                    time_limit_s=engine.time_limit_s(worker), is_stalled=worker.stalled,
+                    control=kinds.get(worker.number, "kafka"),
+                )
+                for worker in engine.workers()
+            ),
+            counters={**engine.counters, **counters, **self._refused}, measures=self._measures.report(),
+            dead_reasons=engine.refusals.reasons.in_order(), recent_records=engine.refusals.recent_records,
+            recent_refused=engine.refusals.recent_refused,
+        )  # fmt: skip
 
     # --- actions ----------------------------------------------------------------------------------------------------
 
@@ -387,7 +408,7 @@ class ParameterServer:
     def _apply(self, action: ev.ApplyUpdate) -> None:
         num_samples = self._timed(self._host.apply, action)
         self._unreported = action, functools.partial(
-            update_record, action, term=self.engine.term, num_samples=num_samples, apply_s=self._busy_s,
+            _update_record, action, term=self.engine.term, num_samples=num_samples, apply_s=self._busy_s,
             now=self._clock(),
         )  # fmt: skip
         self._busy_s = 0.0
@@ -429,3 +450,152 @@ class ParameterServer:
         for worker in range(self.engine.settings.num_workers):
             self._outbox.send_command(worker, Stop(term=self.engine.term, reason=action.reason))
         log.info("finished", reason=action.reason, version=action.version, samples=self.engine.samples_total)
+
+
+class Signals:
+    """SIGINT asks for the end of the job; SIGTERM only for the end of this process: a successor may continue."""
+
+    def __init__(self) -> None:
+        self.end_job = False
+        self.leave = False
+        signal.signal(signal.SIGINT, self._on_sigint)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
+        self.end_job = True
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self.leave = True
+
+
+def serve(
+    server: ParameterServer, channel: ControlChannel, signals: Signals, lease_s: float, heartbeat: Heartbeat
+) -> None:
+    """Run the server until the job has finished, or until SIGTERM (after a checkpoint).
+
+    Raises:
+        FencedError: a newer server has claimed the job.
+        CheckpointError: checkpoints cannot be saved, or this process paused for longer than its lease and the store
+            does not answer.
+        DivergedError: the model diverged.
+    """
+    engine = server.engine
+    looped_s = checked_s = time.monotonic()
+    while engine.finished is None:
+        incoming = channel.poll(_POLL_S)
+        now = time.monotonic()
+        heartbeat.beat("loop")
+        if channel.had_traffic():
+            heartbeat.beat("kafka")
+        if now - checked_s > lease_s:
+            # A standby may have taken over from a server that was frozen, waited for Redis or was cut off from Kafka.
+            _check_fencing(server, paused_s=now - looped_s, lease_s=lease_s)
+            checked_s = now
+        looped_s = now
+        events: list[ev.Event | GetRows] = [
+            *incoming.records,
+            *(ev.GrantsLost(worker=worker) for worker in incoming.changed),
+            *_decode(server, incoming.values),
+        ]
+        server.prefetch(events)
+        for event in events:
+            if isinstance(event, GetRows):
+                server.send_rows(event)
+            else:
+                server.feed(event)
+        if signals.end_job:
+            server.feed(ev.StopRequested(reason="interrupted"))
+        if signals.leave:
+            channel.flush(_FLUSH_S)
+            server.save_now()
+            log.info("leaving", version=engine.version, reason="SIGTERM; the job can be resumed")
+            return
+        server.run_periodic()
+
+
+def deliver(channel: ControlChannel, signals: Signals, heartbeat: Heartbeat) -> None:
+    """Wait until Kafka has every record, or until SIGTERM: without the last one nobody learns of the job's end."""
+    warned = False
+    while (undelivered := channel.flush(_FLUSH_S)) and not signals.leave:
+        heartbeat.beat("loop")
+        if not warned:
+            log.warning(
+                "kafka_unavailable", undelivered=undelivered, hint="waiting for it, to report that the job has ended"
+            )
+        warned = True
+
+
+def _decode(server: ParameterServer, values: Sequence[bytes | None]) -> list[ev.Event | GetRows]:
+    """Records of `events`; what does not belong there is counted and refused."""
+    events: list[ev.Event | GetRows] = []
+    for value in values:
+        try:
+            record = decode(value)
+            if not isinstance(record, _EVENT_RECORDS):
+                raise RecordError(f"{type(record).__name__} does not belong on this topic")
+        except RecordError as exc:
+            server.engine.counters["refused_record"] += 1
+            log.warning("record_refused", topic="events", reason=str(exc))
+            continue
+        events.append(record)
+    return events
+
+
+def _check_fencing(server: ParameterServer, *, paused_s: float, lease_s: float) -> None:
+    """End this process if it has a successor.
+
+    Raises:
+        FencedError: it has one.
+        CheckpointError: it paused for longer than its lease, and the store does not answer.
+    """
+    if paused_s > lease_s:
+        log.warning("paused_beyond_lease", seconds=round(paused_s, 1))
+    try:
+        server.stop_if_superseded()
+    except CheckpointError as exc:
+        if paused_s > lease_s:
+            raise  # nothing may be written before it is known
+        log.warning("store_unavailable", error=str(exc), action="trying again")
+
+
+def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float) -> Update:
+    """Lineage of one applied update.
+
+    Args:
+        num_samples: what it has learned from.
+        apply_s: what it has cost the server.
+        now: when it was applied, on the clock of the grants; monotonic seconds.
+    """
+    batches = [batch for item in update.sets for batch in item.push.batches]
+    names = sorted({name for batch in batches for name in batch.metric_sums})
+    return Update(
+        term=term,
+        version=update.version,
+        members=tuple(_member(item, batch) for item in update.sets for batch in item.batches),
+        n_samples=num_samples,
+        loss=_mean((batch.loss_sum for batch in batches), num_samples),
+        metrics={name: _mean((batch.metric_sums.get(name, 0.0) for batch in batches), num_samples) for name in names},
+        samples_total=update.samples_total,
+        batches_total=update.batches_total,
+        apply_s=apply_s,
+        grant_to_update_s=now
+        - min((batch.granted_at_s for item in update.sets for batch in item.batches), default=now),
+        time_s=time.time(),
+        settled=update.settled,
+    )
+
+
+def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
+    push, pushed, size = item.push, batch.pushed, len(item.batches)
+    return Member(
+        worker=push.worker, batch=pushed.batch, lo=batch.lo, hi=batch.hi, n_samples=pushed.n_samples,
+        base_version=push.version if pushed.version < 0 else pushed.version, dead=pushed.dead, gaps=pushed.gaps,
+        lost=pushed.lost, dead_samples=pushed.dead_samples, compute_s=pushed.compute_s, fetch_s=push.fetch_s / size,
+        store_s=push.store_s / size, wait_s=pushed.wait_s, grant_to_push_s=item.received_at_s - batch.granted_at_s,
+        market=push.market, held_back=push.holds_back, set_grant_id=item.grant_id,
+        batches=batch.count,
+    )  # fmt: skip
+
+
+def _mean(sums: Iterable[float], count: int) -> float:
+    return float(sum(sums)) / count if count else 0.0

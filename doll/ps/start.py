@@ -9,8 +9,7 @@ import msgspec
 from doll.config import JobConfig
 from doll.errors import CheckpointError
 from doll.ps.checkpointing import decode_snapshot
-from doll.ps.engine.engine import Engine
-from doll.ps.engine.state import EngineSettings
+from doll.ps.engine.engine import Engine, EngineSettings
 from doll.ps.model.updater import HoldsTensors
 from doll.ps.policies import make_policy
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from confluent_kafka import Producer
 from doll.config.policy import POLICIES
-from doll.ps.replay import replay
+from doll.ps.event_log import replay
 from doll.records.packing import pack
 from doll.storage.blobs import decode_blob, decode_latest, latest_key
 from doll.storage.redis_blobs import RedisBlobs

@@ -27,9 +27,9 @@ class CountingList(list[Any]):
 
 def count_reads(engine: Engine) -> None:
     """From now on, reads of workers and partitions count, whoever makes them."""
-    workers, partitions = CountingList(engine._workers), CountingList(engine._partitions)
-    engine._workers = engine._members._workers = workers
-    engine._partitions = engine._durability._partitions = partitions
+    engine._workers = engine._members._workers = CountingList(engine._workers)
+    engine._owners = engine._grants._owners = CountingList(engine._owners)
+    engine._durability._partitions = CountingList(engine._durability._partitions)
     CountingList.reads = 0
 
 

@@ -24,8 +24,7 @@ from doll.consumers.protocol.worker_core import (
 )
 from doll.optim.contribution import Contribution
 from doll.ps.engine import events as ev
-from doll.ps.engine.engine import Engine
-from doll.ps.engine.state import EngineSettings
+from doll.ps.engine.engine import Engine, EngineSettings
 from doll.ps.model.updater import ContributionBuffer
 from doll.ps.policies import make_policy
 from doll.ps.policies.base import Policy

@@ -86,7 +86,7 @@ def test_a_checkpoint_keeps_the_id_and_one_of_an_earlier_release_gets_one() -> N
             job="unit", fingerprint="f", term=1, version=0, state=encode_snapshot(snapshot), tensors={}
         )
         resumed = make_engine(config, Start.resume(2, 0.0, checkpoint, run_id=offered), Tensors())
-        assert resumed.run_id == resumed.snapshot(0.0).run_id == expected
+        assert resumed.start.run_id == resumed.snapshot(0.0).run_id == expected
 
 
 def test_ids_are_random() -> None:

@@ -219,7 +219,7 @@ class GradientDone:
     fetch_s: float = 0.0
     store_s: float = 0.0
     is_kept: bool = False
-    holds_back: bool = False  # a part of the steps stays in the worker (`doll.ps.engine.settling`)
+    holds_back: bool = False  # a part of the steps stays in the worker (`doll.ps.engine.durability`)
     holds: tuple[tuple[int, int], ...] = ()
 
 

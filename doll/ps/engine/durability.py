@@ -1,10 +1,25 @@
-"""When a checkpoint is due, and what is durable once it is stored. Pure."""
+"""When a checkpoint is due, what it makes durable, and what workers hold back, which must be in the model before. Pure.
+
+Under a policy with a filter a batch is applied while a part of its step may still be at its worker. "Counted once" then
+means that its whole step is in the model, once. So a checkpoint is stored only when nothing is held back: the server
+lets the round under way end, starts none, asks every worker for its rest, and applies the rests as an update of their
+own. A worker that leaves sends its rest first. One that is lost takes its rest with it, and the model stays without it:
+the server begins again from the newest checkpoint, whose batches are all settled (docs/decisions/0035).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
 
+from doll.ps.engine.events import AppliedSet
+from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import Partition
+from doll.records.control import Push, Settle
+
+_ASK_AGAIN_S: Final = 3.0  # where no answer has come: the message may be lost
 
 
 class Durability:
@@ -61,3 +76,132 @@ class Durability:
                 advanced.append(partition)
             self.max_unsaved = max(self.max_unsaved, partition.unsaved)
         return advanced
+
+
+@dataclass(slots=True)
+class _Rest:
+    """What a worker had held back, on its way into the model."""
+
+    number: int
+    worker: Worker
+    push: Push
+    received_at_s: float
+    is_here: bool = False  # in the server's memory
+
+
+class Settling:
+    """Which workers hold something back, and the rests that they have sent.
+
+    Attributes:
+        is_under_way: a checkpoint waits for rests: no batch is started.
+        rests: the rests that are not in the model, by number.
+    """
+
+    def __init__(self, term: int) -> None:
+        self.is_under_way = False
+        self._term = term
+        self._is_last = False  # what is not applied yet never will be
+        self._unsettled: dict[int, Worker] = {}  # a part of a step is nowhere but with their processes
+        self._incomplete: dict[int, Worker] = {}  # of an applied batch a part of the step is not in the model
+        self.rests: dict[int, _Rest] = {}
+        self._asked_at_s: float | None = None
+        # Above those of all grants: a rest is never added to an update of gradients.
+        self._numbers = count(1 << 62)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the model has the whole steps of all applied batches."""
+        return not self._incomplete and not self.rests
+
+    def holds_back(self, worker: Worker) -> bool:
+        """Whether a part of this worker's steps is nowhere but with its process."""
+        return worker.number in self._unsettled
+
+    def is_whole(self, worker: Worker) -> bool:
+        """Whether the model has all of what came of this worker, and nothing more of it is to come."""
+        is_coming = any(rest.worker is worker for rest in self.rests.values())
+        return not (is_coming or worker.number in self._unsettled or worker.number in self._incomplete)
+
+    def received(self, worker: Worker) -> None:
+        """Contributions of this worker have come."""
+        if self._is_last:
+            return
+        partition = worker.partition
+        if partition.settled >= partition.received:
+            self._unsettled.pop(worker.number, None)
+        else:
+            self._unsettled[worker.number] = worker
+
+    def applied(self, worker: Worker, push: Push) -> None:
+        """All batches of `push`, or the rest that it is, are in the model."""
+        partition = worker.partition
+        if not push.batches:
+            partition.whole = max(partition.whole, push.settles)
+        elif not push.holds_back:
+            partition.whole = partition.applied
+        if partition.whole >= partition.applied:
+            self._incomplete.pop(worker.number, None)
+        else:
+            self._incomplete[worker.number] = worker
+
+    def is_known(self, worker: Worker, until: int) -> bool:
+        """Whether what this worker had held back of batches below `until` is here already."""
+        partition = worker.partition
+        coming = any(rest.worker is worker and rest.push.settles >= until for rest in self.rests.values())
+        return coming or until <= (partition.whole if self._is_last else partition.settled)
+
+    def add(self, worker: Worker, push: Push, now: float) -> int:
+        """A rest is announced; without a key there is nothing to fetch. Returns its number."""
+        number = next(self._numbers)
+        rest = self.rests[number] = _Rest(number, worker, push, now)
+        if not push.key:
+            self._arrived(rest)
+        return number
+
+    def has(self, number: int) -> bool:
+        """Whether there is a rest of this number."""
+        return number in self.rests
+
+    def fetched(self, number: int) -> None:
+        """The rest of this number is in the server's memory."""
+        self._arrived(self.rests[number])
+
+    def _arrived(self, rest: _Rest) -> None:
+        rest.is_here = True
+        partition = rest.worker.partition
+        partition.settled = max(partition.settled, rest.push.settles)
+        if rest.push.settles >= (partition.applied if self._is_last else partition.received):
+            self._unsettled.pop(rest.worker.number, None)
+
+    def take(self) -> list[tuple[AppliedSet, tuple[int, int]]]:
+        """The rests, once all that were announced or asked for are here: each with (worker, until)."""
+        if (self.is_under_way and self._unsettled) or not all(rest.is_here for rest in self.rests.values()):
+            return []
+        rests, self.rests = self.rests, {}
+        for rest in rests.values():
+            self.applied(rest.worker, rest.push)
+        return [
+            (AppliedSet(rest.push, rest.received_at_s, (), rest.number), (rest.worker.number, rest.push.settles))
+            for rest in rests.values()
+        ]
+
+    def ask(self, now: float) -> list[Settle]:
+        """Ask for what is held back; again where no answer has come for a while."""
+        if self._asked_at_s is not None and now - self._asked_at_s < _ASK_AGAIN_S:
+            return []
+        self._asked_at_s = now
+        return [
+            Settle(term=self._term, worker=worker.number, session=worker.session, until=worker.applied)
+            for _, worker in sorted(self._unsettled.items())
+            if worker.is_live
+        ]
+
+    def stop(self) -> None:
+        """Nothing more is applied, but for rests: what a contribution brings that is not applied is missing too."""
+        self._is_last = True
+        coming = {rest.worker.number for rest in self.rests.values()}
+        self._unsettled = {number: worker for number, worker in self._incomplete.items() if number not in coming}
+
+    def end(self) -> None:
+        """Nothing is asked for any more."""
+        self.is_under_way, self._asked_at_s = False, None

@@ -1,8 +1,8 @@
 """The parameter server's state machine: events in, actions out, no I/O, no clock.
 
-It knows where every batch of every partition stands, lets a policy decide which batches start and which gradients are
-applied together, and keeps one invariant: each batch is applied at most once and in its partition's order, so that one
-integer per partition is the whole ledger.
+The engine knows where every batch of every partition stands, lets a policy decide which batches start and which
+gradients are applied together, and keeps one invariant: each batch is applied at most once and in its partition's
+order, so that one integer per partition is the whole ledger.
 
 A policy of exact versions grants a worker several batches at once, and gets their gradients as one sum: a set. A set is
 taken, held, lost and applied as one (docs/decisions/0025). So is a wave, the steps of several batches (0034).
@@ -17,34 +17,53 @@ kept as things change (docs/decisions/0019).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
+from doll.config import StopConfig
+from doll.config.data import BadRecordsConfig
 from doll.errors import IllegalEventError
+from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.events import (
     AppliedBatch,
     AppliedSet,
     ApplyUpdate,
     CheckpointStored,
+    DropGradient,
     EngineAction,
+    EngineSnapshot,
     Event,
+    FetchGradient,
     Finish,
     GradientFetched,
     GradientLost,
     GrantsLost,
+    PublishWeights,
+    ReleaseWeights,
+    RepublishWeights,
+    RollBack,
+    SendHello,
     StopRequested,
     StoreCheckpoint,
     Tick,
 )
-from doll.ps.engine.message_handling import MessageHandling
-from doll.ps.engine.partition_state import ActiveGrant, Partition, PushedSet
-from doll.ps.engine.stop_rule import progress_reached, target_reached, time_reached
-from doll.ps.policies.base import BatchId
+from doll.ps.engine.grants import Grants
+from doll.ps.engine.membership import Membership, Worker
+from doll.ps.engine.partition_state import ActiveGrant, LatePush, Partition, PushedSet
+from doll.ps.engine.stopping import progress_reached, target_reached, time_reached
+from doll.ps.engine.time_limits import TimeLimits
+from doll.ps.policies.base import BatchId, Offer, Policy
 from doll.records.control import (
     Alive,
     Announce,
     Durable,
     Evaluated,
+    Grant,
     Join,
     Leave,
     Nack,
@@ -52,14 +71,217 @@ from doll.records.control import (
     Push,
     PushedBatch,
     Skip,
+    Welcome,
 )
+from doll.records.refusals import Refusals
+from doll.storage.blobs import scope_of, weights_key
 
-# Longer than `doll.ps.engine.stuck.STALL_REPORT_S`: workers that wait for a stream without records are reported first.
+# Longer than `doll.ps.engine.stopping.STALL_REPORT_S`: workers that wait for a stream without records are reported
+# first.
 DRY_ROUND_S: Final = 15.0
+_RECENT_EVENTS: Final = 30
 
 
-class Engine(MessageHandling):
-    """What events do to the state; it changes only through `handle`."""
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Fixed for the life of an engine. Times in seconds."""
+
+    num_workers: int
+    records_per_batch: int
+    max_pending_batches: int  # how many batches that are not durable a worker holds at most
+    lease_s: float
+    grant_timeout_s: float
+    checkpoint_every_updates: int
+    checkpoint_every_s: float
+    set_limit_s: float = 0.0  # a worker that has computed a set for so long begins no other batch of it
+    sum_reduction: bool = False  # apply the sum of the sample gradients, not their mean (the paper's literal rule)
+    stop: StopConfig = field(default_factory=StopConfig)
+    on_bad_records: BadRecordsConfig = field(default_factory=BadRecordsConfig)
+    job: str = ""  # its name, for the keys of weights
+    fingerprint: str = ""  # see `doll.config.fingerprint`: what a Welcome says
+
+
+class Engine:
+    """What events do to the job; it changes only through `handle`. It is the `PolicyView` of its policy.
+
+    Its parts: members (workers and their sessions), grants (where batches stand), limits (which pushes are late),
+    settling (what workers hold back) and durability (checkpoints).
+
+    Attributes:
+        start: what this engine began with.
+        stopping: why the job ends after the checkpoint under way; None: it goes on.
+        finished: why this engine has ended: it takes no event any more.
+        error: why the job cannot go on, where that stops it.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        policy: Policy,
+        *,
+        term: int,
+        now: float,
+        origins: Sequence[int] | None = None,
+        snapshot: EngineSnapshot | None = None,
+        generation: int = 0,
+        samples_id: str = "",
+        run_id: str = "",
+    ) -> None:
+        """A fresh engine (with `origins`: first offset of the job in each partition) or one restored from `snapshot`.
+
+        `generation`, `samples_id` and `run_id` are a fresh engine's, see `EngineSnapshot`.
+
+        Raises:
+            ValueError: neither or both are given, they are not for `settings.num_workers` workers, or the policy's
+                state is not one of this policy.
+        """
+        if (origins is None) == (snapshot is None):
+            raise ValueError("expected either origins (a new job) or a snapshot (a resumed one)")
+        n = settings.num_workers
+        if snapshot is None:
+            snapshot = EngineSnapshot(
+                version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * n,
+                assignment=tuple(range(n)), sessions=(0,) * n, processes=("",) * n, incarnations=(0,) * n,
+                restarts=(0,) * n, samples_total=0, elapsed_s=0.0, counters={}, policy=policy.name, policy_state=None,
+                generation=generation, samples_id=samples_id, run_id=run_id,
+            )  # fmt: skip
+        _require_fit(snapshot, settings)
+        self.settings = settings
+        self.policy = policy
+        self.term = term
+        self.start = snapshot
+        self.version = snapshot.version
+        self.samples_total = snapshot.samples_total
+        self.batches_total = sum(snapshot.applied)
+        self.empty_updates = snapshot.empty_updates
+        self.counters: Counter[str] = Counter(snapshot.counters)
+        self.refusals = Refusals(settings.on_bad_records.last_records, snapshot.refusals)
+        self.finished: str | None = None
+        self.stopping: str | None = None
+        self.error = ""
+
+        epochs = snapshot.leader_epochs or (-1,) * n
+        partitions = list(map(Partition, range(n), snapshot.origins, snapshot.applied, epochs))
+        served = dict(zip(snapshot.assignment, partitions, strict=True))
+        kept = zip(snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, strict=True)
+        self._workers = [Worker(number, served[number], *of_process) for number, of_process in enumerate(kept)]
+        self._owners = [self._workers[number] for number in snapshot.assignment]  # of each partition
+        self._members = Membership(self._workers, term=term, lease_s=settings.lease_s, counters=self.counters)
+        self._grants = Grants(self._owners, policy)
+        self._limits = TimeLimits(policy, grant_timeout_s=settings.grant_timeout_s, set_limit_s=settings.set_limit_s)
+        self._settling = Settling(term)
+        self._durability = Durability(
+            partitions, version=snapshot.version, now=now, every_updates=settings.checkpoint_every_updates,
+            every_s=settings.checkpoint_every_s, max_pending_batches=settings.max_pending_batches,
+        )  # fmt: skip
+
+        self._num_announced = 0  # batches, in this term: places in the order of announcements
+        self._skips: dict[int, Skip] = {}  # by worker, until they can be applied
+        self._last_held_at_s = now  # when the newest gradient came that was held
+        self._scope = scope_of(settings.job, snapshot.run_id)
+        self._published_version = -1  # the newest that is in the blob store, by this server
+        self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
+        self._first_update_at_s = None if snapshot.samples_total == 0 else now
+        # Of the event that is being handled.
+        self._now = now
+        self._actions: list[EngineAction] = []
+        self._recent_events: deque[tuple[float, Event]] = deque(maxlen=_RECENT_EVENTS)
+        if snapshot.policy_state is not None and snapshot.policy == policy.name:
+            policy.restore(snapshot.policy_state)
+
+    # --- what policies see (doll.ps.policies.base.PolicyView) ---------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        return self._members.num_live
+
+    @property
+    def num_held(self) -> int:
+        return self._grants.num_held
+
+    @property
+    def num_computing(self) -> int:
+        return self._grants.num_computing
+
+    @property
+    def num_waiting(self) -> int:
+        return self._grants.num_waiting
+
+    def worker(self, number: int) -> Worker:
+        return self._workers[number]
+
+    def held_batches(self) -> Sequence[BatchId]:
+        return self._grants.held_batches()
+
+    # --- what the server sees -----------------------------------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the model has the whole steps of all applied batches: only then it may be stored."""
+        return self._settling.is_settled
+
+    @property
+    def named_versions(self) -> Collection[int]:
+        """Versions that unanswered grants name: their workers may still have to read these weights."""
+        return self._grants.named_versions.keys()
+
+    @property
+    def durable_version(self) -> int:
+        """Of the newest stored checkpoint."""
+        return self._durability.version
+
+    def workers(self) -> Iterable[Worker]:
+        """Every worker, in order."""
+        return self._workers
+
+    def time_limit_s(self, worker: Worker) -> float:
+        """After so long a push of this worker is not waited for any more; of a set, `set_limit_s` later."""
+        return self._limits.limit_s(worker)
+
+    def shortfall(self) -> int:
+        """How many batches the next update needs beyond all that the live workers can offer; 0: it can be made.
+
+        A worker offers what it has announced and what it still has room to announce; batches in the model make room
+        with the next checkpoint.
+        """
+        offers = [
+            Offer(
+                worker.held, worker.computing, worker.waiting, worker.stalled, worker.lag,
+                self.settings.max_pending_batches - (worker.partition.announced - worker.partition.applied),
+            )
+            for worker in self._workers
+            if worker.is_live
+        ]  # fmt: skip
+        return self.policy.shortfall(self, offers)
+
+    def snapshot(self, now: float) -> EngineSnapshot:
+        """What a checkpoint keeps of the engine."""
+        return msgspec.structs.replace(
+            self.start,
+            version=self.version,
+            applied=tuple(worker.applied for worker in self._owners),
+            sessions=tuple(worker.session for worker in self._workers),
+            processes=tuple(worker.process for worker in self._workers),
+            incarnations=tuple(worker.incarnation for worker in self._workers),
+            restarts=tuple(worker.restarts for worker in self._workers),
+            samples_total=self.samples_total,
+            elapsed_s=self._elapsed_s(now),
+            counters=dict(self.counters),
+            policy=self.policy.name,
+            policy_state=self.policy.state(),
+            empty_updates=self.empty_updates,
+            refusals=self.refusals.state(),
+            leader_epochs=tuple(worker.partition.leader_epoch for worker in self._owners),
+        )
+
+    def check_invariants(self) -> None:
+        """Assert what must hold after every event; for tests."""
+        self._members.check_invariants()
+        self._grants.check_invariants(self.version, is_ending=self.stopping is not None)
+        self._limits.check_invariants(self._owners)
+        assert self._durability.max_unsaved == max(worker.partition.unsaved for worker in self._owners)
+        assert self.batches_total == sum(worker.applied for worker in self._owners)
+        assert self.finished or self.stopping or not self._grants.changed, "the policy knows of every change"
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -69,103 +291,440 @@ class Engine(MessageHandling):
         Refused messages (late, duplicate, fenced, out of range) change nothing but a counter.
 
         Raises:
-            IllegalEventError: the runner reports the outcome of something that was never ordered, or the policy wants
-                what cannot be. The engine may have changed: end the process.
+            IllegalEventError: the runner reports the outcome of something that was never ordered, which changes
+                nothing; or the policy wants what cannot be. Then the engine may have changed: end the process.
         """
         self._recent_events.append((now, event))
-        actions: list[EngineAction] = []
+        self._now, self._actions = now, []
         if self.finished is not None:
-            return actions
+            return self._actions
         match event:
             case Join():
-                self._on_join(event, now, actions)
+                self._on_join(event)
             case Announce():
-                self._on_announce(event, now, actions)
+                self._on_announce(event)
             case Skip():
-                self._on_skip(event, now, actions)
+                self._on_skip(event)
             case Push():
-                self._on_push(event, now, actions)
+                self._on_push(event)
             case Nack():
-                self._on_nack(event, now, actions)
+                self._on_nack(event)
             case Alive():
-                if (worker := self._accept(event.worker, event.session, now, actions)) is not None:
+                if (worker := self._accept(event.worker, event.session)) is not None:
                     worker.retained, worker.lag = event.retained, event.lag
             case Leave():
-                if (worker := self._accept(event.worker, event.session, now, actions)) is not None:
+                if (worker := self._accept(event.worker, event.session)) is not None:
                     worker.left = True
-                    self._remove(worker, "leave", actions)
+                    self._remove(worker, "leave")
             case Evaluated():
                 self._on_evaluated(event)
             case GradientFetched():
-                self._on_fetched(event, now)
+                self._on_fetched(event)
             case GradientLost():
-                self._on_lost(event, actions)
+                self._on_lost(event)
             case GrantsLost():
-                self._on_grants_lost(event, actions)
+                self._on_grants_lost(event)
             case CheckpointStored():
-                self._on_stored(event, actions)
+                self._on_stored(event)
             case Tick():
-                self._on_tick(now, actions)
+                self._on_tick()
             case StopRequested():
                 self._stop(event.reason)
-        self._advance(now, actions)
-        return actions
+        self._advance()
+        return self._actions
+
+    # --- workers join and leave ---------------------------------------------------------------------------------------
+
+    def _on_join(self, event: Join) -> None:
+        session = self._workers[event.worker].session if 0 <= event.worker < len(self._workers) else 0
+        worker = self._members.admit(event, self._now, self._actions)
+        if worker is None:
+            return
+        if worker.session != session:
+            self._lose_rest(worker)
+        self._requeue_all(worker, "rejoin")
+        self._skips.pop(worker.number, None)
+        self._forget_waiting(worker)
+        partition = worker.partition
+        self._actions.append(
+            Welcome(
+                term=self.term, worker=worker.number, process=worker.process, session=worker.session,
+                origin=partition.origin, next_batch=partition.durable, fingerprint=self.settings.fingerprint,
+                incarnation=event.incarnation, samples_id=self.start.samples_id, generation=self.start.generation,
+                run_id=self.start.run_id, included=partition.applied, leader_epoch=partition.leader_epoch,
+            )
+        )  # fmt: skip
+
+    def _accept(self, number: int, session: int) -> Worker | None:
+        """The sender of a message, if it is of the worker's current session."""
+        live = self._members.num_live
+        worker = self._members.accept(number, session, self._now, self._actions)
+        if worker is not None and live != self._members.num_live:  # it was silent for longer than its lease
+            self._grants.note_change(worker)
+        return worker
+
+    def _remove(self, worker: Worker, cause: str) -> None:
+        self._members.remove(worker)
+        self._skips.pop(worker.number, None)
+        self._requeue_all(worker, cause)
+        self._forget_late(worker)
+        self._lose_rest(worker)
+        self._grants.note_change(worker)
+
+    def _lose_rest(self, worker: Worker) -> None:
+        """The process that this worker was is gone."""
+        if self._settling.holds_back(worker):
+            self._roll_back(f"worker {worker.number} is lost with a part of its steps")
+
+    def _roll_back(self, reason: str) -> None:
+        self.finished = "rolled back"
+        self._actions.append(RollBack(reason))
+
+    def _requeue_all(self, worker: Worker, cause: str) -> None:
+        if worker.partition.computing_grants:
+            self._requeue_from(worker, worker.partition.computing_grants[0].batch, cause)
+
+    def _requeue_from(self, worker: Worker, batch: int, cause: str) -> None:
+        """Return batch `batch` and every later one of this worker that has no gradient yet to the queue."""
+        taken = self._grants.take_back(worker, batch)
+        self._limits.taken_back(worker)
+        if len(taken) > 1:
+            self.counters["requeued_sets"] += 1
+        for grant in taken:
+            self.counters["requeued"] += 1
+            self.counters[f"requeued_{cause}"] += 1
+            if grant.pushed is None:
+                if self._grants.release(grant) and grant.version < self.version:
+                    self._actions.append(ReleaseWeights(grant.version))
+            elif grant.number == grant.pushed.number:
+                self._drop(grant.pushed.push, cause)
+
+    def _forget_waiting(self, worker: Worker) -> None:
+        """What this worker has announced or pushed late does not count: its process holds other batches now."""
+        self._forget_late(worker)
+        worker.partition.forget_waiting()
+        self._grants.note_change(worker)
+
+    # --- announcements ------------------------------------------------------------------------------------------------
+
+    def _on_announce(self, event: Announce) -> None:
+        worker = self._accept(event.worker, event.session)
+        if worker is None:
+            return
+        partition = worker.partition
+        # A worker whose job file allows more announces the rest again later: it need not start again for that.
+        allowed = partition.durable + self.settings.max_pending_batches
+        hole = event.first > partition.announced and partition.announced < allowed
+        if event.first < 0 or event.until < event.first or hole:
+            # It is out of step: let it join again.
+            self.counters["refused_announce"] += 1
+            self._actions.append(SendHello(event.worker))
+            return
+        begin = self._num_announced
+        self._num_announced += max(0, min(event.until, allowed) - partition.announced)
+        partition.announce(range(begin, self._num_announced))
+        self._grants.note_change(worker)
+
+    def _on_skip(self, event: Skip) -> None:
+        worker = self._accept(event.worker, event.session)
+        if worker is None:
+            return
+        partition = worker.partition
+        if event.until <= partition.applied:
+            self.counters["refused_duplicate"] += 1
+        elif not (event.first <= partition.applied == partition.announced and self._settling.is_whole(worker)):
+            # What is before it must be applied, with its whole steps: the worker sends it again.
+            self.counters["refused_order"] += 1
+        elif not partition.is_covered(event, self.settings.records_per_batch):
+            self.counters["refused_content"] += 1
+        else:
+            self._skips[worker.number] = event
+
+    # --- pushes -------------------------------------------------------------------------------------------------------
+
+    def _find(self, worker: Worker, term: int, number: int, batch: int) -> ActiveGrant | None:
+        """The grant that a worker answers, if it still stands."""
+        grant = self._grants.get(number)
+        if term != self.term or grant is None or grant.partition != worker.partition.number or grant.batch != batch:
+            return None
+        return grant
+
+    def _on_push(self, event: Push) -> None:
+        worker = self._accept(event.worker, event.session)
+        if worker is None:
+            self._drop(event, "fenced")
+            return
+        self._clear_stall(worker)
+        if not event.batches:
+            self._on_rest(worker, event)
+            return
+        standing = [self._find(worker, event.term, item.grant_id, item.batch) for item in event.batches]
+        grants = tuple(grant for grant in standing if grant is not None)
+        if not grants:
+            self._on_late(worker, event)
+        elif grants[0].pushed is not None and tuple(standing) == grants[0].pushed.grants:
+            self.counters["refused_duplicate"] += 1
+        elif len(grants) < len(standing) or any(grant.pushed is not None for grant in grants):
+            # A part of the set does not stand any more, and a sum cannot be taken apart: the rest is computed again.
+            self.counters["refused_partly"] += 1
+            if not any(grant.pushed is not None and grant.pushed.push.key == event.key for grant in grants):
+                self._drop(event, "partly void")
+            if left := [grant.batch for grant in grants if grant.pushed is None]:
+                self._requeue_from(worker, min(left), "partly_void")
+        elif not worker.partition.begins_with(grants):
+            # An earlier push of this worker is missing: what comes after it cannot be applied before it.
+            self.counters["refused_order"] += 1
+            self._drop(event, "order")
+            self._requeue_from(worker, min(grant.batch for grant in grants), "order")
+        elif not self._is_allowed(event, grants):
+            # Of no use, and it would be the same again: the timeout brings the batches back.
+            self.counters["refused_content"] += 1
+            self._drop(event, "content")
+        else:
+            self._limits.learn_from(worker, len(grants), self._now)
+            self._take(worker, PushedSet(event, grants, self._now))
+
+    def _is_allowed(self, event: Push, grants: Sequence[ActiveGrant]) -> bool:
+        takes_sets = self.policy.exact_version or self.policy.batches_per_push > 1
+        if event.version > self.version or (len(grants) > 1 and not takes_sets):
+            return False
+        if event.holds_back and not self.policy.holds_back:
+            return False
+        for grant, item in zip(grants, event.batches, strict=True):
+            version = event.version if item.version < 0 else item.version
+            if not grant.min_version <= version <= self.version or item.n_samples < 0 or item.dead_samples < 0:
+                return False
+        return True
+
+    def _take(self, worker: Worker, pushed: PushedSet) -> None:
+        """The set's gradient is in the blob store, or it has none."""
+        push = pushed.push
+        worker.market = push.market
+        for grant in pushed.grants:
+            grant.pushed = pushed
+            if self._grants.release(grant) and grant.version < self.version:
+                self._actions.append(ReleaseWeights(grant.version))
+        self._limits.answered(worker)
+        if push.key:
+            # Under a policy that holds back, rests may be applied before it at the end.
+            is_ordered = self.policy.exact_version and not self.policy.holds_back
+            in_order = is_ordered and self._grants.is_first_computing(pushed.number)
+            self._actions.append(FetchGradient(pushed.number, push.key, push.version, in_order))
+        else:
+            self._hold(pushed)
+
+    def _clear_stall(self, worker: Worker) -> None:
+        """The worker has answered a grant, in time or late, with a gradient or without: it can take another."""
+        if worker.stalled:
+            worker.stalled = False
+            self._grants.note_change(worker)
+
+    def _drop(self, event: Push, reason: str) -> None:
+        if event.key:
+            self._actions.append(DropGradient(event.key, reason))
+
+    def _on_fetched(self, event: GradientFetched) -> None:
+        if self._settling.has(event.grant_id):
+            self._settling.fetched(event.grant_id)
+            return
+        grant = self._grants.get(event.grant_id)
+        if grant is None:
+            return  # its owner went down while the gradient was on its way: the batches are back in the queue
+        if grant.pushed is None or grant.held or grant.pushed.number != event.grant_id:
+            raise self._illegal(f"gradient of grant {event.grant_id} was not asked for")
+        grant.pushed.max_change = event.max_change
+        self._hold(grant.pushed)
+
+    def _hold(self, pushed: PushedSet) -> None:
+        worker = self._grants.hold(pushed)
+        self._last_held_at_s = self._now
+        self._limits.next_began(worker, self._now)
+        self._settling.received(worker)
+
+    def _on_lost(self, event: GradientLost) -> None:
+        grant = self._grants.get(event.grant_id)
+        if self._settling.has(event.grant_id):
+            self._roll_back("what a worker had held back is not in the blob store")
+        elif grant is not None:
+            if grant.held:
+                raise self._illegal(f"gradient of grant {event.grant_id} is held already")
+            self._requeue_from(self._grants.owner(grant), grant.batch, "blob_lost")
+
+    def _on_nack(self, event: Nack) -> None:
+        worker = self._accept(event.worker, event.session)
+        if worker is None:
+            return
+        self._clear_stall(worker)
+        grant = self._find(worker, event.term, event.grant_id, event.batch)
+        if grant is None or grant.pushed is not None:
+            self.counters["refused_late"] += 1
+            return
+        self._requeue_from(worker, event.batch, f"nack_{event.reason}")
+        if event.reason == "weights":
+            self._published_version = self.version
+            self._actions.append(RepublishWeights(self.version))
+        else:
+            # The worker does not hold a batch that it announced: it is out of step. Nothing is granted until it has
+            # joined.
+            self._forget_waiting(worker)
+            self._actions.append(SendHello(event.worker))
+
+    def _illegal(self, problem: str) -> IllegalEventError:
+        return IllegalEventError(f"{problem}; recent events: {list(self._recent_events)}")
+
+    # --- pushes behind their time limit -------------------------------------------------------------------------------
+
+    def _on_late(self, worker: Worker, event: Push) -> None:
+        """No grant stands that `event` answers. Where only a time limit has passed since, and nobody else has its
+        batches, it answers their next grants: else a batch that takes longer than the limit would never be learned.
+
+        Not where a part of the steps stays at the worker: that may have been asked for since.
+        """
+        partition = worker.partition
+        if partition.late is not None and partition.late.push.batches == event.batches:
+            self.counters["refused_duplicate"] += 1
+            return
+        grants = partition.answered_late(event) if event.term == self.term else ()
+        if grants:
+            self._limits.learn(worker, (self._now - partition.timed_out_since_s) / len(grants))
+            if not self.policy.holds_back:
+                partition.timed_out, partition.late = (), LatePush(event, grants)
+                return
+        longest_s = max(item.compute_s for item in event.batches)
+        if 0 <= longest_s < math.inf:
+            # What a worker says: it has not computed for longer than it has been here.
+            worker.batch_s = max(worker.batch_s, min(longest_s, self._now - worker.live_since_s))
+        self._refuse_late(event)
+
+    def _refuse_late(self, push: Push) -> None:
+        self.counters["refused_late"] += 1
+        self._drop(push, "late")
+
+    def _answer_late(self, worker: Worker, late: LatePush, grants: Sequence[ActiveGrant]) -> int:
+        """Take a late push as the answer to the first of `grants`, which are new; how many it answers: all that it
+        names, or none.
+
+        It is taken under their numbers: what is added and in which order is as if it had been asked for now.
+        """
+        worker.partition.late = None
+        new = tuple(grants[: len(late.grants)])
+        if [grant.batch for grant in new] != [grant.batch for grant in late.grants]:
+            self._refuse_late(late.push)
+            return 0
+        for grant, void in zip(new, late.grants, strict=True):
+            grant.granted_at_s = void.granted_at_s
+            if not self.policy.exact_version:  # what was allowed for the batch is allowed
+                grant.min_version = min(grant.min_version, void.min_version)
+        answers = zip(late.push.batches, new, strict=True)
+        batches = tuple(msgspec.structs.replace(item, grant_id=grant.number) for item, grant in answers)
+        push = msgspec.structs.replace(late.push, batches=batches)
+        if not self._is_allowed(push, new):
+            self._refuse_late(push)
+            return 0
+        self.counters["accepted_late"] += 1
+        self._take(worker, PushedSet(push, new, self._now))
+        return len(new)
+
+    def _forget_late(self, worker: Worker) -> None:
+        """What this worker has pushed late, or may yet, does not count."""
+        partition = worker.partition
+        partition.timed_out = ()
+        if partition.late is not None:
+            self._drop(partition.late.push, "late")
+            partition.late = None
+
+    # --- what workers hold back ---------------------------------------------------------------------------------------
+
+    def _on_rest(self, worker: Worker, event: Push) -> None:
+        """What a worker had held back of earlier batches: it leaves, or was asked."""
+        partition = worker.partition
+        if not self.policy.holds_back:
+            self.counters["refused_content"] += 1
+            self._drop(event, "content")
+        elif event.term != self.term or self._settling.is_known(worker, event.settles):
+            self.counters["refused_duplicate"] += 1
+        elif not event.key and self._settling.holds_back(worker):
+            # It has pushed steps of which it holds a part back: that part is in another push, and must not be missed.
+            self.counters["refused_empty_rest"] += 1
+        elif not partition.applied <= event.settles <= partition.received:
+            # The worker has given it away, and it is of other batches than those that are here.
+            self._roll_back(
+                f"worker {worker.number} settles batches below {event.settles}, and {partition.applied} to "
+                f"{partition.received} can be settled"
+            )
+        else:
+            number = self._settling.add(worker, event, self._now)
+            if event.key:
+                self._actions.append(FetchGradient(number, event.key, event.version))
+
+    def _apply_rests(self) -> bool:
+        """Apply what workers had held back, as a version of its own: no batch under way may be computed before it."""
+        if (self._grants and self.stopping is None) or not (rests := self._settling.take()):
+            return False
+        sets, settled = tuple(item for item, _ in rests), tuple(until for _, until in rests)
+        self._make_version(sets, settled=settled)
+        return True
 
     # --- progress -----------------------------------------------------------------------------------------------------
 
-    def _advance(self, now: float, actions: list[EngineAction]) -> None:
+    def _advance(self) -> None:
         """Apply what belongs together and start what may start, until nothing changes."""
         granted: dict[int, list[ActiveGrant]] = {}  # at this version, not sent yet: what a worker gets is one message
         while self.finished is None:
-            self._report_changes()
-            if self._apply_rests(actions):
+            if self._grants.changed:
+                self._report_changes()
+            if self._settling.rests and self._apply_rests():
                 continue
             if self.stopping is not None:
                 break
-            if self._apply_skip(now, actions):
+            if self._skips and self._apply_skip():
                 continue
             if self._offered_version != self.version:
                 self._offered_version = self.version
-                self._offer(actions)
-            if group := self.policy.collect(self) or self._end_of_dry_round(now):
-                self._send_all_grants(granted, now, actions)
-                self._apply(group, now, actions)
+                self._offer()
+            if group := self.policy.collect(self) or self._end_of_dry_round():
+                self._send_all_grants(granted)
+                self._apply(group)
                 continue
             # A round that is open goes on: it must end before anything can be settled.
             is_paused = self._settling.is_under_way and not self._grants
             starts = () if is_paused else self.policy.start(self)
-            if not starts and not self._send_all_grants(granted, now, actions):
+            if not starts and not (granted and self._send_all_grants(granted)):
                 break
             for number in starts:
-                granted.setdefault(number, []).append(self._grant(number, now))
-        self._send_all_grants(granted, now, actions)
-        self._report_changes()
-        self._save_if_due(now, actions)
+                granted.setdefault(number, []).append(self._grant(number))
+        if granted:
+            self._send_all_grants(granted)
+        if self._grants.changed:
+            self._report_changes()
+        self._save_if_due()
         if self._settling.is_under_way and self._settling.is_settled:
             self._settling.end()
-            self._advance(now, actions)  # the checkpoint is ordered: the next round can start
+            self._advance()  # the checkpoint is ordered: the next round can start
 
-    def _offer(self, actions: list[EngineAction]) -> None:
+    def _offer(self) -> None:
         """Send the current version to the workers that the policy names, before a grant asks for it."""
         for number in self.policy.recipients(self):
-            key = self._publish(self.version, actions)
-            included = self._workers[number].applied
-            actions.append(NewVersion(term=self.term, worker=number, version=self.version, key=key, included=included))
+            key, included = self._publish(self.version), self._workers[number].applied
+            self._actions.append(
+                NewVersion(term=self.term, worker=number, version=self.version, key=key, included=included)
+            )
 
-    def _end_of_dry_round(self, now: float) -> Sequence[BatchId]:
-        """A round that a checkpoint waits for ends with those that came, where the others have had nothing for a while.
+    def _end_of_dry_round(self) -> Sequence[BatchId]:
+        """A round that a checkpoint waits for ends with the batches that came, where the others have had nothing for a
+        while.
 
         Otherwise a stream that stops would keep what is in the model from becoming durable (docs/decisions/0035).
         """
-        is_waited_for = self._settling.is_under_way and not self.num_computing and self._held
-        return self.held_batches() if is_waited_for and now - self._last_held_at_s >= DRY_ROUND_S else ()
+        is_waited_for = self._settling.is_under_way and not self.num_computing and self.num_held
+        is_dry = is_waited_for and self._now - self._last_held_at_s >= DRY_ROUND_S
+        return self.held_batches() if is_dry else ()
 
     def _report_changes(self) -> None:
-        if self._changed:
-            changed, self._changed = self._changed, {}
-            self.policy.changed(self, changed.keys())
+        changed, self._grants.changed = self._grants.changed, {}
+        self.policy.changed(self, changed.keys())
 
-    def _grant(self, number: int, now: float) -> ActiveGrant:
+    def _grant(self, number: int) -> ActiveGrant:
         worker = self._workers[number]
         if not worker.waiting:
             raise IllegalEventError(f"policy {self.policy.name} starts worker {number}, which has no waiting batch")
@@ -174,91 +733,162 @@ class Engine(MessageHandling):
             raise IllegalEventError(
                 f"policy {self.policy.name} wants version {min_version} at least, expected 0 to {self.version}"
             )
-        partition = worker.partition
-        grant = partition.grant(next(self._grant_numbers), self.version, min_version, now)
-        self._grants[grant.number] = grant
-        self._named[self.version] = self._named.get(self.version, 0) + 1
-        if self.policy.exact_version:
-            self._computing_numbers.append(grant.number)
-        if grant is partition.computing_grants[0]:
-            self._running_since_s[partition.number] = now
-        elif partition.number in self._running_since_s and (grant.batch + 1) % self.policy.batches_per_push == 0:
-            # Until now no push was due: the worker may have waited for this grant.
-            self._running_since_s[partition.number] = now
-            self._running_since_s.move_to_end(partition.number)
-        self._note_change(worker)
+        grant = self._grants.grant(worker, self.version, min_version, self._now)
+        self._limits.granted(worker, grant, self._now)
         return grant
 
-    def _send_all_grants(
-        self, granted: dict[int, list[ActiveGrant]], now: float, actions: list[EngineAction]
-    ) -> bool:  # fmt: skip
-        """Send these grants, but for those that a late push answers; whether one did."""
+    def _send_all_grants(self, granted: dict[int, list[ActiveGrant]]) -> bool:
+        """Send these grants, except the grants that a late push answers; whether one did."""
         is_answered = False
         for number, grants in granted.items():
-            worker = self._workers[number]
+            worker, count = self._workers[number], 0
             if worker.partition.late is not None:
-                count = self._answer_late(worker, worker.partition.late, grants, now, actions)
+                count = self._answer_late(worker, worker.partition.late, grants)
                 is_answered |= count > 0
-                grants = grants[count:]
-            size = len(grants) if self.policy.exact_version else 1
-            for at in range(0, len(grants), max(size, 1)):
-                self._send_grants(worker, grants[at : at + size], actions)
+            self._send_grants(worker, grants[count:])
         granted.clear()
         return is_answered
 
-    def _apply(self, group: Sequence[BatchId], now: float, actions: list[EngineAction]) -> None:
-        sets: dict[int, tuple[PushedSet, list[AppliedBatch]]] = {}  # by their first grants
-        for batch_id in group:
-            partition = self._partitions[batch_id.partition]
-            grant = partition.apply(batch_id.number)
-            if grant is None or grant.pushed is None:
-                raise IllegalEventError(
-                    f"policy {self.policy.name} applies batch {batch_id.number} of partition {batch_id.partition} "
-                    "out of order"
+    def _send_grants(self, worker: Worker, grants: Sequence[ActiveGrant]) -> int:
+        """Send grants of consecutive batches of one worker; in how many messages.
+
+        A grant that is sent again is the same message: its weights still live.
+        """
+        size = max(1, len(grants)) if self.policy.exact_version else 1
+        for at in range(0, len(grants), size):
+            first = grants[at]
+            self._actions.append(
+                Grant(
+                    term=self.term, worker=worker.number, session=worker.session, first=first.batch,
+                    grant_ids=tuple(grant.number for grant in grants[at : at + size]), version=first.version,
+                    min_version=first.min_version, key=self._publish(first.version), included=first.included,
                 )
-            self._durability.applied(partition)
-            del self._grants[grant.number], self._held[grant.number]
-            lo, hi = partition.offsets(batch_id.number, self.settings.records_per_batch)
-            number = grant.pushed.grants[0].number
-            if (entry := sets.get(number)) is None:
-                entry = sets[number] = (grant.pushed, [])
-                self._owner(partition).moved += grant.pushed.max_change
-            pushed, applied = entry
-            item = pushed.push.batches[len(applied)]
-            applied.append(AppliedBatch(lo, hi, grant.granted_at_s, item))
-            partition.leader_epoch = item.leader_epoch
-            absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
-            self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
-            self._note_change(self._owner(partition))
-        for number, (pushed, applied) in sets.items():
-            if len(applied) < len(pushed.grants):
-                raise IllegalEventError(
-                    f"policy {self.policy.name} applies {len(applied)} batches of a set of {len(pushed.grants)} "
-                    f"(grant {number}): their gradients are one sum"
-                )
-        for pushed, _ in sets.values():
-            self._settling.applied(self._owner(self._partitions[pushed.grants[0].partition]), pushed.push)
-        if self.policy.exact_version:
-            if self._grants:
-                raise IllegalEventError(
-                    f"policy {self.policy.name} leaves {len(self._grants)} batches of version {self.version} behind: "
-                    "expected all that were granted in one update, since no later one may use their gradients"
-                )
-            self._forget_answered()
-        in_order = [sets[number] for number in sorted(sets)]
-        update_sets = tuple(AppliedSet(pushed.push, pushed.received_at_s, tuple(items)) for pushed, items in in_order)
-        samples = sum(item.num_samples for item in update_sets)
+            )  # fmt: skip
+        return len(range(0, len(grants), size))
+
+    def _on_grants_lost(self, event: GrantsLost) -> None:
+        if 0 <= event.worker < len(self._workers):
+            worker = self._workers[event.worker]
+            left = [grant for grant in worker.partition.computing_grants if grant.pushed is None]
+            if num_sent := self._send_grants(worker, left):
+                self.counters["grants_sent_again"] += num_sent
+
+    def _publish(self, version: int) -> str:
+        """The key of the weights of `version`, which are published once; an older one is already, or was."""
+        if version > self._published_version:
+            self._published_version = version
+            self._actions.append(PublishWeights(version))
+        return weights_key(self._scope, self.term, version)
+
+    def _apply(self, group: Sequence[BatchId]) -> None:
+        sets = tuple(self._applied_set(pushed) for pushed in self._grants.apply(group))
+        samples = sum(item.num_samples for item in sets)
         self.samples_total += samples
         self.batches_total += len(group)
-        self.version += 1
         if not samples:
             self.empty_updates += 1
         elif self._first_update_at_s is None:
-            self._first_update_at_s = now
-        scale = 1.0 if self.settings.sum_reduction else 1.0 / max(samples, 1)
-        actions.append(ApplyUpdate(self.version, update_sets, scale, self.samples_total, self.batches_total))
+            self._first_update_at_s = self._now
+        self._make_version(sets, 1.0 if self.settings.sum_reduction else 1.0 / max(samples, 1))
         self._stop_by_progress()
         self._stop_by_refusals()
+
+    def _applied_set(self, pushed: PushedSet) -> AppliedSet:
+        worker, push, size = self._grants.owner(pushed.grants[0]), pushed.push, self.settings.records_per_batch
+        applied = []
+        for grant, item in zip(pushed.grants, push.batches, strict=True):
+            lo, hi = worker.partition.offsets(grant.batch, size)
+            applied.append(AppliedBatch(lo, hi, grant.granted_at_s, item))
+            absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
+            self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
+        worker.moved += pushed.max_change
+        worker.partition.leader_epoch = push.batches[-1].leader_epoch
+        self._durability.applied(worker.partition)
+        self._settling.applied(worker, push)
+        return AppliedSet(push, pushed.received_at_s, tuple(applied))
+
+    def _make_version(
+        self, sets: tuple[AppliedSet, ...], scale: float = 1.0, settled: tuple[tuple[int, int], ...] = ()
+    ) -> None:  # fmt: skip
+        self.version += 1
+        self._actions.append(ApplyUpdate(self.version, sets, scale, self.samples_total, self.batches_total, settled))
+
+    def _apply_skip(self) -> bool:
+        """Count batches without a record as applied, as a version of its own that changes nothing (ADR 47)."""
+        if self.policy.exact_version and self._grants:
+            return False
+        number, skip = self._skips.popitem()
+        worker, size = self._workers[number], self.settings.records_per_batch
+        partition, first = worker.partition, worker.applied
+        if not (first == partition.announced < skip.until and self._settling.is_whole(worker)):
+            return False  # something came meanwhile: the worker sends it again
+        lo, hi = partition.offsets(first, size)[0], partition.offsets(skip.until, size)[0]
+        count = skip.until - first
+        pushed = PushedBatch(
+            batch=first, grant_id=self._grants.next_number(), n_samples=0, loss_sum=0.0,
+            gaps=_behind(skip.gaps, lo), lost=_behind(skip.lost, lo),
+        )  # fmt: skip
+        push = Push(
+            worker=number, session=worker.session, term=self.term, version=self.version, key="", batches=(pushed,),
+            market=worker.market,
+        )  # fmt: skip
+        partition.skip_to(skip.until)
+        self._durability.applied(partition)
+        self.policy.skipped(number, count)
+        self._grants.note_change(worker)
+        self.batches_total += count
+        self.empty_updates += 1
+        self._make_version((AppliedSet(push, self._now, (AppliedBatch(lo, hi, self._now, pushed, count),)),))
+        return True
+
+    # --- durability, time and the end ---------------------------------------------------------------------------------
+
+    def _save_if_due(self) -> None:
+        is_last = self.stopping is not None
+        if self.finished is not None or not self._durability.is_due(self.version, self._now, final=is_last):
+            return
+        if self._settling.is_settled:
+            self._durability.order(self.version, self._now)
+            self._actions.append(StoreCheckpoint(self.version, self.snapshot(self._now)))
+            return
+        self._settling.is_under_way = True
+        if not self._grants or is_last:
+            self._actions.extend(self._settling.ask(self._now))
+
+    def _on_stored(self, event: CheckpointStored) -> None:
+        partitions = self._durability.stored(event.version)
+        if partitions is None:
+            raise self._illegal(f"checkpoint of version {event.version} was not ordered")
+        for partition in partitions:
+            worker = self._owners[partition.number].number
+            self._actions.append(Durable(term=self.term, worker=worker, until=partition.durable))
+        if self.stopping is not None and event.version == self.version:
+            self.finished = self.stopping
+            self._publish(self.version)  # the evaluator's last measurement is of this version
+            self._actions.append(Finish(self.finished, event.version, self.error))
+
+    def _on_tick(self) -> None:
+        for worker in self._members.expired(self._now):
+            self._remove(worker, "lease")
+        for worker, since_s in self._limits.overdue(self._now):
+            worker.stalled = True
+            void = tuple(worker.partition.computing_grants)
+            self._requeue_all(worker, "timeout")
+            worker.partition.timed_out, worker.partition.timed_out_since_s = void, since_s
+        # A server that starts again on a finished job has nothing to add to it.
+        self._stop_by_progress()
+        if self._first_update_at_s is not None:
+            self._stop(time_reached(self.settings.stop, self._elapsed_s(self._now)))
+
+    def _elapsed_s(self, now: float) -> float:
+        """Since the job's first update with a sample."""
+        return self.start.elapsed_s + (0.0 if self._first_update_at_s is None else now - self._first_update_at_s)
+
+    def _on_evaluated(self, event: Evaluated) -> None:
+        if event.term != self.term or event.version > self.version:
+            self.counters["refused_evaluated"] += 1
+            return
+        self._stop(target_reached(self.settings.stop, event))
 
     def _stop_by_progress(self) -> None:
         updates = self.version - self.empty_updates
@@ -273,120 +903,20 @@ class Engine(MessageHandling):
             self.refusals.forget_recent()  # whoever resumes the job has read why it ended
             self._stop("bad records")
 
-    def _apply_rests(self, actions: list[EngineAction]) -> bool:
-        """Apply what workers had held back, as a version of its own: no batch under way may be computed before it."""
-        if (self._grants and self.stopping is None) or not (rests := self._settling.take()):
-            return False
-        self.version += 1
-        sets, settled = tuple(item for item, _ in rests), tuple(until for _, until in rests)
-        actions.append(ApplyUpdate(self.version, sets, 1.0, self.samples_total, self.batches_total, settled))
-        return True
-
-    def _apply_skip(self, now: float, actions: list[EngineAction]) -> bool:
-        """Count batches without a record as applied, as a version of its own that changes nothing (ADR 47)."""
-        if not self._skips or (self.policy.exact_version and self._grants):
-            return False
-        number, skip = self._skips.popitem()
-        worker, size = self._workers[number], self.settings.records_per_batch
-        partition, first = worker.partition, worker.partition.applied
-        if not (first == partition.announced < skip.until and self._settling.is_whole(worker)):
-            return False  # something came meanwhile: the worker sends it again
-        lo, hi = partition.offsets(first, size)[0], partition.offsets(skip.until, size)[0]
-        grant_id, count = next(self._grant_numbers), skip.until - first
-        pushed = PushedBatch(
-            batch=first, grant_id=grant_id, n_samples=0, loss_sum=0.0,
-            gaps=_behind(skip.gaps, lo), lost=_behind(skip.lost, lo),
-        )  # fmt: skip
-        push = Push(
-            worker=number, session=worker.session, term=self.term, version=self.version, key="", batches=(pushed,),
-            market=worker.market,
-        )  # fmt: skip
-        partition.skip_to(skip.until)
-        self._durability.applied(partition)
-        self.policy.skipped(number, count)
-        self._note_change(worker)
-        self.batches_total += count
-        self.version += 1
-        self.empty_updates += 1
-        applied = AppliedSet(push, now, (AppliedBatch(lo, hi, now, pushed, count),))
-        actions.append(ApplyUpdate(self.version, (applied,), 1.0, self.samples_total, self.batches_total))
-        return True
-
-    # --- durability, time and the end ---------------------------------------------------------------------------------
-
-    def _save_if_due(self, now: float, actions: list[EngineAction]) -> None:
-        if self.finished is None and self._durability.is_due(self.version, now, final=self.stopping is not None):
-            if not self._settling.is_settled:
-                self._settling.is_under_way = True
-                if not self._grants or self.stopping is not None:
-                    actions.extend(self._settling.ask(now))
-                return
-            self._durability.order(self.version, now)
-            actions.append(StoreCheckpoint(self.version, self.snapshot(now)))
-
-    def _on_stored(self, event: CheckpointStored, actions: list[EngineAction]) -> None:
-        partitions = self._durability.stored(event.version)
-        if partitions is None:
-            raise self._illegal(f"checkpoint of version {event.version} was not ordered")
-        actions.extend(
-            Durable(term=self.term, worker=self._owner(partition).number, until=partition.durable)
-            for partition in partitions
-        )
-        if self.stopping is not None and event.version == self.version:
-            self.finished = self.stopping
-            self._publish(self.version, actions)  # the evaluator's last measurement is of this version
-            actions.append(Finish(self.finished, event.version, self.error))
-
-    def _on_tick(self, now: float, actions: list[EngineAction]) -> None:
-        for worker in self._members.expired(now):
-            self._remove(worker, "lease", actions)
-        for number in self._late_partitions(now):
-            partition = self._partitions[number]
-            worker = self._owner(partition)
-            worker.stalled = True
-            void, since_s = tuple(partition.computing_grants), self._running_since_s[number]
-            self._requeue_all(worker, "timeout", actions)
-            partition.timed_out, partition.timed_out_since_s = void, since_s
-        # A server that starts again on a finished job has nothing to add to it.
-        self._stop_by_progress()
-        if self._first_update_at_s is not None:
-            self._stop(time_reached(self.settings.stop, self._elapsed_s(now)))
-
-    def _late_partitions(self, now: float) -> list[int]:
-        """Partitions whose first push is due, and has not come within the time limit of their workers.
-
-        A set ends when it has taken `set_limit_s`, with the batch under way: it has the time of one batch more. A wave
-        does not end early: it has the time of all its batches.
-        """
-        late: list[int] = []
-        least_s = self._least_limit_s
-        for number, since_s in self._running_since_s.items():  # the longest running first
-            if now - since_s <= least_s:
-                break
-            partition = self._partitions[number]
-            if not self._is_push_due(partition):
-                continue
-            is_set = self.policy.exact_version and partition.computing > 1
-            limit_s = self.time_limit_s(self._owner(partition)) + (self.settings.set_limit_s if is_set else 0.0)
-            if now - since_s > limit_s:
-                late.append(number)
-        return late
-
-    def _is_push_due(self, partition: Partition) -> bool:
-        """Whether its worker has been granted what it waits for before it pushes (`PolicyConfig.batches_per_push`)."""
-        size = self.policy.batches_per_push
-        return size == 1 or partition.granted // size > partition.received // size
-
-    def _on_evaluated(self, event: Evaluated) -> None:
-        if event.term != self.term or event.version > self.version:
-            self.counters["refused_evaluated"] += 1
-            return
-        self._stop(target_reached(self.settings.stop, event))
-
     def _stop(self, reason: str | None) -> None:
         if self.stopping is None and reason is not None:
             self.stopping = reason
             self._settling.stop()
+
+
+def _require_fit(snapshot: EngineSnapshot, settings: EngineSettings) -> None:
+    n = settings.num_workers
+    if {len(snapshot.origins), len(snapshot.applied), len(snapshot.sessions)} != {n}:
+        raise ValueError(f"expected {n} workers, got origins {snapshot.origins} and applied {snapshot.applied}")
+    if sorted(snapshot.assignment) != list(range(n)):
+        raise ValueError(f"expected each of {n} workers once, got {list(snapshot.assignment)}")
+    if snapshot.records_per_batch != settings.records_per_batch:
+        raise ValueError(f"expected {snapshot.records_per_batch} records per batch, got {settings.records_per_batch}")
 
 
 def _behind(spans: Sequence[tuple[int, int]], offset: int) -> tuple[tuple[int, int], ...]:

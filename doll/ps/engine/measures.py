@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import AppliedSet, ApplyUpdate
-from doll.ps.engine.state import EngineState
 from doll.records.control import Measures
 from doll.storage.sections import WireSize
 from doll.theory.staleness import ALL_UP_TO, HISTORY, StalenessMeter
@@ -26,7 +26,7 @@ class PolicyMeasures:
     neither computing nor waiting for the batch itself. The time that a grant takes to arrive counts as blocked.
     """
 
-    def __init__(self, engine: EngineState, *, weights_bytes: int = 0) -> None:
+    def __init__(self, engine: Engine, *, weights_bytes: int = 0) -> None:
         """
         Args:
             weights_bytes: of one version as workers read it, which is also the size of a dense gradient.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from doll.ps.engine.events import EngineAction, SendHello
@@ -20,65 +21,29 @@ _SESSION_BITS: Final = 20
 _FENCED_REMEMBERED: Final = 16
 
 
+@dataclass(slots=True, eq=False)
 class Worker:
-    """One worker: the process that embodies it, and its counters over the partition that it serves.
+    """One worker: the process that embodies it, and its counters over the partition that it serves."""
 
-    Attributes:
-        incarnation: the highest that has joined: machines of lower ones are fenced.
-        restarts: processes that have taken over from an earlier one.
-        market: of its machine, from its last gradient.
-        joined: this server has seen its Join.
-        present: heard of within its lease.
-        left: it has sent Leave: only a new Join brings it back.
-        stalled: it let a grant time out: it gets no other until it has answered one.
-        waiting: batches that may be granted now; kept by the engine.
-        batch_s: time that one of its batches takes, from its grant to its push; 0: not known. It rises at once, and
-            falls slowly.
-        moved: see `doll.ps.policies.base.WorkerCounters`; kept by the engine.
-        retained, lag: as in its last Alive.
-    """
-
-    __slots__ = (
-        "batch_s",
-        "fenced",
-        "incarnation",
-        "joined",
-        "lag",
-        "last_heard_s",
-        "left",
-        "live_since_s",
-        "market",
-        "moved",
-        "number",
-        "partition",
-        "present",
-        "process",
-        "restarts",
-        "retained",
-        "session",
-        "stalled",
-        "waiting",
-    )
-
-    def __init__(
-        self, number: int, partition: Partition, *, session: int, process: str, incarnation: int, restarts: int
-    ) -> None:
-        self.number = number
-        self.partition = partition
-        self.session = session
-        self.process = process
-        self.incarnation = incarnation
-        self.restarts = restarts
-        self.market = ""
-        self.fenced: deque[str] = deque(maxlen=_FENCED_REMEMBERED)
-        self.joined = self.present = self.left = self.stalled = False
-        self.last_heard_s = 0.0
-        self.live_since_s = 0.0
-        self.waiting = 0
-        self.batch_s = 0.0
-        self.moved = 0.0
-        self.retained = 0
-        self.lag = 0
+    number: int
+    partition: Partition
+    session: int
+    process: str
+    incarnation: int  # the highest that has joined: machines of lower ones are fenced
+    restarts: int  # processes that have taken over from an earlier one
+    market: str = ""  # of its machine, from its last gradient
+    fenced: deque[str] = field(default_factory=lambda: deque(maxlen=_FENCED_REMEMBERED))  # processes
+    joined: bool = False  # this server has seen its Join
+    present: bool = False  # heard of within its lease
+    left: bool = False  # it has sent Leave: only a new Join brings it back
+    stalled: bool = False  # it let a grant time out: it gets no other until it has answered one
+    last_heard_s: float = 0.0
+    live_since_s: float = 0.0
+    waiting: int = 0  # batches that may be granted now; kept by `doll.ps.engine.grants`
+    batch_s: float = 0.0  # from a batch's grant to its push; 0: not known. It rises at once, and falls slowly.
+    moved: float = 0.0  # see `doll.ps.policies.base.WorkerCounters`; kept by the engine
+    retained: int = 0  # as in its last Alive, like `lag`
+    lag: int = 0
 
     @property
     def is_live(self) -> bool:

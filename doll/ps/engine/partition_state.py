@@ -1,4 +1,4 @@
-"""Where the batches of one partition stand, and which worker serves which partition. Pure.
+"""Where the batches of one partition stand. Pure.
 
 Batch j of a partition covers offsets [origin + j r, origin + (j + 1) r) for r records per batch. Batches are granted,
 received and applied in order, so four counters say where each of them stands:
@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import is_
-from typing import Self
 
 from doll.records.control import Push, Skip
 
@@ -76,46 +75,39 @@ class LatePush:
     grants: tuple[ActiveGrant, ...]
 
 
+@dataclass(slots=True, eq=False)
 class Partition:
-    """Counters and queues of one partition."""
+    """Counters and queues of one partition.
 
-    __slots__ = (
-        "announced",
-        "applied",
-        "computing_grants",
-        "durable",
-        "held_grants",
-        "late",
-        "leader_epoch",
-        "number",
-        "origin",
-        "settled",
-        "timed_out",
-        "timed_out_since_s",
-        "waiting",
-        "whole",
-    )
+    Attributes:
+        origin: offset at which the job began.
+        applied: batches in the model; at first all of them are durable.
+        leader_epoch: of the last applied batch, see `doll.records.control.PushedBatch`; -1: not known.
+        settled: of batches below it nothing is held back: all of their steps are at the server.
+        whole: batches below it are in the model with their whole steps.
+        timed_out: void grants whose time limit has passed: their batches are the first waiting ones, and nobody has
+            these batches.
+        timed_out_since_s: when the time began that was limited.
+        waiting: of each waiting batch its place in the order of announcements.
+    """
 
-    def __init__(self, number: int, origin: int, applied: int, leader_epoch: int = -1) -> None:
-        """`origin`: offset at which the job began; `applied`: batches in the model, all of them durable;
-        `leader_epoch`: of the last one of these."""
-        self.number = number
-        self.origin = origin
-        self.applied = applied
-        self.leader_epoch = (
-            leader_epoch  # of the last applied batch, see `doll.records.control.PushedBatch`; -1: not known
-        )
-        self.durable = applied
-        self.announced = applied
-        self.settled = applied  # of batches below it nothing is held back: all of their steps is at the server
-        self.whole = applied  # batches below it are in the model with their whole steps
-        self.held_grants: deque[ActiveGrant] = deque()
-        self.computing_grants: deque[ActiveGrant] = deque()
-        # Void grants whose time limit has passed: their batches are the first waiting ones, and nobody has them.
-        self.timed_out: tuple[ActiveGrant, ...] = ()
-        self.timed_out_since_s = 0.0  # when the time began that was limited
-        self.late: LatePush | None = None
-        self.waiting: deque[int] = deque()  # of each waiting batch: its place in the order of announcements
+    number: int
+    origin: int
+    applied: int
+    leader_epoch: int = -1
+    durable: int = field(init=False)
+    announced: int = field(init=False)
+    settled: int = field(init=False)
+    whole: int = field(init=False)
+    held_grants: deque[ActiveGrant] = field(default_factory=deque)
+    computing_grants: deque[ActiveGrant] = field(default_factory=deque)
+    timed_out: tuple[ActiveGrant, ...] = ()
+    timed_out_since_s: float = 0.0
+    late: LatePush | None = None
+    waiting: deque[int] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.durable = self.announced = self.settled = self.whole = self.applied
 
     @property
     def held(self) -> int:
@@ -243,34 +235,3 @@ class Partition:
                 assert grant in grant.pushed.grants
                 assert len({item.held for item in grant.pushed.grants}) == 1, "a set is held as one"
                 assert all(item in grants for item in grant.pushed.grants), "a set is applied and lost as one"
-
-
-class Assignment:
-    """Which worker serves which partition. Records name the worker only, so today each worker serves one partition.
-
-    Attributes:
-        worker_of: the worker of each partition; what a checkpoint keeps.
-    """
-
-    __slots__ = ("_partition_of", "worker_of")
-
-    def __init__(self, worker_of: Sequence[int]) -> None:
-        """
-        Raises:
-            ValueError: the workers are not 0 to N - 1, each with one partition.
-        """
-        if sorted(worker_of) != list(range(len(worker_of))):
-            raise ValueError(f"expected each of {len(worker_of)} workers once, got {list(worker_of)}")
-        self.worker_of = tuple(worker_of)
-        self._partition_of = [0] * len(worker_of)
-        for partition, worker in enumerate(worker_of):
-            self._partition_of[worker] = partition
-
-    @classmethod
-    def identity(cls, num_workers: int) -> Self:
-        """Worker n serves partition n."""
-        return cls(range(num_workers))
-
-    def partition_of(self, worker: int) -> int:
-        """The partition that `worker` serves."""
-        return self._partition_of[worker]

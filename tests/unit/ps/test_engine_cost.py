@@ -43,7 +43,7 @@ def test_a_policy_that_scans_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
 
     def scan(self: Policy, view: Any, workers: Any) -> None:
         original(self, view, workers)  # type: ignore[arg-type]
-        assert sum(view.worker(number).held for number in range(len(view.origins))) >= 0
+        assert sum(view.worker(number).held for number in range(view.settings.num_workers)) >= 0
 
     original = Doll.changed
     monkeypatch.setattr(Doll, "changed", scan)

@@ -46,8 +46,8 @@ class Watched(World):
 class Unnumbered(Engine):
     """Does not look at the number of a machine."""
 
-    def _on_join(self, event: Join, now: float, actions: list[ev.EngineAction]) -> None:
-        super()._on_join(structs.replace(event, incarnation=0), now, actions)
+    def _on_join(self, event: Join) -> None:
+        super()._on_join(structs.replace(event, incarnation=0))
 
 
 def test_an_engine_that_gives_a_slot_back_to_an_older_machine_is_caught() -> None:

@@ -11,8 +11,7 @@ from doll.errors import CheckpointError, FencedError
 from doll.process.health import Heartbeat
 from doll.ps.channels.control_channel import ControlChannel, Incoming
 from doll.ps.engine.events import GrantsLost, StopRequested
-from doll.ps.loop import Signals, deliver, serve
-from doll.ps.server import ParameterServer
+from doll.ps.server import ParameterServer, Signals, deliver, serve
 from doll.records.control import Join, Leave, Nack, Stop, encode
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -107,7 +106,7 @@ class Rig:
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     made = Rig()
-    monkeypatch.setattr("doll.ps.loop.time.monotonic", lambda: made.now)
+    monkeypatch.setattr("doll.ps.server.time.monotonic", lambda: made.now)
     return made
 
 

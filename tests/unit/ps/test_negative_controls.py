@@ -107,12 +107,12 @@ class AcknowledgingOnAnnounce(LedgerWorld):
 class _ForgetfulEngine(Engine):
     """Does not check whether a batch that is announced again is in the model already, saved or not."""
 
-    def _on_join(self, event: Join, now: float, actions: list[ev.EngineAction]) -> None:
-        partition = self._partitions[event.worker]
+    def _on_join(self, event: Join) -> None:
+        partition = self._workers[event.worker].partition
         while partition.held_grants:
             number = partition.held_grants.popleft().number
-            del self._grants[number], self._held[number]
-        super()._on_join(event, now, actions)
+            del self._grants._standing[number], self._grants._held[number]
+        super()._on_join(event)
         partition.applied = partition.announced = partition.durable
 
     def check_invariants(self) -> None:

@@ -75,7 +75,7 @@ def test_the_origins_of_a_new_job_are_durable_before_anybody_hears_of_them() -> 
 
     successor = Rig("data.start=latest", store=store)
     successor.join()
-    assert successor.server.engine.origins == (100, 200)
+    assert successor.server.engine.start.origins == (100, 200)
     assert [(record.origin, record.next_batch) for record in successor.outbox.of(Welcome)] == [(100, 0), (200, 0)]
     successor.update()
     successor.turn_until(lambda: successor.server.engine.durable_version == 1)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import channel_process
 import doll.consumers.protocol.worker_core
-import doll.ps.engine.message_handling
 import pytest
 import torch
 from channel_process import POLICIES
@@ -23,9 +22,8 @@ from doll.config.policy import POLICIES as REGISTERED
 from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.protocol.worker_core import Grants, StoreRest, WorkerAction, WorkerCore
+from doll.ps.engine.durability import Settling
 from doll.ps.engine.engine import Engine
-from doll.ps.engine.events import EngineAction
-from doll.ps.engine.settling import Settling
 from doll.records.control import Grant, Push, Settle
 from expected_model import Difference
 from fuzzing import SEED, SHARE
@@ -141,10 +139,10 @@ def test_a_server_that_asks_for_rests_while_grants_stand_is_caught(
 ) -> None:
     save_if_due = Engine._save_if_due
 
-    def asks_early(engine: Engine, now: float, actions: list[EngineAction]) -> None:
-        save_if_due(engine, now, actions)
+    def asks_early(engine: Engine) -> None:
+        save_if_due(engine)
         if engine._settling.is_under_way and engine._grants:
-            actions.extend(engine._settling.ask(now))
+            engine._actions.extend(engine._settling.ask(engine._now))
 
     monkeypatch.setattr(Engine, "_save_if_due", asks_early)
     if not is_seen_at_once:

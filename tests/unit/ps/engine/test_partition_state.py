@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 from doll.ps.engine import events as ev
-from doll.ps.engine.engine import Engine
-from doll.ps.engine.partition_state import Assignment, Partition, PushedSet
-from doll.ps.engine.state import EngineSettings
+from doll.ps.engine.engine import Engine, EngineSettings
+from doll.ps.engine.partition_state import Partition, PushedSet
 from doll.ps.policies.doll import Doll
 from doll.records.control import Announce, Durable, Grant, Join, Welcome
 from pushes import answer
@@ -42,15 +41,6 @@ def test_what_is_taken_back_keeps_its_place_in_the_order_of_announcements() -> N
     assert partition.announced == 1
 
 
-def test_each_worker_serves_one_partition() -> None:
-    assert Assignment.identity(3).worker_of == (0, 1, 2)
-    assignment = Assignment((2, 0, 1))
-    assert [assignment.partition_of(worker) for worker in range(3)] == [1, 2, 0]
-    for wrong in ((0, 0), (1, 2), (0, -1)):
-        with pytest.raises(ValueError, match="expected each of 2 workers once"):
-            Assignment(wrong)
-
-
 @dataclass
 class Exchanged:
     """An engine from a checkpoint in which worker 0 serves partition 1, and worker 1 partition 0."""
@@ -58,13 +48,13 @@ class Exchanged:
     engine: Engine
 
     @classmethod
-    def make(cls) -> Exchanged:
+    def make(cls, assignment: tuple[int, ...] = (1, 0)) -> Exchanged:
         settings = EngineSettings(
             num_workers=2, records_per_batch=4, max_pending_batches=8, lease_s=8.0, grant_timeout_s=30.0,
             checkpoint_every_updates=1, checkpoint_every_s=1e9,
         )  # fmt: skip
         fresh = Engine(settings, Doll(1), term=1, now=0.0, origins=(1000, 2000)).snapshot(0.0)
-        stored = msgspec.structs.replace(fresh, version=5, applied=(3, 2), assignment=(1, 0))
+        stored = msgspec.structs.replace(fresh, version=5, applied=(3, 2), assignment=assignment)
         state = msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=ev.EngineSnapshot)
         return cls(Engine(settings, Doll(1), term=2, now=0.0, snapshot=state))
 
@@ -90,3 +80,9 @@ def test_the_assignment_of_a_checkpoint_says_whose_batches_a_worker_has() -> Non
     assert (order.snapshot.applied, order.snapshot.assignment) == ((3, 3), (1, 0))
     (durable,) = world.handle(ev.CheckpointStored(version=6))
     assert durable == Durable(term=2, worker=0, until=3)
+
+
+@pytest.mark.parametrize("wrong", [(0, 0), (1, 2), (0, -1), (0,)])
+def test_each_worker_serves_one_partition(wrong: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="expected each of 2 workers once"):
+        Exchanged.make(wrong)

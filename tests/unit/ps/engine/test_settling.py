@@ -9,6 +9,7 @@ from clock_world import drive
 from doll.errors import IllegalEventError
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
+from doll.ps.engine.membership import Worker
 from doll.ps.policies.base import BatchId
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.records.control import Push
@@ -46,17 +47,17 @@ def test_the_random_runs_settle_and_roll_back() -> None:
 class Hasty(Engine):
     """Stores what is applied, wherever the rest of the steps is."""
 
-    def _save_if_due(self, now: float, actions: list[ev.EngineAction]) -> None:
+    def _save_if_due(self) -> None:
         settling, self._settling = self._settling, type(self._settling)(self.term)
-        super()._save_if_due(now, actions)
+        super()._save_if_due()
         self._settling = settling
 
 
 class Careless(Engine):
     """Goes on without the rest of a worker that is lost."""
 
-    def _lose_rest(self, worker: object, actions: list[ev.EngineAction]) -> None:
-        self._settling._unsettled.pop(worker.number, None)  # type: ignore[attr-defined]
+    def _lose_rest(self, worker: Worker) -> None:
+        self._settling._unsettled.pop(worker.number, None)
 
 
 def is_caught(mutant: type[Engine], seed: int, error: type[Exception], message: str) -> bool:
@@ -159,14 +160,14 @@ def test_a_job_whose_streams_have_stopped_becomes_durable() -> None:
 class Patient(Engine):
     """Never ends a round before all have come."""
 
-    def _end_of_dry_round(self, now: float) -> Sequence[BatchId]:
+    def _end_of_dry_round(self) -> Sequence[BatchId]:
         return ()
 
 
 class Impatient(Engine):
     """Ends a round in which batches are computed."""
 
-    def _end_of_dry_round(self, now: float) -> Sequence[BatchId]:
+    def _end_of_dry_round(self) -> Sequence[BatchId]:
         return self.held_batches() if self._settling.is_under_way else ()
 
 
@@ -234,4 +235,4 @@ def test_an_empty_rest_of_a_worker_that_holds_something_back_is_refused() -> Non
     assert engine.handle(empty, world.now) == []
     assert engine.counters["refused_empty_rest"] == 1
     assert engine._settling.holds_back(worker), "the real one is still awaited"
-    assert not engine._settling._rests
+    assert not engine._settling.rests

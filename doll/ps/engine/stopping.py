@@ -1,9 +1,14 @@
-"""When a job has reached the end that its job file names. Pure."""
+"""When a job ends, and a report when it cannot go on. Pure."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from doll.config import StopConfig
 from doll.records.control import Evaluated
+
+# A worker that dies and comes back leaves the others short for a while: that is not reported.
+STALL_REPORT_S: Final = 10.0
 
 
 def progress_reached(stop: StopConfig, *, updates: int, samples_total: int) -> str | None:
@@ -30,3 +35,27 @@ def target_reached(stop: StopConfig, evaluation: Evaluated) -> str | None:
     if stop.loss is not None and loss <= stop.loss:
         return f"loss: {loss:.4f} at version {version} reached {stop.loss}"
     return None
+
+
+class StallDetector:
+    """Since when no update can be made. Call `check` about once a second."""
+
+    def __init__(self, now: float) -> None:
+        self._last_possible_s = now
+        self._reported = False
+
+    def check(self, missing: int, now: float) -> bool:
+        """Whether to report that the next update lacks `missing` batches (`Engine.shortfall`).
+
+        Once, after `STALL_REPORT_S`; again only after an update was possible.
+        """
+        if not missing:
+            self._last_possible_s, self._reported = now, False
+        elif not self._reported and now - self._last_possible_s >= STALL_REPORT_S:
+            self._reported = True
+            return True
+        return False
+
+    def stalled_s(self, now: float) -> float:
+        """For how long no update has been possible; 0 while one is."""
+        return now - self._last_possible_s

@@ -1,0 +1,180 @@
+"""The grants of all workers: which of them stand, which are held, and the counts over all of them. Pure.
+
+A grant stands from the moment at which its batch is granted until the batch is applied or taken back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+from doll.errors import IllegalEventError
+from doll.ps.engine.membership import Worker
+from doll.ps.engine.partition_state import ActiveGrant, PushedSet
+from doll.ps.policies.base import BatchId, Policy
+
+
+class Grants:
+    """Standing grants by number, and the counts that policies ask for. No call looks at all workers.
+
+    Attributes:
+        num_waiting: batches that may be granted now, over all workers.
+        num_computing: batches whose gradients have not come.
+        num_held: batches whose gradients are at the server.
+        named_versions: versions that unanswered grants name, each with the number of these grants: their workers may
+            still have to read these weights.
+        changed: workers whose counters the policy does not know yet, in the order of the changes.
+    """
+
+    def __init__(self, owners: Sequence[Worker], policy: Policy) -> None:
+        """`owners`: the worker that serves each partition."""
+        self.num_waiting = self.num_computing = self.num_held = 0
+        self.named_versions: dict[int, int] = {}
+        self.changed: dict[int, None] = dict.fromkeys(range(len(owners)))
+        self._owners = owners
+        self._policy_name = policy.name
+        self._is_exact = policy.exact_version
+        self._standing: dict[int, ActiveGrant] = {}
+        self._held: dict[int, BatchId] = {}  # of the standing ones, those whose gradients are at the server
+        # Of a policy of exact versions: numbers of grants, increasing, also of grants that are not computed any more.
+        self._computing_numbers: deque[int] = deque()
+        self._numbers = count(1)
+
+    def __len__(self) -> int:
+        return len(self._standing)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._standing
+
+    def held_batches(self) -> list[BatchId]:
+        """The held batches in the order of their grants."""
+        return [self._held[number] for number in sorted(self._held)]
+
+    def get(self, number: int) -> ActiveGrant | None:
+        """The grant of this number, if it stands."""
+        return self._standing.get(number)
+
+    def owner(self, grant: ActiveGrant) -> Worker:
+        """The worker whose batch is granted."""
+        return self._owners[grant.partition]
+
+    def next_number(self) -> int:
+        """A number that no grant of this term has."""
+        return next(self._numbers)
+
+    def note_change(self, worker: Worker) -> None:
+        """Whatever may have changed a worker's counters ends with this."""
+        waiting = _grantable(worker)
+        self.num_waiting += waiting - worker.waiting
+        worker.waiting = waiting
+        self.changed[worker.number] = None
+
+    def grant(self, worker: Worker, version: int, min_version: int, now: float) -> ActiveGrant:
+        """Grant the worker's first waiting batch."""
+        grant = worker.partition.grant(next(self._numbers), version, min_version, now)
+        self._standing[grant.number] = grant
+        self.num_computing += 1
+        self.named_versions[version] = self.named_versions.get(version, 0) + 1
+        if self._is_exact:
+            self._computing_numbers.append(grant.number)
+        self.note_change(worker)
+        return grant
+
+    def release(self, grant: ActiveGrant) -> bool:
+        """This grant is answered or void: its worker reads no weights for it. Whether none other names its version."""
+        self.named_versions[grant.version] -= 1
+        if self.named_versions[grant.version]:
+            return False
+        del self.named_versions[grant.version]
+        return True
+
+    def hold(self, pushed: PushedSet) -> Worker:
+        """The gradient of this set is at the server; returns the set's worker."""
+        worker = self.owner(pushed.grants[0])
+        worker.partition.hold(pushed)
+        self.num_computing -= len(pushed.grants)
+        self.num_held += len(pushed.grants)
+        for grant in pushed.grants:
+            self._held[grant.number] = BatchId(grant.partition, grant.batch)
+        self.note_change(worker)
+        return worker
+
+    def take_back(self, worker: Worker, batch: int) -> list[ActiveGrant]:
+        """Return `batch` and every later one of this worker without a gradient to the queue: the latest first."""
+        taken = worker.partition.take_back(batch)
+        self.num_computing -= len(taken)
+        for grant in taken:
+            del self._standing[grant.number]
+        self.note_change(worker)
+        return taken
+
+    def apply(self, group: Iterable[BatchId]) -> list[PushedSet]:
+        """Count these batches as applied; returns their sets in the order of their first grants.
+
+        Raises:
+            IllegalEventError: a batch is not the first held one of its partition, a set is not complete, or a gradient
+                of this version would be left behind.
+        """
+        applied: dict[PushedSet, int] = {}
+        for batch_id in group:
+            worker = self._owners[batch_id.partition]
+            grant = worker.partition.apply(batch_id.number)
+            if grant is None or grant.pushed is None:
+                raise IllegalEventError(
+                    f"policy {self._policy_name} applies batch {batch_id.number} of partition {batch_id.partition} "
+                    "out of order"
+                )
+            del self._standing[grant.number], self._held[grant.number]
+            self.num_held -= 1
+            applied[grant.pushed] = applied.get(grant.pushed, 0) + 1
+            self.note_change(worker)
+        for pushed, num_applied in applied.items():
+            if num_applied < len(pushed.grants):
+                raise IllegalEventError(
+                    f"policy {self._policy_name} applies {num_applied} batches of a set of {len(pushed.grants)} "
+                    f"(grant {pushed.number}): their gradients are one sum"
+                )
+        if self._is_exact and self._standing:
+            version = next(iter(self._standing.values())).version
+            raise IllegalEventError(
+                f"policy {self._policy_name} leaves {len(self._standing)} batches of version {version} behind: "
+                "expected all that were granted in one update, since no later one may use their gradients"
+            )
+        self._forget_answered()
+        return sorted(applied, key=lambda pushed: pushed.number) if len(applied) > 1 else list(applied)
+
+    def is_first_computing(self, number: int) -> bool:
+        """Whether no grant below `number` waits for its gradient; of exact versions only."""
+        self._forget_answered()
+        return self._computing_numbers[0] == number
+
+    def _forget_answered(self) -> None:
+        numbers = self._computing_numbers
+        while numbers and ((grant := self._standing.get(numbers[0])) is None or grant.held):
+            numbers.popleft()
+
+    def check_invariants(self, version: int, *, is_ending: bool) -> None:
+        """Assert what must hold after every event; for tests."""
+        for worker in self._owners:
+            worker.partition.check_invariants()
+            assert worker.waiting == _grantable(worker)
+            assert worker.is_live or not worker.computing, "nobody waits for a worker that is gone"
+        assert self.num_held == len(self._held) == sum(worker.held for worker in self._owners)
+        assert self.num_computing == len(self) - len(self._held) == sum(worker.computing for worker in self._owners)
+        assert list(self._standing) == sorted(self._standing)
+        assert set(self._held) == {number for number, grant in self._standing.items() if grant.held}
+        assert self.num_waiting == sum(worker.waiting for worker in self._owners)
+        named = Counter(grant.version for grant in self._standing.values() if grant.pushed is None)
+        assert self.named_versions == named, "the weights of a grant live until it is answered or void, and no longer"
+        for grant in self._standing.values():
+            assert grant.min_version <= grant.version <= version
+            is_exact = self._is_exact and not is_ending  # at the end only rests are applied
+            assert not is_exact or grant.version == grant.min_version == version, (
+                "a group's gradients are all of one version"
+            )
+
+
+def _grantable(worker: Worker) -> int:
+    """Batches of this worker that may be granted now."""
+    return len(worker.partition.waiting) if worker.is_live and not worker.stalled else 0

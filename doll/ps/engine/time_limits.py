@@ -1,0 +1,92 @@
+"""How long a push of a worker is waited for: what its batches have taken says so. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from doll.ps.engine.membership import Worker
+from doll.ps.engine.partition_state import ActiveGrant, Partition
+from doll.ps.policies.base import Policy
+
+
+class TimeLimits:
+    """Since when each worker computes, and for how long it may. Times in seconds."""
+
+    def __init__(self, policy: Policy, *, grant_timeout_s: float, set_limit_s: float) -> None:
+        self._batches_per_push = policy.batches_per_push
+        self._takes_sets = policy.exact_version
+        self._grant_timeout_s = grant_timeout_s
+        self._set_limit_s = set_limit_s
+        self._batch_s = 0.0  # mean time of one batch, over all workers
+        # Workers whose first grant has no push yet, the longest running first, and since when.
+        self._since_s: OrderedDict[Worker, float] = OrderedDict()
+
+    def limit_s(self, worker: Worker) -> float:
+        """After so long a push of this worker is not waited for any more; of a set, `set_limit_s` later."""
+        return max(self._least_s, 2.0 * worker.batch_s * self._batches_per_push)
+
+    @property
+    def _least_s(self) -> float:
+        """The time limit of workers that are not slow."""
+        return max(self._grant_timeout_s, 5.0 * self._batch_s) * self._batches_per_push
+
+    def granted(self, worker: Worker, grant: ActiveGrant, now: float) -> None:
+        """The worker has been given this grant, its last one."""
+        if grant is worker.partition.computing_grants[0]:
+            self._since_s[worker] = now
+        elif worker in self._since_s and (grant.batch + 1) % self._batches_per_push == 0:
+            # Until now no push was due: the worker may have waited for this grant.
+            self._since_s[worker] = now
+            self._since_s.move_to_end(worker)
+
+    def answered(self, worker: Worker) -> None:
+        """The worker's first grants have a push."""
+        del self._since_s[worker]
+
+    def next_began(self, worker: Worker, now: float) -> None:
+        """A set of the worker is held: the worker computes its sets one after the other."""
+        if worker.computing:
+            self._since_s[worker] = now
+
+    def taken_back(self, worker: Worker) -> None:
+        """Grants of the worker have been taken back."""
+        if not worker.computing:
+            self._since_s.pop(worker, None)
+
+    def learn_from(self, worker: Worker, num_batches: int, now: float) -> None:
+        """The worker answers its first `num_batches` grants in time."""
+        self.learn(worker, (now - self._since_s[worker]) / num_batches)
+
+    def learn(self, worker: Worker, batch_s: float) -> None:
+        """A batch of this worker has taken so long."""
+        self._batch_s += 0.2 * (batch_s - self._batch_s)
+        worker.batch_s = max(batch_s, worker.batch_s + 0.2 * (batch_s - worker.batch_s))
+
+    def overdue(self, now: float) -> list[tuple[Worker, float]]:
+        """Workers whose first push is due and has not come within their time limits, and since when they compute.
+
+        A set ends when it has taken `set_limit_s`, with the batch under way: it has the time of one batch more. A wave
+        does not end early: it has the time of all its batches.
+        """
+        overdue = []
+        least_s = self._least_s
+        for worker, since_s in self._since_s.items():
+            if now - since_s <= least_s:
+                break
+            is_set = self._takes_sets and worker.computing > 1
+            limit_s = self.limit_s(worker) + (self._set_limit_s if is_set else 0.0)
+            if now - since_s > limit_s and self._is_push_due(worker.partition):
+                overdue.append((worker, since_s))
+        return overdue
+
+    def _is_push_due(self, partition: Partition) -> bool:
+        """Whether the worker has been granted what it waits for before it pushes (`PolicyConfig.batches_per_push`)."""
+        size = self._batches_per_push
+        return size == 1 or partition.granted // size > partition.received // size
+
+    def check_invariants(self, owners: list[Worker]) -> None:
+        """Assert what must hold after every event; for tests."""
+        running = {
+            worker for worker in owners if worker.computing and worker.partition.computing_grants[0].pushed is None
+        }
+        assert set(self._since_s) == running
