@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from typing import Annotated
@@ -30,18 +31,19 @@ def produce(
     Example: cat events.jsonl | doll produce --job my.yaml --stdin
     """
     from doll.config import StdinSource
-    from doll.run.local.standalone import run_produce
+    from doll.run.local.roles import JobProcess
 
     job_target = target(job, job_option, overrides, run_folder)
-    config = job_target.config
     if stdin:
-        config = config.model_copy(update={"source": StdinSource(kind="stdin")})
-    elif config.source is None:
+        from_stdin = job_target.config.model_copy(update={"source": StdinSource(kind="stdin")})
+        job_target = dataclasses.replace(job_target, config=from_stdin)
+    elif job_target.config.source is None:
         if until_finished:  # as a service of a stack, whose job has a producer of its own
             sys.stderr.write("doll: the job file has no source: nothing to send\n")
             raise typer.Exit(0)
         raise usage("the job file has no source: add one, or send lines with --stdin")
-    raise typer.Exit(run_produce(job_target, config, until_finished=until_finished))
+    process = JobProcess.alone(job_target, "producer", redis="unused", topics_exist=False)
+    raise typer.Exit(process.producer(until_finished=until_finished))
 
 
 def worker(
@@ -75,16 +77,21 @@ def worker(
 
     Example: doll worker --job my.yaml --worker 3
     """
-    from doll.run.local.standalone import run_worker, slot_of_this_machine
+    from doll.run.local.roles import JobProcess
 
     job_target = target(job, job_option, overrides, run_folder)
     if from_imds:
         if any_slot:
             raise usage("expected --from-imds or --any-slot, got both")
+        from doll.consumers.lifecycle.spot_notices import slot_of_this_machine
+
         slot = slot_of_this_machine(slot)
     if slot is not None and slot >= job_target.config.data.workers:
         raise usage(f"--worker: expected 0 .. {job_target.config.data.workers - 1} (data.workers), got {slot}")
-    raise typer.Exit(run_worker(job_target, slot, any_slot=any_slot))
+    if slot is None and any_slot:
+        raise typer.Exit(JobProcess.alone(job_target, "worker").any_worker())
+    slot = slot or 0
+    raise typer.Exit(JobProcess.alone(job_target, f"worker-{slot}").worker(slot))
 
 
 def ps(
@@ -113,12 +120,10 @@ def ps(
 
     Example: doll ps --job my.yaml --run-folder /var/lib/doll/my
     """
-    from doll.run.local.standalone import run_parameter_server
+    from doll.run.local.roles import JobProcess
 
-    job_target = target(job, job_option, overrides, run_folder)
-    raise typer.Exit(
-        run_parameter_server(job_target, standby=standby, takeover=takeover, fresh=fresh, check_only=check_only)
-    )
+    process = JobProcess.alone(target(job, job_option, overrides, run_folder), "ps", topics_exist=False)
+    raise typer.Exit(process.parameter_server(standby=standby, takeover=takeover, fresh=fresh, check_only=check_only))
 
 
 def evaluate(
@@ -131,9 +136,11 @@ def evaluate(
 
     Example: doll evaluate --job my.yaml
     """
-    from doll.run.local.standalone import run_evaluate
+    from doll.run.local.roles import JobProcess
 
-    raise typer.Exit(run_evaluate(target(job, job_option, overrides, run_folder)))
+    # Without Redis it reads the last checkpoint.
+    process = JobProcess.alone(target(job, job_option, overrides, run_folder), "evaluator", redis="optional")
+    raise typer.Exit(process.evaluator())
 
 
 def prometheus(job: JobArgument = None, job_option: JobOption = None, overrides: SetOption = None) -> None:
@@ -141,9 +148,9 @@ def prometheus(job: JobArgument = None, job_option: JobOption = None, overrides:
 
     Example: doll prometheus my.yaml
     """
-    from doll.run.local.standalone import run_prometheus
+    from doll.run.local.roles import JobProcess
 
-    raise typer.Exit(run_prometheus(target(job, job_option, overrides)))
+    raise typer.Exit(JobProcess.alone(target(job, job_option, overrides), "prometheus", redis="unused").prometheus())
 
 
 def health(

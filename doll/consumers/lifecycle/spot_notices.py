@@ -41,7 +41,8 @@ _ACTION: Final = "spot/instance-action"
 _REBALANCE: Final = "events/recommendations/rebalance"
 
 # Environment variables that `doll worker` reads, and the tags that hold their values.
-_FROM_TAGS: Final = {"DOLL_WORKER": "doll:worker", "DOLL_INCARNATION": "doll:incarnation", "DOLL_MARKET": "doll:market"}
+_WORKER_ENV: Final = "DOLL_WORKER"
+_FROM_TAGS: Final = {_WORKER_ENV: "doll:worker", "DOLL_INCARNATION": "doll:incarnation", "DOLL_MARKET": "doll:market"}
 _INSTANCE_ENV: Final = "DOLL_INSTANCE"
 
 
@@ -113,6 +114,22 @@ def set_identity_from_tags(imds: Imds, environment: MutableMapping[str, str] | N
     if not environment.get(_INSTANCE_ENV):
         environment[_INSTANCE_ENV] = _checked_text(imds.get("instance-id") or "", "instance-id")
     environment[NOTICES_ENV] = environment.get(NOTICES_ENV) or "imds"
+
+
+def slot_of_this_machine(slot: int | None) -> int:
+    """The slot in the tags of this EC2 machine, or `slot`; the tags' other values go into the environment.
+
+    Raises:
+        ConfigError: the tags are missing, or name no slot.
+        ServiceUnavailableError: this is no EC2 machine, or its metadata service is off.
+    """
+    if slot is not None:
+        os.environ[_WORKER_ENV] = str(slot)
+    set_identity_from_tags(Imds())
+    tag = os.environ[_WORKER_ENV]
+    if not tag.isdecimal():
+        raise ConfigError(f"tag doll:worker: expected a slot, 0 or more, got {tag!r}")
+    return int(tag)
 
 
 def _checked_text(value: str, what: str) -> str:

@@ -1,23 +1,141 @@
-"""Entry points of the roles of a local run. Arguments are strings and numbers, as they are sent between processes."""
+"""The roles of a job: one function each, however its process is started.
+
+`doll up` forks a role: `ps_role` and the like, whose arguments are strings and numbers, because they are sent between
+processes. `doll ps` and the like run one as a process of its own, also in containers (`JobProcess.alone`). Each method
+imports what its role needs when it is called: torch takes seconds to load.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec
+from typing import TYPE_CHECKING, Literal, ParamSpec
 
 from doll import telemetry
 from doll.config import JobConfig, load
 from doll.errors import ConfigError, DollError
+from doll.kafka import topics
 from doll.ledger.admission import AFTER_TERM_ENV
-from doll.producers.main import run_producer
+from doll.ps.standby import LeaderCheck
+from doll.service_checks import require_kafka, require_services
 from doll.services import BLOBS_ENV, CONTROL_ENV, Services
 
+if TYPE_CHECKING:
+    from doll.run.target import Target
+
 P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class JobProcess:
+    """What one process of a job works with. A method runs a role in this process, and returns the exit code.
+
+    Attributes:
+        after_term: terms up to this one belong to earlier runs on the same topics, as the parent process has seen.
+    """
+
+    config: JobConfig
+    services: Services
+    run_folder: Path
+    after_term: int = 0
+
+    @classmethod
+    def forked(cls, name: str, job_path: str, kafka: str, redis: str, run_folder: str) -> JobProcess:
+        """A process that `doll up` has forked; its environment holds what the arguments do not."""
+        config = load(Path(job_path))
+        telemetry.configure(config.log.format, process=name)
+        services = Services(kafka, redis, os.environ.get(BLOBS_ENV, ""), os.environ.get(CONTROL_ENV, ""))
+        return cls(config, services, Path(run_folder), int(os.environ.get(AFTER_TERM_ENV) or 0))
+
+    @classmethod
+    def alone(
+        cls,
+        target: Target,
+        name: str,
+        *,
+        redis: Literal["required", "optional", "unused"] = "required",
+        topics_exist: bool = True,
+    ) -> JobProcess:
+        """A process of its own, whose services answer and whose topics fit the job.
+
+        Args:
+            redis: optional: its address must be known, but it need not answer.
+            topics_exist: False: the role itself creates missing topics.
+
+        Raises:
+            ConfigError: an address is missing, or a topic has another number of partitions than the job.
+            ServiceUnavailableError: a service does not answer.
+        """
+        config = target.config
+        telemetry.configure(config.log.format, process=name)
+        services = target.services(needs_redis=redis != "unused")
+        (require_services if redis == "required" else require_kafka)(config, services)
+        if topics_exist:
+            topics.check(config, services)
+        return cls(config, services, target.run.path)
+
+    def producer(self, *, until_finished: bool = False) -> int:
+        """Send the job's source to the samples topic."""
+        from doll.producers.main import run_producer
+
+        return run_producer(self.config, self.services, self.run_folder, until_finished=until_finished)
+
+    def worker(self, slot: int) -> int:
+        from doll.consumers.main import run_worker
+
+        return run_worker(self.config, self.services, slot, self.run_folder)
+
+    def any_worker(self) -> int:
+        """A worker in any slot that is free."""
+        from doll.consumers.any_slot import run_any_worker
+
+        return run_any_worker(self.config, self.services, self.run_folder)
+
+    def parameter_server(
+        self, *, standby: bool = False, takeover: bool = False, fresh: bool = False, check_only: bool = False
+    ) -> int:
+        """The parameter server.
+
+        Args:
+            standby: wait until the leader is silent, then take over.
+            takeover: replace a leader.
+            fresh: begin a new generation on topics that hold an earlier run.
+            check_only: return 0 before anything is claimed, if the job may be served.
+
+        Raises:
+            FencedError: another parameter server leads, and neither `standby` nor `takeover` is set.
+        """
+        watch: LeaderCheck | contextlib.nullcontext[None] = contextlib.nullcontext()
+        if not (standby or takeover or check_only):
+            topics.ensure(self.config, self.services)
+            watch = LeaderCheck(self.config, self.services)
+        with watch as leader_check:
+            from doll.ps.main import run_ps
+
+            return run_ps(
+                self.config, self.services, self.run_folder, standby=standby, leader_check=leader_check, fresh=fresh,
+                after_term=self.after_term, check_only=check_only,
+            )  # fmt: skip
+
+    def evaluator(self) -> int:
+        from doll.evaluation.main import run_evaluator
+
+        return run_evaluator(self.config, self.services, self.run_folder, after_term=self.after_term)
+
+    def prometheus(self) -> int:
+        """Serve the job's metrics to Prometheus."""
+        from doll.monitor.views.prometheus import serve_metrics
+
+        return serve_metrics(self.config, self.services)
+
+
+# --- entry points of forked processes
 
 
 def _role(entry: Callable[P, int]) -> Callable[P, int]:
@@ -39,55 +157,33 @@ def _role(entry: Callable[P, int]) -> Callable[P, int]:
 @_role
 def ps_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
     """The parameter server. It replaces one that is running."""
-    config = _load(job_path)
-    telemetry.configure(config.log.format, process="ps")
-    from doll.ps.main import run_ps
-
-    return run_ps(config, _services(kafka, redis), Path(run_folder), after_term=_after_term())
+    return JobProcess.forked("ps", job_path, kafka, redis, run_folder).parameter_server(takeover=True)
 
 
 @_role
 def ps_standby_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
-    """A standby parameter server."""
-    config = _load(job_path)
-    telemetry.configure(config.log.format, process="ps-standby")
-    from doll.ps.main import run_ps
-
-    return run_ps(config, _services(kafka, redis), Path(run_folder), standby=True, after_term=_after_term())
+    return JobProcess.forked("ps-standby", job_path, kafka, redis, run_folder).parameter_server(standby=True)
 
 
 @_role
 def worker_role(job_path: str, kafka: str, redis: str, run_folder: str, worker: int) -> int:
-    """Worker number `worker`."""
-    config = _load(job_path)
-    telemetry.configure(config.log.format, process=f"worker-{worker}")
-    from doll.consumers.main import run_worker
-
-    return run_worker(config, _services(kafka, redis), worker, Path(run_folder))
+    return JobProcess.forked(f"worker-{worker}", job_path, kafka, redis, run_folder).worker(worker)
 
 
 @_role
 def evaluator_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
-    """The evaluator."""
-    config = _load(job_path)
-    telemetry.configure(config.log.format, process="evaluator")
-    from doll.evaluation.main import run_evaluator
-
-    return run_evaluator(config, _services(kafka, redis), Path(run_folder), after_term=_after_term())
+    return JobProcess.forked("evaluator", job_path, kafka, redis, run_folder).evaluator()
 
 
 @_role
 def producer_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
-    """The producer of the job's source."""
-    config = _load(job_path)
-    telemetry.configure(config.log.format, process="producer")
-    return run_producer(config, _services(kafka, redis), Path(run_folder))
+    return JobProcess.forked("producer", job_path, kafka, redis, run_folder).producer()
 
 
 @_role
 def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
     """Writes the newest checkpoint as a model, in a process that has already loaded torch."""
-    config = _load(job_path)
+    config = load(Path(job_path))
     telemetry.configure(config.log.format, process="export")
     from doll.run.export import export_model
 
@@ -100,18 +196,5 @@ def model_role(job_path: str) -> int:
     """Builds the model for a trial."""
     from doll.run.local.preflight import count_parameters
 
-    count_parameters(_load(job_path))
+    count_parameters(load(Path(job_path)))
     return 0
-
-
-def _after_term() -> int:
-    """Terms up to this one belong to earlier runs, as the parent process has seen."""
-    return int(os.environ.get(AFTER_TERM_ENV) or 0)
-
-
-def _services(kafka: str, redis: str) -> Services:
-    return Services(kafka, redis, os.environ.get(BLOBS_ENV, ""), os.environ.get(CONTROL_ENV, ""))
-
-
-def _load(job_path: str) -> JobConfig:
-    return load(Path(job_path))

@@ -12,9 +12,14 @@ import structlog
 from doll.cli.app import app
 from doll.config import JobConfig, parse
 from doll.consumers.lifecycle.departure import Departure
-from doll.consumers.lifecycle.spot_notices import Imds, NoticeWatcher, set_identity_from_tags, watch_spot_notices
+from doll.consumers.lifecycle.spot_notices import (
+    Imds,
+    NoticeWatcher,
+    set_identity_from_tags,
+    slot_of_this_machine,
+    watch_spot_notices,
+)
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.run.local.standalone import slot_of_this_machine
 from imds_stub import ImdsStub, imds_stub
 from typer.testing import CliRunner
 
