@@ -27,8 +27,8 @@ from doll.kafka.clients import kafka_settings
 from doll.local.kafka_cluster import KafkaCluster
 from doll.records.control import AnyRecord, Update
 from doll.run.folder import RunFolder
+from doll.run.local.context import RunHook
 from doll.run.local.up import run_up
-from doll.services import Services
 
 from benchmarks.harness import job
 
@@ -57,7 +57,7 @@ def cluster_job() -> JobConfig:
     )
 
 
-class BrokerKiller:
+class BrokerKiller(RunHook):
     """Kills one broker after the other, while a job learns.
 
     Attributes:
@@ -65,8 +65,6 @@ class BrokerKiller:
         updates: Unix seconds of each update.
         late: kills that had to wait for the broker before to be back.
     """
-
-    standby = False
 
     def __init__(self, config: JobConfig, display: Display, *, kills: int, every_s: float) -> None:
         self._config = config
@@ -84,12 +82,6 @@ class BrokerKiller:
     @property
     def advertised_ports(self) -> Sequence[Mapping[str, int]]:
         return ({},) * BROKERS
-
-    def services(self, role: str, stack: Stack) -> Services:
-        return stack.services
-
-    def environment(self, role: str) -> Mapping[str, str]:
-        return {}
 
     def feed(self, record: AnyRecord) -> None:
         if isinstance(record, Update):
@@ -133,9 +125,6 @@ class BrokerKiller:
             if name.startswith(f"doll.{self._config.job}.")
             for partition in topic.partitions.values()
         )
-
-    def close(self) -> None:
-        return
 
     def report_fields(self) -> dict[str, Any]:
         results = pauses(self.updates, self.kills, self._ended_s)

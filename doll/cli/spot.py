@@ -57,7 +57,7 @@ def spot(
         raise typer.Exit(0 if problem is None else problem.exit_code)
     report = run_up(
         config, runs_folder, fresh=fresh,
-        worker_pool=lambda run, display: SpotWorkerPool(config, spot_run, run, display),
+        hook=lambda run, display: SpotWorkerPool(config, spot_run, run, display),
     )  # fmt: skip
     emit(as_json, report, summary(report))
     raise typer.Exit(int(report["exit_code"]))

@@ -21,6 +21,7 @@ from doll.drill.status_trackers import ControlTracker, SetTracker
 from doll.drill.stream import SamplesTopic, poison_for
 from doll.process.files import write_json
 from doll.records.control import AnyRecord, ServerStatus, Update
+from doll.run.local.context import RunHook
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,7 @@ _RECOVERY_TIMEOUT_S: Final = 300.0
 _SETTLE_S: Final = 3.0  # the job continues for this long after the last recovery
 
 
-class FaultInjector:
+class FaultInjector(RunHook):
     """One drill.
 
     Args:

@@ -15,7 +15,7 @@ from doll.drill.routes import RoleRelays
 from doll.errors import ConfigError
 from doll.process.files import write_json
 from doll.run.folder import RunFolder
-from doll.run.local.role_specs import PARAMETER_SERVERS
+from doll.run.local.context import PARAMETER_SERVERS
 from doll.run.local.up import run_up
 from doll.storage.stores import open_store
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from doll.drill.plan import Service
 from doll.drill.relay import Relay, Relays, TcpRelay, UnixRelay
 from doll.local.processes import LOOPBACK
-from doll.run.local.role_specs import PARAMETER_SERVERS
+from doll.run.local.context import PARAMETER_SERVERS
 
 if TYPE_CHECKING:
     from doll.local.stack import Stack

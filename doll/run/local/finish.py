@@ -11,32 +11,22 @@ from doll.errors import AuditError, DollError, ServiceUnavailableError
 from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport
 from doll.ledger.dead_letters import dead_records, save_dead_records
-from doll.local.forks import ForkServer
 from doll.local.processes import describe_exit, tail
 from doll.monitor.state.csv_file import CsvFile
 from doll.monitor.state.progress import ProgressModel
-from doll.monitor.views.display import Display
 from doll.monitor.views.plots import draw
 from doll.monitor.views.run_report import RunOutcome, build_report
 from doll.process.files import unwritable, write_json
 from doll.records.bounded import short
 from doll.run.folder import RunFolder, display_path
+from doll.run.local.context import LocalRun
 from doll.run.local.pipeline_plots import draw_pipelines
-from doll.services import Services
 from doll.storage.stores import open_store
 
 EXPORT_S = 60.0
 
 
-def finish_run(
-    config: JobConfig,
-    run: RunFolder,
-    model: ProgressModel,
-    outcome: RunOutcome,
-    display: Display,
-    forks: ForkServer,
-    services: Services,
-) -> dict[str, Any]:
+def finish_run(run: LocalRun, model: ProgressModel, outcome: RunOutcome) -> dict[str, Any]:
     """Audit, export, report, and last draw. If one of them fails, the others are still done.
 
     `outcome` gets the files, notes, and the exit code of a failure. A picture that fails is a note only.
@@ -44,43 +34,44 @@ def finish_run(
     Returns:
         The content of `report.json`.
     """
-    problems: list[str] = []
+    config, folder, say, problems = run.config, run.folder, run.display.say, list[str]()
     ledger: LedgerReport | None = None
     with _collect_errors(problems, "audit"):
-        display.say("auditing the ledger")
-        ledger = _audit(config, run, services)
-        outcome.files["ledger"] = display_path(run.path / "audit.json")
+        say("auditing the ledger")
+        ledger = _audit(run)
+        outcome.files["ledger"] = display_path(folder.path / "audit.json")
     if ledger is not None and not ledger.ok and outcome.exit_code == 0:
         outcome.exit_code = AuditError.exit_code
     if model.dead_letters().letters:
         with _collect_errors(problems, "list of dead letters"):
-            save_dead_records(run.dead, dead_records(config, services, open_store(config, run.path)))
-            outcome.files["dead letters"] = display_path(run.dead)
+            letters = dead_records(config, run.stack.services, open_store(config, folder.path))
+            save_dead_records(folder.dead, letters)
+            outcome.files["dead letters"] = display_path(folder.dead)
     if model.history.samples_total or not outcome.error:  # else it would be a model that has learned nothing
         with _collect_errors(problems, "export"):
-            display.say("exporting the model")
-            _export(run, forks)
-            outcome.files["model"] = display_path(run.model / "model.safetensors")
+            say("exporting the model")
+            _export(run)
+            outcome.files["model"] = display_path(folder.model / "model.safetensors")
     with _collect_errors(problems, "tables"):
-        CsvFile(run.path / "updates.csv", model.history.updates).sync()
-        if not config.evaluation.enabled or not (run.path / "evaluations.csv").exists():
-            CsvFile(run.path / "evaluations.csv", model.history.evaluations).sync()
+        CsvFile(folder.path / "updates.csv", model.history.updates).sync()
+        if not config.evaluation.enabled or not (folder.path / "evaluations.csv").exists():
+            CsvFile(folder.path / "evaluations.csv", model.history.evaluations).sync()
     outcome.files |= {
-        "updates": display_path(run.path / "updates.csv"),
-        "evaluations": display_path(run.path / "evaluations.csv"),
-        "logs": display_path(run.logs),
-        "report": display_path(run.report),
+        "updates": display_path(folder.path / "updates.csv"),
+        "evaluations": display_path(folder.path / "evaluations.csv"),
+        "logs": display_path(folder.logs),
+        "report": display_path(folder.report),
     }
     outcome.notes += tuple(problems)
     if problems and outcome.exit_code == 0:
         outcome.exit_code, outcome.error = 1, problems[0]
-    report = _write_report(run, build_report(model, outcome, ledger))
-    display.say("drawing the plots")
+    report = _write_report(folder, build_report(model, outcome, ledger))
+    say("drawing the plots")
     try:
-        outcome.files |= _draw(config, run, model)
+        outcome.files |= _draw(config, folder, model)
     except Exception as error:  # matplotlib's and its backends' errors are of every kind
         outcome.notes += (f"no plots: {type(error).__name__}: {short(error)}",)
-    return _write_report(run, {**report, "files": outcome.files, "notes": [*outcome.notes]})
+    return _write_report(folder, {**report, "files": outcome.files, "notes": [*outcome.notes]})
 
 
 def _write_report(run: RunFolder, report: dict[str, Any]) -> dict[str, Any]:
@@ -108,16 +99,16 @@ def _draw(config: JobConfig, run: RunFolder, model: ProgressModel) -> dict[str, 
     return files
 
 
-def _audit(config: JobConfig, run: RunFolder, services: Services) -> LedgerReport:
-    ledger = audit(config, services, open_store(config, run.path))
-    write_json(run.path / "audit.json", ledger.to_dict())
+def _audit(run: LocalRun) -> LedgerReport:
+    ledger = audit(run.config, run.stack.services, open_store(run.config, run.folder.path))
+    write_json(run.folder.path / "audit.json", ledger.to_dict())
     return ledger
 
 
-def _export(run: RunFolder, forks: ForkServer) -> None:
-    log_path = run.logs / "export.log"
-    arguments = [str(run.job), str(run.path), str(run.model)]
-    role = forks.start_role("doll.run.local.roles:export_role", arguments, log_path=log_path, name="export")
+def _export(run: LocalRun) -> None:
+    log_path = run.folder.logs / "export.log"
+    arguments = [str(run.folder.job), str(run.folder.path), str(run.folder.model)]
+    role = run.forks.start_role("doll.run.local.roles:export_role", arguments, log_path=log_path, name="export")
     code = role.wait(EXPORT_S)
     if code != 0:
         role.kill()

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from pathlib import Path
 
-from doll.config import JobConfig
 from doll.kafka.reader import Partition, Tail
 from doll.local.processes import describe_exit
 from doll.local.processes import tail as last_lines
 from doll.local.supervisor import Restart
 from doll.monitor.state.progress import JobSnapshot, ProgressModel
-from doll.monitor.views.display import Display
 from doll.records.control import AnyRecord
-from doll.run.local.hooks import RunHook, WorkerPool
+from doll.run.local.context import LocalRun
 
 POLL_S = 0.1
 READ_ENDS_EVERY_S = 1.0
@@ -24,36 +21,22 @@ class RunFollower:
     """What a run knows of its job.
 
     Args:
-        model: the state of the job, by its records.
         tail: reads the topics `updates` and `metrics`.
-        logs: folder of the roles' logs.
 
     Attributes:
+        model: the state of the job, by its records.
         finished: the parameter server has written `Finished` in this run.
         restarts: how often each role or service was restarted, by name.
         failures: of each role that ended with an error: how often, and the last line of its log.
     """
 
-    def __init__(
-        self,
-        config: JobConfig,
-        model: ProgressModel,
-        tail: Tail,
-        display: Display,
-        logs: Path,
-        hook: RunHook,
-        worker_pool: WorkerPool | None,
-    ) -> None:
-        self.model = model
+    def __init__(self, run: LocalRun, tail: Tail) -> None:
+        self.model = ProgressModel(run.config, time.monotonic(), after_term=run.after_term)
         self.finished = False
         self.restarts: Counter[str] = Counter()
         self.failures: dict[str, tuple[int, str]] = {}
-        self._config = config
+        self._run = run
         self._tail = tail
-        self._display = display
-        self._logs = logs
-        self._hook = hook
-        self._worker_pool = worker_pool
         self._read_ends_at_s = 0.0
 
     def follow(self) -> None:
@@ -63,10 +46,10 @@ class RunFollower:
         now_s = time.monotonic()
         if not self.model.rate_is_stated and now_s - self._read_ends_at_s > READ_ENDS_EVERY_S:
             self._read_ends_at_s = now_s
-            ends = self._tail.partition_ends(self._config.topic("samples"), self._config.data.workers)
+            ends = self._tail.partition_ends(self._run.config.topic("samples"), self._run.config.data.workers)
             if ends is not None:
                 self.model.observe_ends(time.monotonic(), ends)
-        self._display.show(self._snapshot)
+        self._run.display.show(self._snapshot)
 
     def read_to_end(self) -> None:
         """Process all records that are there by now."""
@@ -76,7 +59,7 @@ class RunFollower:
     def add_event(self, text: str) -> None:
         """Something has happened to a process: show it, and keep it for the report."""
         self.model.add_event(text, time.monotonic())
-        self._display.say(text)
+        self._run.display.say(text)
 
     @property
     def job_error(self) -> str:
@@ -89,7 +72,7 @@ class RunFollower:
         self.restarts[restart.name] += 1
         if restart.exit_code > 0:  # not killed by a signal
             count, _ = self.failures.get(restart.name, (0, ""))
-            last_line = last_lines(self._logs / f"{restart.name}.log", 1).strip()
+            last_line = last_lines(self._run.folder.logs / f"{restart.name}.log", 1).strip()
             self.failures[restart.name] = (count + 1, last_line)
         self.add_event(
             f"{restart.name} ended with {describe_exit(restart.exit_code)}: restarted after {restart.backoff_s:g} s"
@@ -101,15 +84,14 @@ class RunFollower:
         self.add_event(f"{name} died: restarting it")
 
     def _snapshot(self) -> JobSnapshot:
-        snapshot = self.model.snapshot(time.monotonic())
-        return snapshot if self._worker_pool is None else self._worker_pool.with_status(snapshot)
+        return self._run.hook.with_status(self.model.snapshot(time.monotonic()))
 
     def _feed(self, topic: str, offset: int, record: AnyRecord) -> None:
         num_events = len(self.model.all_events)
         self.model.feed(record)
-        self._hook.feed(record)
+        self._run.hook.feed(record)
         for _, text in self.model.all_events[num_events:]:
-            self._display.say(text)
+            self._run.display.say(text)
         # On a broker that outlives a run, the topic may hold a Finished record of an earlier run.
-        if topic == self._config.topic("updates") and offset >= self._tail.ends[Partition(topic)]:
+        if topic == self._run.config.topic("updates") and offset >= self._tail.ends[Partition(topic)]:
             self.finished = self.model.history.finished is not None

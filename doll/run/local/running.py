@@ -1,89 +1,56 @@
-"""The middle of a run, from the first role to the reason why the job ends."""
+"""The middle of a run, from the first role to the last checkpoint and the last evaluation."""
 
 from __future__ import annotations
 
 import math
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
-from doll.local.forks import ForkServer
-from doll.local.stack import Stack
-from doll.local.supervisor import Supervisor
-from doll.monitor.views.display import Display
+from doll.local.forks import Role
+from doll.local.supervisor import Handle, Supervisor
 from doll.process.files import write_json
-from doll.process.signals import Interrupts
-from doll.run.folder import RunFolder, display_path
-from doll.run.local.follower import RunFollower
-from doll.run.local.hooks import RunHook, WorkerPool
-from doll.run.local.role_specs import RoleSpecs
+from doll.run.folder import display_path
+from doll.run.local.context import PARAMETER_SERVERS, LocalRun
+from doll.run.local.follower import POLL_S, RunFollower
 
 # After the end of the source, fewer batches than a group may remain: no update will come of them.
 IDLE_AFTER_SOURCE_S = 5.0
-PRODUCER_START_TIMEOUT_S = 20.0
+PS_STOP_S = 30.0
+LAST_EVALUATION_TIMEOUT_S = 60.0
 INTERRUPTED = "stopped by you"
 SOURCE_ENDED = "the source has ended"
 
 
 class Learning:
-    """Starts the roles of a job and keeps them and their services running until the job ends.
+    """Starts the roles of a job, keeps them and their services running until the job ends, and ends them in order."""
 
-    Args:
-        after_term: terms up to this one belong to earlier runs on the same topics.
-    """
-
-    def __init__(
-        self,
-        config: JobConfig,
-        run: RunFolder,
-        display: Display,
-        interrupts: Interrupts,
-        stack: Stack,
-        supervisor: Supervisor,
-        follower: RunFollower,
-        specs: RoleSpecs,
-        hook: RunHook,
-        worker_pool: WorkerPool | None,
-        after_term: int,
-    ) -> None:
-        self._config = config
+    def __init__(self, run: LocalRun, follower: RunFollower) -> None:
         self._run = run
-        self._display = display
-        self._interrupts = interrupts
-        self._stack = stack
-        self._supervisor = supervisor
         self._follower = follower
         self._model = follower.model
-        self._specs = specs
-        self._hook = hook
-        self._worker_pool = worker_pool
-        self._after_term = after_term
+        self._supervisor = Supervisor(run.launch, on_restart=follower.role_restarted)
         self._producer_started = False
         self._pids: dict[str, int] = {}
 
-    def start_roles(self, forks: ForkServer) -> None:
+    def start_roles(self) -> None:
         """Start everything but the producer."""
-        config = self._config
-        self._display.say(
-            f"starting the parameter server and {config.data.workers} workers (the first waits for torch's import)"
-        )
-        for spec in self._specs.parameter_servers():
+        config, say = self._run.config, self._run.display.say
+        say(f"starting the parameter server and {config.data.workers} workers (the first waits for torch's import)")
+        for spec in self._run.parameter_servers():
             self._supervisor.start(spec)
-        if self._worker_pool is not None:
-            self._worker_pool.start_workers(forks, self._stack, self._specs.instance)
-        else:
-            for slot in range(config.data.workers):
-                self._supervisor.start(self._specs.worker(slot))
+        self._run.hook.start_workers(self._run, self._supervisor)
         if config.evaluation.enabled:
-            self._supervisor.start(self._specs.evaluator())
+            self._supervisor.start(self._run.evaluator())
         if config.source is None:
-            self._display.say(
+            say(
                 f"no source in the job file: waiting for samples on topic {config.topic('samples')} at "
-                f"{self._stack.services.kafka}, or from: doll produce --job {display_path(self._run.path)} --stdin"
+                f"{self._run.stack.services.kafka}, or from: doll produce --job "
+                f"{display_path(self._run.folder.path)} --stdin"
             )
 
-    def run(self) -> str:
+    def follow(self) -> str:
         """Follow the job until it ends; returns the reason.
 
         Raises:
@@ -97,20 +64,20 @@ class Learning:
             if self._follower.finished:
                 finished = self._model.history.finished
                 return finished.reason if finished is not None else "finished"
-            if self._interrupts.stop_requested:
-                self._display.say("stopping: the parameter server writes a last checkpoint (again to stop at once)")
+            if self._run.interrupts.stop_requested:
+                self._run.display.say("stopping: the parameter server writes a last checkpoint (again to stop at once)")
                 return INTERRUPTED
             self._supervisor.poll()
             self._write_pids()
             self._restart_dead_services()
-            if (reason := self._hook.tick(self._supervisor, self._stack)) is not None:
+            if (reason := self._run.hook.tick(self._supervisor, self._run.stack)) is not None:
                 return reason
             codes = self._supervisor.exit_codes()
             if codes.get("ps") == 0:
                 self._follower.read_to_end()
                 if not self._follower.finished:
                     raise ServiceUnavailableError(
-                        f"the parameter server ended before the job; see {self._run.logs / 'ps.log'}"
+                        f"the parameter server ended before the job; see {self._run.folder.logs / 'ps.log'}"
                     )
                 continue
             # The workers' lag is reported up to two seconds late: the wait begins when the source has ended.
@@ -122,23 +89,22 @@ class Learning:
     def _start_producer(self, waited_s: float) -> None:
         """Start the source when the workers are live: samples that arrive earlier would be learned in one burst."""
         # Kept here, not asked from the supervisor: a hook may take the producer from it for a while.
-        if self._config.source is None or self._producer_started:
+        if self._run.config.source is None or self._producer_started:
             return
-        if self._after_term and not self._model.history.term:
+        if self._run.after_term and not self._model.history.term:
             return  # a source that is a file resumes from the new generation's first record
-        waited = waited_s > PRODUCER_START_TIMEOUT_S or all(line.is_live for line in self._model.worker_lines())
-        if self._worker_pool.workers_ready if self._worker_pool is not None else waited:
+        if self._run.hook.workers_ready(self._model, waited_s):
             self._producer_started = True
-            self._display.say("starting the producer")
-            self._supervisor.start(self._specs.producer())
+            self._run.display.say("starting the producer")
+            self._supervisor.start(self._run.producer())
 
     def _write_pids(self) -> None:
         """Keep `roles.json` current: process ids by name, for drills and for people."""
         pids = {name: handle.pid for name, handle in self._supervisor.handles().items()}
-        pids |= self._worker_pool.pids() if self._worker_pool is not None else {}
+        pids |= self._run.hook.pids()
         if pids != self._pids:
             self._pids = pids
-            write_json(self._run.roles, pids)
+            write_json(self._run.folder.roles, pids)
 
     def _all_read(self) -> bool:
         """Whether the workers are live and have read all records, as the parameter server reports."""
@@ -146,12 +112,12 @@ class Learning:
 
     def _idle(self, waited_s: float) -> bool:
         """Whether no more updates will come: none has for longer than a group takes, even computed one by one."""
-        group_s = self._config.group_size * self._model.history.service_s()
+        group_s = self._run.config.group_size * self._model.history.service_s()
         return waited_s > max(IDLE_AFTER_SOURCE_S, 3 * group_s if math.isfinite(group_s) else 0.0)
 
     def _restart_dead_services(self) -> None:
         """Restart a local broker or Redis that has died; the roles wait for it."""
-        kafka, redis = self._stack.kafka, self._stack.redis
+        kafka, redis = self._run.stack.kafka, self._run.stack.redis
         if kafka is not None and (dead := kafka.dead_nodes()):
             for number in dead:
                 self._follower.service_restarted(
@@ -161,6 +127,47 @@ class Learning:
         if redis is not None and redis.pid is None:
             self._follower.service_restarted("redis", "Redis")
             redis.start()
+
+    def shut_down(self) -> None:
+        """Stop the producer, have the parameter server save and finish the job, then wait for the last evaluation."""
+        handles, say = self._supervisor.handles(), self._run.display.say
+        if (producer := handles.get("producer")) is not None:
+            producer.terminate()
+        if servers := [handles[name] for name in PARAMETER_SERVERS if name in handles]:
+            say("saving the last checkpoint")
+            if not self._finish_job(servers):
+                say(f"the parameter server did not end within {PS_STOP_S:g} s: killed")
+                for server in servers:
+                    server.kill()
+        if (evaluator := handles.get("evaluator")) is not None:
+            say("evaluating the last version")
+            self._await(evaluator, LAST_EVALUATION_TIMEOUT_S if self._follower.finished else POLL_S)
+
+    def stop(self) -> None:
+        """End what still runs."""
+        order = ("producer", "ps*", "worker-*", "evaluator")
+        self._supervisor.stop(order, grace_s=self._run.config.worker.drain_s)
+
+    def _finish_job(self, servers: Sequence[Handle]) -> bool:
+        """Have the parameter server end the job; False if it, or its standby, does not end in time."""
+        for _ in range(round(PS_STOP_S)):
+            # SIGINT ends the job, SIGTERM would only end the process. It is sent again each second, because a process
+            # that has just started does not handle it yet; a standby ignores it.
+            for server in servers:
+                if not self._follower.finished and isinstance(server, Role):
+                    server.send_signal(signal.SIGINT)
+            if all(self._await(server, 1.0) for server in servers):
+                return True
+        return False
+
+    def _await(self, handle: Handle, timeout_s: float) -> bool:
+        """Follow the job until a process has ended; False if it has not in time."""
+        deadline_s = time.monotonic() + timeout_s
+        while handle.poll() is None:
+            if time.monotonic() > deadline_s:
+                return False
+            self._follower.follow()
+        return True
 
 
 def ended_early(stop: Mapping[str, float], failures: Mapping[str, tuple[int, str]]) -> str:

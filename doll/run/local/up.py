@@ -16,52 +16,44 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Final, cast
 
 from doll import telemetry
-from doll.config import JobConfig, StdinSource
-from doll.errors import BadStreamError, ConfigError, DollError, ServiceUnavailableError
+from doll.config import JobConfig, StdinSource, load
+from doll.errors import BadStreamError, ConfigError, DollError, FencedError, ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.clients import kafka_problem
 from doll.kafka.reader import Tail
-from doll.ledger.admission import ANY_TERM, admit
+from doll.ledger.admission import ANY_TERM, admit, read_lineage, refuse_earlier_run
 from doll.local.forks import ForkServer
 from doll.local.processes import describe_exit, tail
 from doll.local.stack import local_stack
-from doll.local.supervisor import Supervisor
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import Display, make_display
 from doll.monitor.views.run_report import RunOutcome
-from doll.process.files import is_full, unwritable
+from doll.process.files import is_full, read_json, unwritable
 from doll.process.signals import Interrupts
-from doll.run import folder as run_folder
-from doll.run.folder import RunFolder, display_path
-from doll.run.local.earlier_runs import check_topics
+from doll.ps.standby import LeaderCheck
+from doll.run.folder import JOB, STACK, RunFolder, create, display_path
+from doll.run.local.context import LocalRun, RunHook, taken_health_ports
 from doll.run.local.finish import finish_run
 from doll.run.local.follower import RunFollower
-from doll.run.local.hooks import NoHook, RunHook, WorkerPool
 from doll.run.local.preflight import check_devices, check_files, check_pipeline, check_task
-from doll.run.local.role_specs import RoleSpecs, launcher, taken_health_ports
 from doll.run.local.running import SOURCE_ENDED, Learning, ended_early
-from doll.run.local.shutdown import shut_down
+from doll.services import Services, kafka_address
 from doll.storage.stores import checkpoint_location, open_store
 
 MakeHook = Callable[[RunFolder, Display], RunHook]
-MakeWorkerPool = Callable[[RunFolder, Display], WorkerPool]
+
+_REACHABLE_S: Final = 5.0
 
 
 def run_up(
-    config: JobConfig,
-    runs_folder: Path,
-    *,
-    hook: MakeHook | None = None,
-    worker_pool: MakeWorkerPool | None = None,
-    fresh: bool = False,
+    config: JobConfig, runs_folder: Path, *, hook: MakeHook | None = None, fresh: bool = False
 ) -> dict[str, Any]:
     """Run the job in a new folder of `runs_folder`.
 
     Args:
-        worker_pool: owns the workers; instead of a hook.
         fresh: begin a new generation on topics that hold an earlier run.
 
     Returns:
@@ -72,12 +64,37 @@ def run_up(
         ServiceUnavailableError: Kafka or Redis cannot be found or started.
     """
     check_runnable(config)
-    check_topics(config, runs_folder, fresh=fresh)
-    run = run_folder.create(runs_folder, config.job, datetime.now())
-    config = _resolved(config, run)
-    with run.locked():
-        run.write_job(config)
-        return run_in(run, config, hook=hook, worker_pool=worker_pool, fresh=fresh)
+    _check_topics(config, runs_folder, fresh=fresh)
+    folder = create(runs_folder, config.job, datetime.now())
+    config = _resolved(config, folder)
+    with folder.locked():
+        folder.write_job(config)
+        return run_in(folder, config, hook=hook, fresh=fresh)
+
+
+def run_in(
+    folder: RunFolder, config: JobConfig, *, hook: MakeHook | None = None, fresh: bool = False
+) -> dict[str, Any]:
+    """Run the job in a folder that holds its resolved job file, from its checkpoints if it has any; the report."""
+    follower: RunFollower | None = None
+    with Interrupts() as interrupts, make_display(config.stop) as display:
+        display.say(f"job {config.job}: run folder {display_path(folder.path)}")
+        accompanied_by = RunHook() if hook is None else hook(folder, display)
+        try:
+            with (
+                _services_of(config, folder, display, interrupts, accompanied_by, fresh=fresh) as run,
+                Tail(config, run.stack.services, (config.topic("updates"), config.topic("metrics"))) as records,
+            ):
+                follower = RunFollower(run, records)
+                outcome = _learn(run, follower)
+                follower.read_to_end()
+                outcome.restarts, outcome.extra = dict(follower.restarts), run.hook.report_fields()
+                outcome.files = {name: display_path(path) for name, path in run.hook.files().items()}
+                return finish_run(run, follower.model, outcome)
+        except KeyboardInterrupt:  # stopped at once: everything that the run started has been killed
+            if follower is not None:
+                display.say(_what_is_lost(folder, follower.model))
+            raise
 
 
 def check_runnable(config: JobConfig) -> None:
@@ -94,20 +111,82 @@ def check_runnable(config: JobConfig) -> None:
     check_pipeline(config)
 
 
-def run_in(
-    run: RunFolder,
-    config: JobConfig,
-    *,
-    hook: MakeHook | None = None,
-    worker_pool: MakeWorkerPool | None = None,
-    fresh: bool = False,
-) -> dict[str, Any]:
-    """Run the job in a folder that holds its resolved job file, from its checkpoints if it has any; the report."""
-    with Interrupts() as interrupts, make_display(config.stop) as display:
-        display.say(f"job {config.job}: run folder {display_path(run.path)}")
-        owner = worker_pool(run, display) if worker_pool is not None else None
-        run_hook = hook(run, display) if hook is not None else owner or NoHook()
-        return _LocalRun(config, run, display, interrupts, run_hook, owner, fresh=fresh).run()
+@contextlib.contextmanager
+def _services_of(
+    config: JobConfig, folder: RunFolder, display: Display, interrupts: Interrupts, hook: RunHook, *, fresh: bool
+) -> Iterator[LocalRun]:
+    """The second and the third effect; all that was started ends at the exit of the context."""
+    say = display.say
+    with _logging_to(folder.logs / "up.log", config.log.format), ForkServer(folder.logs / "forkserver.log") as forks:
+        say("loading torch and building the model")
+        _check_model(folder, forks)
+        say("connecting to Kafka and Redis")
+        with local_stack(config, folder.path, say, advertised_ports=hook.advertised_ports) as stack:
+            if (taken := taken_health_ports(config)) is not None:
+                say(f"warning: {taken}")
+            for warning in topics.ensure(config, stack.services):
+                say(f"warning: {warning}")
+            store, place = open_store(config, folder.path), checkpoint_location(config, folder.path)
+            seen = admit(config, stack.services, store, place, ANY_TERM if fresh else 0)
+            after_term = seen.newest_term if fresh else 0
+            if after_term:
+                say(f"a new generation on the topics of an earlier run ({seen}), from data.start: {config.data.start}")
+            kinds = {"kafka_kind": stack.kafka_kind, "redis_kind": stack.redis_kind, "notes": stack.notes}
+            folder.write_stack(stack.services, **kinds)
+            yield LocalRun(config, folder, display, interrupts, hook, forks, stack, after_term)
+
+
+def _learn(run: LocalRun, follower: RunFollower) -> RunOutcome:
+    """Run the roles to their end: the reason, the seconds of learning, error and exit code."""
+    stack, place = run.stack, display_path(run.folder.path)
+    learning = Learning(run, follower)
+    run.interrupts.graceful = True
+    outcome = RunOutcome("", 0, 0.0, started_at_s=time.time(), kafka_kind=stack.kafka_kind, redis_kind=stack.redis_kind)
+    outcome.notes = tuple(stack.notes)
+    started_s = time.monotonic()
+    try:
+        learning.start_roles()
+        outcome.reason = learning.follow()
+        run.hook.close()
+        outcome.seconds = time.monotonic() - started_s
+        stop = run.config.stop.model_dump(exclude_none=True)
+        if outcome.reason == SOURCE_ENDED and stop:
+            outcome.error, outcome.exit_code = ended_early(stop, follower.failures), 1
+        learning.shut_down()
+    except (DollError, OSError) as error:
+        problem = error if isinstance(error, DollError) else unwritable(error)
+        if is_full(run.folder.path):  # what a broker says of it is a page of Java
+            problem = ServiceUnavailableError(
+                f"no space is left on the disk of {place}: free some, then: doll resume {place}"
+            )
+        if problem.exit_code == BadStreamError.exit_code:
+            follower.read_to_end()  # the parameter server's exit code may be seen before its last record
+        if not follower.job_error:
+            run.display.say(f"failed: {problem}")
+            outcome.reason, outcome.error, outcome.exit_code = "failed", str(problem), problem.exit_code
+        outcome.seconds = outcome.seconds or time.monotonic() - started_s
+    run.hook.close()
+    learning.stop()
+    dead, refused = follower.model.dead_letters(), follower.job_error
+    if not refused and dead.letters and not follower.model.history.samples_total:
+        refused = f"not one sample was usable: {dead.text()}"
+    if refused:
+        outcome.error = f"{refused}. All of them: doll dead list {place}"
+        outcome.exit_code = BadStreamError.exit_code
+        outcome.reason = outcome.reason if outcome.reason != "failed" else "bad records"
+    return outcome
+
+
+def _what_is_lost(folder: RunFolder, model: ProgressModel) -> str:
+    state = model.snapshot(time.monotonic())
+    durable = state.durable_version or 0
+    lost = ""
+    if state.version > durable:
+        lost = f"; updates {durable + 1} to {state.version} are lost, and their samples are learned again"
+    return (
+        f"stopped at once: there is no audit, model or report. Version {durable} is saved: "
+        f"doll resume {display_path(folder.path)} goes on from it{lost}"
+    )
 
 
 def _resolved(config: JobConfig, run: RunFolder) -> JobConfig:
@@ -115,152 +194,6 @@ def _resolved(config: JobConfig, run: RunFolder) -> JobConfig:
     place = checkpoint_location(config, run.path)
     checkpoint = config.checkpoint.model_copy(update={"folder": place.resolve() if isinstance(place, Path) else place})
     return config.model_copy(update={"checkpoint": checkpoint, "base_folder": config.base_folder.resolve()})
-
-
-class _LocalRun:
-    """One run, from the first process to the report."""
-
-    def __init__(
-        self,
-        config: JobConfig,
-        run: RunFolder,
-        display: Display,
-        interrupts: Interrupts,
-        hook: RunHook,
-        worker_pool: WorkerPool | None,
-        *,
-        fresh: bool,
-    ) -> None:
-        self._config = config
-        self._run = run
-        self._display = display
-        self._interrupts = interrupts
-        self._hook = hook
-        self._worker_pool = worker_pool
-        self._fresh = fresh
-        self._model: ProgressModel | None = None  # once the roles are started
-
-    def run(self) -> dict[str, Any]:
-        """Everything between the run folder and the report, which is returned."""
-        config, run, say = self._config, self._run, self._display.say
-        with contextlib.ExitStack() as open_:
-            open_.push(self._say_what_is_lost)
-            open_.enter_context(_logging_to(run.logs / "up.log", config.log.format))
-            forks = open_.enter_context(ForkServer(run.logs / "forkserver.log"))
-            say("loading torch and building the model")
-            _check_model(run, forks)
-            say("connecting to Kafka and Redis")
-            stack = open_.enter_context(
-                local_stack(config, run.path, say, advertised_ports=self._hook.advertised_ports)
-            )
-            if (taken := taken_health_ports(config)) is not None:
-                say(f"warning: {taken}")
-            for warning in topics.ensure(config, stack.services):
-                say(f"warning: {warning}")
-            store, place = open_store(config, run.path), checkpoint_location(config, run.path)
-            seen = admit(config, stack.services, store, place, ANY_TERM if self._fresh else 0)
-            after_term = seen.newest_term if self._fresh else 0
-            if after_term:
-                say(f"a new generation on the topics of an earlier run ({seen}), from data.start: {config.data.start}")
-            model = ProgressModel(config, time.monotonic(), after_term=after_term)
-            kinds = {"kafka_kind": stack.kafka_kind, "redis_kind": stack.redis_kind, "notes": stack.notes}
-            run.write_stack(stack.services, **kinds)
-            tail = open_.enter_context(Tail(config, stack.services, (config.topic("updates"), config.topic("metrics"))))
-            follower = RunFollower(config, model, tail, self._display, run.logs, self._hook, self._worker_pool)
-            supervisor = Supervisor(launcher(config, run, forks), on_restart=follower.role_restarted)
-            learning = Learning(
-                config,
-                run,
-                self._display,
-                self._interrupts,
-                stack,
-                supervisor,
-                follower,
-                RoleSpecs(config, run, stack, self._hook, after_term),
-                self._hook,
-                self._worker_pool,
-                after_term,
-            )
-            self._interrupts.graceful = True
-            outcome = RunOutcome(
-                "", 0, 0.0, started_at_s=time.time(), kafka_kind=stack.kafka_kind, redis_kind=stack.redis_kind
-            )
-            outcome.notes = tuple(stack.notes)
-            self._learn(learning, follower, supervisor, forks, outcome)
-            follower.read_to_end()
-            outcome.restarts = dict(follower.restarts)
-            outcome.extra = self._hook.report_fields()
-            if self._worker_pool is not None:
-                outcome.files = {name: display_path(path) for name, path in self._worker_pool.files().items()}
-            return finish_run(config, run, model, outcome, self._display, forks, stack.services)
-
-    def _learn(
-        self,
-        learning: Learning,
-        follower: RunFollower,
-        supervisor: Supervisor,
-        forks: ForkServer,
-        outcome: RunOutcome,
-    ) -> None:
-        """Run the roles to their end. `outcome` gets the reason, the seconds of learning, error and exit code."""
-        self._model = follower.model
-        started_s = time.monotonic()
-        try:
-            learning.start_roles(forks)
-            outcome.reason = learning.run()
-            self._hook.close()
-            outcome.seconds = time.monotonic() - started_s
-            self._check_stop_rule(outcome, follower)
-            shut_down(supervisor, follower, self._display)
-        except (DollError, OSError) as error:
-            problem = error if isinstance(error, DollError) else unwritable(error)
-            if is_full(self._run.path):  # what a broker says of it is a page of Java
-                problem = ServiceUnavailableError(
-                    f"no space is left on the disk of {display_path(self._run.path)}: free some, then: "
-                    f"doll resume {display_path(self._run.path)}"
-                )
-            if problem.exit_code == BadStreamError.exit_code:
-                follower.read_to_end()  # the parameter server's exit code may be seen before its last record
-            if not follower.job_error:
-                self._display.say(f"failed: {problem}")
-                outcome.reason, outcome.error, outcome.exit_code = "failed", str(problem), problem.exit_code
-            outcome.seconds = outcome.seconds or time.monotonic() - started_s
-        self._hook.close()
-        supervisor.stop(("producer", "ps*", "worker-*", "evaluator"), grace_s=self._config.worker.drain_s)
-        self._check_stream(outcome, follower)
-
-    def _say_what_is_lost(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """At the end of a run that was stopped at once, when everything that it started has been killed."""
-        if kind is None or not issubclass(kind, KeyboardInterrupt) or self._model is None:
-            return
-        state = self._model.snapshot(time.monotonic())
-        durable = state.durable_version or 0
-        lost = ""
-        if state.version > durable:
-            lost = f"; updates {durable + 1} to {state.version} are lost, and their samples are learned again"
-        self._display.say(
-            f"stopped at once: there is no audit, model or report. Version {durable} is saved: "
-            f"doll resume {display_path(self._run.path)} goes on from it{lost}"
-        )
-
-    def _check_stop_rule(self, outcome: RunOutcome, follower: RunFollower) -> None:
-        """A run whose stream ended before a stop rule was met has failed."""
-        stop = self._config.stop.model_dump(exclude_none=True)
-        if outcome.reason == SOURCE_ENDED and stop:
-            outcome.error, outcome.exit_code = ended_early(stop, follower.failures), 1
-
-    def _check_stream(self, outcome: RunOutcome, follower: RunFollower) -> None:
-        """A run whose records were refused has failed: it ended for that, or has not learned a single sample."""
-        dead = follower.model.dead_letters()
-        problem = follower.job_error
-        if not problem and dead.letters and not follower.model.history.samples_total:
-            problem = f"not one sample was usable: {dead.text()}"
-        if problem:
-            show = f"doll dead list {display_path(self._run.path)}"
-            outcome.error, outcome.exit_code = f"{problem}. All of them: {show}", BadStreamError.exit_code
-            outcome.reason = outcome.reason if outcome.reason != "failed" else "bad records"
 
 
 def _check_model(run: RunFolder, forks: ForkServer) -> None:
@@ -275,6 +208,70 @@ def _check_model(run: RunFolder, forks: ForkServer) -> None:
         said = [line.removeprefix("doll: ") for line in tail(log_path).splitlines() if line.startswith("doll: ")]
         problem = said[-1] if said else f"the model cannot be built: {describe_exit(code or 0)}"
         raise ConfigError(f"{problem}; the traceback is in {display_path(log_path)}")
+
+
+def _check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
+    """Check that a new run of the job may begin on the given broker, if there is one.
+
+    Raises:
+        ConfigError: it holds an earlier run; with `fresh`: that run is still running, or its checkpoints exist.
+        CheckpointError: the checkpoint store cannot be read.
+        ServiceUnavailableError: Kafka stops answering.
+    """
+    address = kafka_address(config)
+    services = Services(address or "", "")
+    if address is None or kafka_problem(config, services, _REACHABLE_S) is not None:
+        return  # `local_stack` reports that, or starts a broker
+    given = config.checkpoint.folder is not None  # else the new run folder, which has no checkpoints
+    store, place = open_store(config, runs_folder), checkpoint_location(config, runs_folder)
+    existing = store.versions() if given else []
+    if existing and not fresh:
+        admit(config, services, store, place, 0)  # the run resumes from them
+        return
+    if existing:
+        raise ConfigError(
+            f"--fresh: {place} has {len(existing)} checkpoints of job {config.job}: expected none; set another "
+            "checkpoint.folder, move them away, or resume from them without --fresh"
+        )
+    seen = read_lineage(config, services)
+    if not fresh:
+        resume = _newest_run(runs_folder, config.job, address)
+        refuse_earlier_run(
+            config, services, seen, 0, place if given else "the folder of a new run", resume=resume or "RUN"
+        )
+    elif seen.newest_term and not seen.finished:
+        try:
+            with LeaderCheck(config, services) as leader_check:
+                leader_check.require_no_leader(lambda: False)
+        except FencedError as exc:
+            raise ConfigError(
+                f"--fresh: the earlier run of job {config.job} on Kafka at {address} is still running ({seen}): stop "
+                f"it first, or use another name (--set job={config.job}-2)"
+            ) from exc
+
+
+def _newest_run(runs_folder: Path, job: str, kafka: str) -> str:
+    """The newest run of this job on this broker that has checkpoints; "" without such a run."""
+    for path in sorted(runs_folder.glob(f"{job}-*/{STACK}"), key=lambda path: path.stat().st_mtime, reverse=True):
+        run = path.parent
+        if _recorded_kafka(path) == kafka and (run / JOB).is_file() and _is_run_of(run, job):
+            return str(run)
+    return ""
+
+
+def _recorded_kafka(path: Path) -> str:
+    try:
+        return str(read_json(path).get("kafka", ""))
+    except (ConfigError, AttributeError):
+        return ""
+
+
+def _is_run_of(run: Path, job: str) -> bool:
+    try:
+        config = load(run / JOB)
+        return config.job == job and bool(open_store(config, run).versions())
+    except Exception:  # any folder may have such a name
+        return False
 
 
 class _Log(io.TextIOWrapper):

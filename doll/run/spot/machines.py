@@ -10,26 +10,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from doll.config import JobConfig
 from doll.kafka.publisher import Publisher
 from doll.kafka.reader import JobRecords
-from doll.local.forks import ForkServer
-from doll.local.supervisor import RoleSpec
 from doll.monitor.state.spot_history import MarketTimeline
 from doll.provisioner.billing import LOCAL, bill
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.fleets.port import Instance
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
 from doll.provisioner.prices.trace import TracePrices
 from doll.provisioner.state_store import FileStateStore
 from doll.provisioner.status import instance_text
 from doll.provisioner.traces.market import MarketClock
 from doll.records.control import AnyRecord, Leave, Welcome
+from doll.run.local.context import LocalRun
 from doll.run.spot.preparation import SpotRun
-from doll.services import Services
 
 
 class PausedClock:
@@ -103,10 +98,8 @@ class SpotMachines:
         ServiceUnavailableError: Kafka does not answer.
     """
 
-    def __init__(
-        self, config: JobConfig, spot_run: SpotRun, folder: Path, services: Services, forks: ForkServer,
-        spec: Callable[[Instance], RoleSpec],
-    ) -> None:  # fmt: skip
+    def __init__(self, run: LocalRun, spot_run: SpotRun) -> None:
+        config, folder, services = run.config, run.folder.path, run.stack.services
         self.clock = PausedClock()
         self.timeline = MarketTimeline()
         self.decision: Decision | None = None
@@ -116,8 +109,8 @@ class SpotMachines:
         self._prices = TracePrices(self._market, self._market_clock)
         self._drain_s = config.worker.drain_s
         self._fleet = ProcessFleet(
-            forks, spec, folder, market=self._market, market_clock=self._market_clock, boot_s=spot_run.fleet.boot_s,
-            drain_s=self._drain_s, clock=self.clock,
+            run.forks, run.instance, folder, market=self._market, market_clock=self._market_clock,
+            boot_s=spot_run.fleet.boot_s, drain_s=self._drain_s, clock=self.clock,
         )  # fmt: skip
         self._controller = Controller(
             spot_run.settings, self._fleet, self._prices, LOCAL, FileStateStore(folder, config.job),

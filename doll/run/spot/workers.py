@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from doll import amounts
 from doll.config import JobConfig
 from doll.errors import DollError
-from doll.local.forks import ForkServer
 from doll.local.stack import Stack
-from doll.local.supervisor import RoleSpec, Supervisor
-from doll.monitor.state.progress import JobSnapshot
+from doll.local.supervisor import Supervisor
+from doll.monitor.state.progress import JobSnapshot, ProgressModel
 from doll.monitor.state.spot_history import SpotResult, report_section
 from doll.monitor.views import spot_plot
 from doll.monitor.views.display import Display
 from doll.process.metric_names import DELIVERED_TOTAL, PRODUCER
 from doll.provisioner.billing import all_on_demand_usd
-from doll.provisioner.fleets.port import Instance
 from doll.provisioner.state_store import FileStateStore
 from doll.records.control import AnyRecord, Finished, Metric
 from doll.run.folder import RunFolder
-from doll.run.local.hooks import NoHook
+from doll.run.local.context import LocalRun, RunHook
 from doll.run.spot.machines import SpotMachines
 from doll.run.spot.preparation import SpotRun
 from doll.simulation.adaptive import ADAPTIVE
@@ -38,7 +35,7 @@ WORKERS_READY_TIMEOUT_S: Final = 180.0
 _PLOT: Final = "spot.png"
 
 
-class SpotWorkerPool(NoHook):
+class SpotWorkerPool(RunHook):
     """The workers of one spot run, and what is shown and reported of them."""
 
     def __init__(self, config: JobConfig, spot_run: SpotRun, run: RunFolder, display: Display) -> None:
@@ -57,8 +54,6 @@ class SpotWorkerPool(NoHook):
         self._reported_moves = self._reported_preemptions = 0
         for line in spot_run.text().splitlines():
             display.say(line)
-
-    # --- RunHook
 
     def feed(self, record: AnyRecord) -> None:
         machines = self._machines
@@ -103,14 +98,11 @@ class SpotWorkerPool(NoHook):
             "alarms": list(machines.decision.alarms),
         }
 
-    # --- WorkerPool
-
-    def start_workers(self, forks: ForkServer, stack: Stack, spec: Callable[[Instance], RoleSpec]) -> None:
-        self._machines = SpotMachines(self._config, self._spot_run, self._run.path, stack.services, forks, spec)
+    def start_workers(self, run: LocalRun, supervisor: Supervisor) -> None:
+        self._machines = SpotMachines(run, self._spot_run)
         self._waiting_since_s = time.monotonic()
 
-    @property
-    def workers_ready(self) -> bool:
+    def workers_ready(self, model: ProgressModel, waited_s: float) -> bool:
         return self._workers_ready
 
     def pids(self) -> dict[str, int]:

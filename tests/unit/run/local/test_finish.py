@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 from doll.cli.app import app
-from doll.local.forks import ForkServer
 from doll.monitor.state.progress import ProgressModel
-from doll.monitor.views.display import Display
 from doll.monitor.views.run_report import RunOutcome, summary
 from doll.run.folder import RunFolder
 from doll.run.local import finish
 from doll.run.local import up as run_job
-from doll.services import Services
 from job_files import job
+from local_runs import local_run
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.slow  # starts servers
@@ -37,9 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 def finished(run: RunFolder) -> dict[str, Any]:
     config = job()
     outcome = RunOutcome("updates: 5 reached", 0, 3.0)
-    display, nothing = Display(config.stop), Services("", "")
-    forks = ForkServer(run.path / "forkserver.log")  # not started
-    return finish.finish_run(config, run, ProgressModel(config, 0.0), outcome, display, forks, nothing)
+    return finish.finish_run(local_run(config, run.path), ProgressModel(config, 0.0), outcome)
 
 
 def test_a_picture_that_fails_is_one_line_of_the_report(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from doll.config import StopConfig, parse
+from doll.config import parse
 from doll.kafka.reader import Partition, Tail, TimedRecord
 from doll.local.supervisor import Restart
-from doll.monitor.state.progress import ProgressModel
-from doll.monitor.views.display import Display
 from doll.records.control import AnyRecord, Finished, TermStarted
 from doll.run.local.follower import RunFollower
-from doll.run.local.hooks import NoHook
+from local_runs import local_run
 
 CONFIG = parse("job: j\ntask: {class: 'examples.digits.task:Digits'}\nsource: {kind: digits}\n")
 UPDATES = CONFIG.topic("updates")
@@ -36,8 +34,8 @@ class FakeTail:
 
 def follower(tmp_path: Path, records: list[AnyRecord], history: int = 0) -> RunFollower:
     tail = cast(Tail, FakeTail(records, history))
-    display = Display(StopConfig())
-    return RunFollower(CONFIG, ProgressModel(CONFIG, 0.0), tail, display, tmp_path, NoHook(), None)
+    (tmp_path / "logs").mkdir()
+    return RunFollower(local_run(CONFIG, tmp_path), tail)
 
 
 def term_started(term: int) -> TermStarted:
@@ -64,8 +62,8 @@ def test_the_end_of_an_earlier_run_does_not_finish_this_one(tmp_path: Path) -> N
 def test_restarts_are_counted_and_failures_keep_the_last_line_of_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[Any]
 ) -> None:
-    (tmp_path / "worker-1.log").write_text("starting\nno memory\n")
     subject = follower(tmp_path, [])
+    (tmp_path / "logs" / "worker-1.log").write_text("starting\nno memory\n")
     subject.role_restarted(Restart("worker-1", exit_code=1, failures=1, backoff_s=0.5))
     subject.role_restarted(Restart("worker-1", exit_code=1, failures=2, backoff_s=0.5))
     subject.role_restarted(Restart("ps", exit_code=-9, failures=1, backoff_s=0.5))

@@ -7,22 +7,18 @@ import socket
 from pathlib import Path
 
 import pytest
-from doll.local.stack import Stack
 from doll.process.health import PORT_ENV
-from doll.run.folder import RunFolder
-from doll.run.local.hooks import NoHook
-from doll.run.local.role_specs import RoleSpecs, taken_health_ports
-from doll.services import Services
+from doll.run.local.context import taken_health_ports
 from job_files import job
+from local_runs import local_run
 
 
 def test_the_base_port_of_the_job_file_holds_whatever_the_environment_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PORT_ENV, "29555")
-    stack = Stack(Services("127.0.0.1:1", "redis://127.0.0.1:2/0"), "local", "local")
-    specs = RoleSpecs(job("health.base_port=29100"), RunFolder(tmp_path), stack, NoHook(), 0)
-    (server,), worker = specs.parameter_servers(), specs.worker(1)
+    run = local_run(job("health.base_port=29100"), tmp_path)
+    (server,), worker = run.parameter_servers(), run.worker(1)
     assert (server.env[PORT_ENV], worker.env[PORT_ENV]) == ("29100", "29111")
     assert json.loads((tmp_path / "health.json").read_text()) == {"ps": 29100, "worker-1": 29111}
 
