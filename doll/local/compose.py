@@ -22,18 +22,12 @@ _UP_TIMEOUT_S: Final = 600.0  # the first start pulls the images
 
 @dataclass(frozen=True)
 class Compose:
-    """The services of one compose file.
-
-    Attributes:
-        file: the compose file.
-        service: `kafka` or `redis`.
-    """
+    """One service of a compose file, `kafka` or `redis`."""
 
     file: Path
     service: str
 
     def is_running(self) -> bool:
-        """Whether the service runs already."""
         return bool(self._run("ps", "--quiet", "--status", "running", self.service, timeout_s=_QUERY_TIMEOUT_S).strip())
 
     def up(self) -> str:

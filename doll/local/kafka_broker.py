@@ -13,7 +13,6 @@ from typing import ClassVar, Final
 from doll.errors import ServiceUnavailableError
 from doll.kafka.readiness import ReadinessProbe
 from doll.local import kafka_jars, processes
-from doll.local.server import LocalServer
 
 _BIND_TRIES: Final = 5
 _TLS_PROPERTIES: Final = """\
@@ -103,7 +102,7 @@ class ClusterMember:
     cluster_id: str
 
 
-class LocalKafka(LocalServer):
+class LocalKafka(processes.LocalServer):
     """One Kafka node.
 
     Its data, in `folder`, and its ports persist across `stop`, `kill` and `restart`, which takes about 7 s. Existing
@@ -186,9 +185,7 @@ class LocalKafka(LocalServer):
         """
         jars = kafka_jars.ensure(self._say)
         for _ in range(1 if self._port else _BIND_TRIES):
-            if not self._port:
-                self._configure()
-                self._format(jars)
+            self._prepare(jars)
             if self._launch(jars):
                 return
             if "Address already in use" not in processes.tail(self.log_path, 200):
@@ -205,13 +202,16 @@ class LocalKafka(LocalServer):
             ServiceUnavailableError: Java or the jars are missing, or its data folder cannot be formatted.
         """
         jars = kafka_jars.ensure(self._say)
+        self._prepare(jars)
+        self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
+
+    def _prepare(self, jars: Path) -> None:
+        """Before the first start: choose ports, write the settings, and format an empty data folder."""
         if not self._port:
             self._configure()
             self._format(jars)
-        self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
 
     def _configure(self) -> None:
-        """Choose ports and write the settings."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.log_path.unlink(missing_ok=True)
         self._port, self._secure_port = processes.free_port(), processes.free_port() if self._identity else 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from doll.errors import ServiceUnavailableError
 from doll.kafka.readiness import ReadinessProbe
@@ -19,8 +18,8 @@ _EARLY_EXIT_S: Final = 3.0  # no node starts faster than this
 _MAX_EARLY_EXITS: Final = 5
 
 
-class KafkaCluster:
-    """Nodes with replication on all of them and `min.insync.replicas` of all but one. Use it as a context manager.
+class KafkaCluster(processes.Server):
+    """Nodes with replication on all of them and `min.insync.replicas` of all but one.
 
     Their data, in `folder`, and their ports persist across crashes. A node has a heap of at most 256 MB and takes
     210 MB after its start.
@@ -54,11 +53,7 @@ class KafkaCluster:
         return ",".join(node.address for node in self.nodes)
 
     def start(self) -> None:
-        """Start all nodes; returns when they have acknowledged a record and committed an offset.
-
-        Raises:
-            ServiceUnavailableError: Java or the jars are missing, or a node does not start (the message shows logs).
-        """
+        """Start all nodes; returns when they have acknowledged a record and committed an offset."""
         for _ in range(_BIND_TRIES):
             cluster_id = new_cluster_id()
             ports = tuple(processes.free_port() for _ in self._advertised_ports)
@@ -115,30 +110,16 @@ class KafkaCluster:
             node.launch()
 
     def kill(self) -> None:
-        """SIGKILL all nodes."""
         for node in self.nodes:
             node.kill()
 
     def stop(self) -> None:
-        """Stop all nodes gracefully, or by SIGKILL after a grace period. It may be called again."""
         # All at the same time: a single remaining node would wait for a quorum.
         for node in self.nodes:
             node.terminate()
         deadline_s = time.monotonic() + _GRACE_S
         for node in self.nodes:
             node.stop(max(0.0, deadline_s - time.monotonic()))
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
-            self.kill()  # Ctrl-C for the second time: nobody waits for an orderly end
-        else:
-            self.stop()
 
 
 def node_folder(folder: Path, number: int) -> Path:

@@ -18,12 +18,11 @@ from typing import Any, ClassVar, Final
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import librdkafka_path
 from doll.local import processes
-from doll.local.server import LocalServer
 
 KEPT_BYTES_PER_PARTITION: Final = 5 * 1024 * 1024
 
 
-class MockKafka(LocalServer):
+class MockKafka(processes.LocalServer):
     """One mock broker.
 
     Args:

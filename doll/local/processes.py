@@ -1,4 +1,4 @@
-"""Start child processes that end with this process; free ports; log tails; exit codes as text."""
+"""Child processes and servers that end with this process; free ports; log tails; exit codes as text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final
+from types import TracebackType
+from typing import IO, ClassVar, Final, Self
 
 from doll.local import launcher
 
@@ -45,12 +47,8 @@ def spawn(
     Linux kills it when the calling thread ends: call this from a thread that lives long enough.
 
     Args:
-        argv: program (looked up on PATH) and arguments.
         log_path: standard error, and standard output unless `stdout` is given, are appended to this file.
         env: additions to the environment.
-        stdin: as of `subprocess.Popen`.
-        stdout: as of `subprocess.Popen`; None: the log file.
-        pass_fds: as of `subprocess.Popen`.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
@@ -121,3 +119,69 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+class Server(ABC):
+    """Something to start and stop. Use it as a context manager, or call `start` and `stop`."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it and return when it serves.
+
+        Raises:
+            ServiceUnavailableError: it is not installed or does not start; the message shows its log.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stop it gracefully, or by SIGKILL after a grace period. It may be called again."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Send SIGKILL and wait for the exit."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.kill()  # Ctrl-C for the second time: nobody waits for an orderly end
+        else:
+            self.stop()
+
+
+class LocalServer(Server):
+    """One server process with a log. Subclasses set `_process` in `start`."""
+
+    _grace_s: ClassVar[float]  # from SIGTERM to SIGKILL
+
+    def __init__(self, log_path: Path) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log_path = log_path
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def terminate(self) -> None:
+        """Send SIGTERM without waiting."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def stop(self, grace_s: float | None = None) -> None:
+        if self._process is not None:
+            end(self._process, self._grace_s if grace_s is None else grace_s)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def restart(self) -> None:
+        """Stop it if it runs, and start it again."""
+        self.stop()
+        self.start()

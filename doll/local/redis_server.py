@@ -10,7 +10,6 @@ from typing import ClassVar, Final
 
 from doll.errors import ServiceUnavailableError
 from doll.local import processes
-from doll.local.server import LocalServer
 from doll.services import Services
 from doll.storage.redis_client import server_pid
 
@@ -38,31 +37,25 @@ def supports_tls(executable: str) -> bool:
     return b"tls-port" not in completed.stdout + completed.stderr
 
 
-class LocalRedis(LocalServer):
+class LocalRedis(processes.LocalServer):
     """One `redis-server` process. Its port persists across `stop`, `kill` and `restart`; its data does not.
 
     Args:
         folder: folder of its log.
-        max_memory_mb: `maxmemory`.
         identity: a PEM file with a private key and its certificates. It adds a TLS port at `secure_address`, and needs
             an executable that `supports_tls`.
-
-    Attributes:
-        address: `redis://127.0.0.1:port/0`; empty before the first start.
     """
 
     _grace_s: ClassVar[float] = 5.0
 
     def __init__(self, folder: Path, *, max_memory_mb: int = 512, identity: Path | None = None) -> None:
         super().__init__(folder / "redis.log")
-        self._folder = folder
-        self._identity = identity
-        self._secure_port = 0
-        self._max_memory_mb = max_memory_mb
-        self._port = 0
+        self._folder, self._identity, self._max_memory_mb = folder, identity, max_memory_mb
+        self._port = self._secure_port = 0
 
     @property
     def address(self) -> str:
+        """`redis://127.0.0.1:port/0`; empty before the first start."""
         return f"redis://{processes.LOOPBACK}:{self._port}/0" if self._port else ""
 
     @property

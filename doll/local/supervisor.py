@@ -96,11 +96,7 @@ class Supervisor:
 
     def start(self, spec: RoleSpec) -> Handle:
         """Start a role and keep it running. The name of a role that has ended may be used again."""
-        old = self._states.get(spec.name)
-        if old is not None and old.exit_code is None:
-            raise ValueError(f"role {spec.name!r} is running already")
-        state = self._states[spec.name] = _RoleState(spec)
-        return self._run(state)
+        return self._run(self._add(_RoleState(spec)))
 
     def poll(self) -> None:
         """Check which roles have exited, and restart those whose wait is over.
@@ -164,10 +160,14 @@ class Supervisor:
 
     def adopt(self, spec: RoleSpec, handle: Handle) -> None:
         """Supervise a running process; its name must be free, or the role of that name must have ended."""
-        old = self._states.get(spec.name)
+        self._add(_RoleState(spec, handle, self._clock()))
+
+    def _add(self, state: _RoleState) -> _RoleState:
+        old = self._states.get(state.spec.name)
         if old is not None and old.exit_code is None:
-            raise ValueError(f"role {spec.name!r} is running already")
-        self._states[spec.name] = _RoleState(spec, handle, self._clock())
+            raise ValueError(f"role {state.spec.name!r} is running already")
+        self._states[state.spec.name] = state
+        return state
 
     def handles(self) -> dict[str, Handle]:
         """The running roles, by name."""
@@ -191,26 +191,16 @@ class Supervisor:
             self._stop_matching(pattern, grace_s)
 
     def _stop_matching(self, pattern: str, grace_s: float) -> None:
-        states = [
-            state for name, state in self._states.items() if state.handle is not None and fnmatch.fnmatch(name, pattern)
-        ]
-        for state in states:
-            if state.handle is not None:
-                state.handle.terminate()
+        handles = {name: handle for name, handle in self.handles().items() if fnmatch.fnmatch(name, pattern)}
+        for handle in handles.values():
+            handle.terminate()
         deadline_s = self._clock() + grace_s
-        while states := self._still_running(states):
-            if self._clock() >= deadline_s:
-                for state in states:
-                    if state.handle is not None:
-                        state.handle.kill()
-            self._sleep(_POLL_S)
-
-    def _still_running(self, states: Iterable[_RoleState]) -> list[_RoleState]:
-        left = []
-        for state in states:
-            code = state.handle.poll() if state.handle is not None else None
-            if state.handle is not None and code is None:
-                left.append(state)
-            else:
-                state.handle, state.exit_code = None, code
-        return left
+        while handles:
+            for name, handle in list(handles.items()):
+                if (code := handle.poll()) is not None:
+                    del handles[name]
+                    self._states[name].handle, self._states[name].exit_code = None, code
+                elif self._clock() >= deadline_s:
+                    handle.kill()
+            if handles:
+                self._sleep(_POLL_S)

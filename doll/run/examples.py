@@ -21,21 +21,15 @@ _JOB: Final = "job.yaml"
 
 
 class Example(NamedTuple):
-    """A shipped job file.
-
-    Attributes:
-        description: its first line.
-        files: those of its folder, the job file first.
-        command: the command that runs it.
-    """
+    """A shipped job file; `description` is its first line."""
 
     name: str
     description: str
-    files: tuple[Path, ...]
+    files: tuple[Path, ...]  # of its folder, the job file first
     command: str
 
     def lacks_data(self) -> bool:
-        """Whether it names files that do not ship with DOLL and are not there."""
+        """Whether the job file names files that do not ship with DOLL and are not there."""
         return bool(missing_files(load(self.files[0])))
 
 

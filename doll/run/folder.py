@@ -11,10 +11,9 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -23,52 +22,24 @@ from doll.errors import ConfigError
 from doll.process.files import read_json, write_atomically, write_json
 from doll.services import Services
 
-JOB = "job.yaml"
-STACK = "stack.json"
-REPORT = "report.json"
+JOB: Final = "job.yaml"
+STACK: Final = "stack.json"
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Paths inside one run's folder."""
 
-    path: Path
-
-    @property
-    def job(self) -> Path:
-        return self.path / JOB
-
-    @property
-    def stack(self) -> Path:
-        return self.path / STACK
-
-    @property
-    def report(self) -> Path:
-        return self.path / REPORT
-
-    @property
-    def dead(self) -> Path:
-        return self.path / "dead.json"
-
-    @property
-    def roles(self) -> Path:
-        return self.path / "roles.json"
-
-    @property
-    def health(self) -> Path:
-        return self.path / "health.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def plot(self) -> Path:
-        return self.path / "progress.png"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
+    def __init__(self, path: Path) -> None:
+        self.path: Final = path
+        self.job: Final = path / JOB
+        self.stack: Final = path / STACK
+        self.roles: Final = path / "roles.json"
+        self.health: Final = path / "health.json"
+        self.logs: Final = path / "logs"
+        self.plot: Final = path / "progress.png"
+        self.model: Final = path / "model"
+        self.dead: Final = path / "dead.json"
+        self.report: Final = path / "report.json"
 
     def write_job(self, config: JobConfig) -> None:
         """Write the resolved job file; relative paths in it keep their meaning."""

@@ -20,11 +20,7 @@ _FORM: Final = "NAME or NAME:KEY=VALUE[:KEY=VALUE...], as in essp:staleness=7"
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """A policy and options of its section.
-
-    Attributes:
-        options: (key, value) in the order of the command line, as text.
-    """
+    """A policy and options of its section, (key, value) in the order of the command line."""
 
     name: str
     options: tuple[tuple[str, str], ...] = ()
@@ -77,14 +73,12 @@ def jobs_of(path: Path, overrides: Sequence[str], choices: Sequence[PolicyChoice
     Raises:
         ConfigError: the job file is wrong, or a policy refuses an option.
     """
-    own = load(path, overrides).training.policy.name
-    return [_job_under(path, overrides, choice, own) for choice in choices]
-
-
-def _job_under(path: Path, overrides: Sequence[str], choice: PolicyChoice, own: str) -> JobConfig:
-    section = [] if choice.name == own else [f"training.policy={{name: {choice.name}}}"]
-    options = [f"training.policy.{key}={value}" for key, value in choice.options]
-    try:
-        return load(path, [*overrides, *section, *options])
-    except ConfigError as error:
-        raise ConfigError(f"--policies: {choice.label}: {error}") from error
+    own, jobs = load(path, overrides).training.policy.name, []
+    for choice in choices:
+        section = [] if choice.name == own else [f"training.policy={{name: {choice.name}}}"]
+        options = [f"training.policy.{key}={value}" for key, value in choice.options]
+        try:
+            jobs.append(load(path, [*overrides, *section, *options]))
+        except ConfigError as error:
+            raise ConfigError(f"--policies: {choice.label}: {error}") from error
+    return jobs

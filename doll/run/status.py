@@ -49,14 +49,12 @@ class JobStatus:
     silent_s: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         content = {**dataclasses.asdict(self.snapshot), "prequential": self.snapshot.prequential._asdict()}
         content["margin"] = self.snapshot.margin._asdict()
         content.pop("seconds")
         return {**content, "silent_s": self.silent_s}
 
     def text(self) -> str:
-        """For people."""
         snapshot = self.snapshot
         state = f"finished: {snapshot.finished}" if snapshot.finished else "running, or waiting to be resumed"
         lines = [f"{self.config.job} ({state})", one_line(snapshot, self.config.stop), worker_table(snapshot)]
@@ -80,11 +78,9 @@ class EndedRun:
     report: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return self.report
 
     def text(self) -> str:
-        """For people."""
         return summary(self.report)
 
 
@@ -155,7 +151,6 @@ class JobTopics:
     warnings: list[str]
 
     def text(self) -> str:
-        """For people."""
         if not self.topics:
             return f"no topic of job {self.job} at {self.kafka}; create them with: doll topics JOB.yaml --create"
         width = max(len(topic.name) for topic in self.topics)
@@ -169,10 +164,7 @@ class JobTopics:
 
 
 def topics_of(target: Target, *, create: bool) -> JobTopics:
-    """The topics of a job with their partitions and offsets.
-
-    Args:
-        create: create missing topics.
+    """The topics of a job with their partitions and offsets; with `create`, missing ones are created.
 
     Raises:
         ConfigError: a topic has another number of partitions than the job.
@@ -207,15 +199,13 @@ def reachable_kafka(target: Target) -> Services:
     try:
         require_kafka(target.config, services, timeout_s=5.0)
     except ServiceUnavailableError as error:
-        if target.is_run_folder and target.run.report.exists():
-            raise ServiceUnavailableError(
-                f"the broker of this run is gone ({services.kafka}): its audit, made before it ended, is in "
-                f"{target.run.report} under 'audit'"
-            ) from error
-        if target.is_run_folder:
-            raise ServiceUnavailableError(
-                f"the broker of this run is gone ({services.kafka}), and the run left no report: it was killed. Its "
-                f"checkpoints are in {target.run.path / 'checkpoints'}; `doll export` reads them"
-            ) from error
-        raise
+        if not target.is_run_folder:
+            raise
+        rest = f": its audit, made before it ended, is in {target.run.report} under 'audit'"
+        if not target.run.report.exists():
+            rest = (
+                ", and the run left no report: it was killed. Its checkpoints are in "
+                f"{target.run.path / 'checkpoints'}; `doll export` reads them"
+            )
+        raise ServiceUnavailableError(f"the broker of this run is gone ({services.kafka}){rest}") from error
     return services

@@ -43,7 +43,7 @@ BANNED: Final = {
     r"(?<!Dead)\bLetter\b": "DeadLetter, TimedRecord",
     r"\b[Rr]ivals?\b": "baseline",
     r"\b[Oo]utlook\b": "assessment",
-    r"\b([Cc]rew|[Mm]uster(ed|s)?|[Cc]ompanions?|[Cc]ampaigns?|[Oo]bituar(y|ies))\b": "WorkerPool, RunHook, SpotRun",
+    r"\b([Cc]rew|[Mm]uster(ed|s)?|[Cc]ompanions?|[Cc]ampaigns?|[Oo]bituar(y|ies))\b": "SpotWorkerPool, RunHook",
     r"\b_(Seat|Voice|Ears|Beat)\b|\bPulse\b|\bTrouble\b|\bBook\b|\bbooks?\b": "the glossary's word",
     r"\b(bad_pool_s|boot_most_s|surprise)\b": "pool_backoff_s, boot_timeout_s, no_notice_share",
     r"\b[Yy]ardsticks?\b": "reference",

@@ -1,7 +1,7 @@
 """A whole job on this machine.
 
-`up` runs a job from an empty folder to its report: `earlier_runs` and `preflight` check it first, `role_specs`,
-`running` and `follower` start and follow its roles, `shutdown` and `finish` end it; `hooks` can accompany it, as
-`doll.run.spot` does. `resume` resumes a run, `compare` makes one for each policy. `roles` are the entry points of the
-processes, `standalone` starts one of them without the others.
+`up` runs a job from an empty folder to its report: `preflight` checks it first, `running` starts and ends its roles,
+`follower` follows them, `finish` makes the report. `context` is what these share, and what can accompany a run, as
+`doll.run.spot` does. `resume` resumes a run, `compare` makes one for each policy. `roles` are the roles of a job,
+however their processes are started.
 """

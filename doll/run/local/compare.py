@@ -44,7 +44,6 @@ def compare_live(
 
     Args:
         loss: to reach; a run ends there. None: the job's `stop.loss`.
-        say: called with one line for each step.
 
     Returns:
         Exit code 0: every run ended by its stop rule and passed its audit; else that of the first that did not, or 1
@@ -122,14 +121,10 @@ def check_comparable(config: JobConfig) -> None:
 def own_job(config: JobConfig, policy: str, number: int, folder: Path) -> JobConfig:
     """The job of one run: with a name of its own, and checkpoints in its run folder.
 
-    The name has the time of the comparison in it, so that it is new on a broker that outlives the run.
-
-    Args:
-        folder: of the comparison.
+    The name has the time of the comparison, whose `folder` has it, so that it is new on a broker that outlives the run.
     """
-    job, name = (re.sub(r"[^a-z0-9]+", "-", text.lower())[:most] for text, most in zip(
-        (config.job, policy), _NAME_CHARS, strict=True
-    ))  # fmt: skip
+    named = zip((config.job, policy), _NAME_CHARS, strict=True)
+    job, name = (re.sub(r"[^a-z0-9]+", "-", text.lower())[:most] for text, most in named)
     time = folder.name.removeprefix(f"{config.job}-compare-")
     checkpoint = config.checkpoint.model_copy(update={"folder": None})
     return config.model_copy(update={"job": f"{job}-{number}-{name}-{time}", "checkpoint": checkpoint})

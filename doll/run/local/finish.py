@@ -34,7 +34,8 @@ def finish_run(run: LocalRun, model: ProgressModel, outcome: RunOutcome) -> dict
     Returns:
         The content of `report.json`.
     """
-    config, folder, say, problems = run.config, run.folder, run.display.say, list[str]()
+    config, folder, say = run.config, run.folder, run.display.say
+    problems: list[str] = []
     ledger: LedgerReport | None = None
     with _collect_errors(problems, "audit"):
         say("auditing the ledger")

@@ -41,7 +41,6 @@ def run_resume(folder: Path, overrides: list[str]) -> dict[str, Any]:
         check_runnable(config)
         _check_same_ledger(run, config)
         config = _on_same_broker(run, config)
-        _check_newest(run, config)
         run.write_job(config)
         if run.report.exists():
             run.report.replace(run.path / "report.previous.json")
@@ -66,28 +65,15 @@ def _check_same_ledger(run: RunFolder, config: JobConfig) -> None:
         )
 
 
-def _check_newest(run: RunFolder, config: JobConfig) -> None:
-    """Refuse to resume a run if another one has begun on the same topics of an external broker.
-
-    Raises:
-        ConfigError: another run has begun.
-    """
-    address = kafka_address(config)
-    if read_json(run.stack).get("kafka_kind") == "local" or address is None:
-        return
-    services = Services(address, "")
-    if kafka_problem(config, services, _REACHABLE_S) is None:  # else `local_stack` reports that
-        admit(config, services, open_store(config, run.path), checkpoint_location(config, run.path), 0)
-
-
 def _on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
     """`config` with the address of the broker that has the records of the run, if it is an external one.
 
     Raises:
+        ConfigError: another run has begun on the same topics of an external broker.
         ServiceUnavailableError: the records are gone.
     """
     recorded = read_json(run.stack)
-    kind, address = recorded.get("kafka_kind"), recorded.get("kafka")
+    kind = recorded.get("kafka_kind")
     if kind == "mock":
         raise ServiceUnavailableError(
             f"{run.path}: the Kafka of this run was an in-process mock, and its records are gone; its model is in the "
@@ -100,6 +86,10 @@ def _on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
                 "are not in the model yet; its model is in the checkpoints: doll export reads them"
             )
         return config
-    if config.kafka.address or not address:
-        return config
-    return config.model_copy(update={"kafka": config.kafka.model_copy(update={"address": address})})
+    if not config.kafka.address and recorded.get("kafka"):
+        kafka = config.kafka.model_copy(update={"address": recorded["kafka"]})
+        config = config.model_copy(update={"kafka": kafka})
+    services = Services(kafka_address(config) or "", "")
+    if services.kafka and kafka_problem(config, services, _REACHABLE_S) is None:  # else `local_stack` reports that
+        admit(config, services, open_store(config, run.path), checkpoint_location(config, run.path), 0)
+    return config
