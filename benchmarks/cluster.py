@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from doll.config import JobConfig
 from doll.kafka.clients import kafka_settings
-from doll.local.kafka_cluster import KafkaCluster
+from doll.local.kafka_broker import KafkaCluster
 from doll.records.control import AnyRecord, Update
 from doll.run.folder import RunFolder
 from doll.run.local.context import RunHook

@@ -14,8 +14,7 @@ from doll.kafka.clients import kafka_problem
 from doll.kafka.topic_plan import plan_topics
 from doll.local import compose, kafka_jars, redis_server, shared_memory
 from doll.local.compose import Compose
-from doll.local.kafka_broker import LocalKafka
-from doll.local.kafka_cluster import KafkaCluster, nodes_with_data
+from doll.local.kafka_broker import KafkaCluster, LocalKafka, nodes_with_data
 from doll.local.mock_kafka import KEPT_BYTES_PER_PARTITION, MockKafka
 from doll.local.redis_server import LocalRedis
 from doll.service_checks import require_services

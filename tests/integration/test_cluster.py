@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 
 HOLDER = """
 import json, os, pathlib, sys
-from doll.local.kafka_cluster import KafkaCluster
+from doll.local.kafka_broker import KafkaCluster
 
 with KafkaCluster(pathlib.Path(sys.argv[1]), ({}, {}, {})) as cluster:
     print(json.dumps({"address": cluster.address, "pids": [node.pid for node in cluster.nodes]}), flush=True)

@@ -11,7 +11,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 from doll.kafka.clients import kafka_settings
 from doll.local import kafka_jars
-from doll.local.kafka_cluster import KafkaCluster
+from doll.local.kafka_broker import KafkaCluster
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
 from waiting import WAIT_TIMEOUT_S, until
