@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from doll.config import JobConfig
     from doll.drill.routes import RoleRelays
-    from doll.local.server import LocalServer
+    from doll.local.processes import LocalServer
     from doll.local.stack import Stack
     from doll.local.supervisor import Handle, RoleSpec, Supervisor
 

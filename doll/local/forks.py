@@ -20,18 +20,10 @@ from doll.local.supervisor import RoleSpec
 
 # Imported once, in the fork server, so that a role's own imports of them are free. Modules that fail are skipped.
 PRELOAD: Final = (
-    *(
-        "torch",
-        "torch.optim",
-        "numpy",
-        "redis",
-        "confluent_kafka",
-        "doll.task.base",
-        "doll.config",
-        "doll.run.local.roles",
-    ),
-    *("doll.ps.main", "doll.consumers.main", "doll.evaluation.main", "doll.producers.main"),
-)
+    "torch", "torch.optim", "numpy", "redis", "confluent_kafka",
+    "doll.task.base", "doll.config", "doll.run.local.roles",
+    "doll.ps.main", "doll.consumers.main", "doll.evaluation.main", "doll.producers.main",
+)  # fmt: skip
 # One thread each: N processes with one thread per core would contend for the cores.
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _START_S: Final = 120.0  # importing torch takes 7 s, and far longer from a cold disk
@@ -69,11 +61,9 @@ class Role:
             self._server._send({"kill": self.pid, "signal": int(number)})
 
     def terminate(self) -> None:
-        """SIGTERM: the role shuts down gracefully."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -122,7 +112,6 @@ class ForkServer:
             target: `module:function`, imported in the child. It returns None or an exit code; an exception gives 1.
             args: JSON values: names, numbers, paths as text.
             log_path: file to which its standard output and error are appended.
-            name: for messages.
             env: additions to its environment; secrets are inherited from this process's environment.
 
         Raises:

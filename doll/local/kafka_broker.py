@@ -96,17 +96,11 @@ def replication_settings(brokers: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterMember:
-    """A node's place in a cluster.
+    """A node's place in a cluster."""
 
-    Attributes:
-        node: node number, from 1.
-        controllers: the controller port of each node.
-        cluster_id: the cluster id that all data folders are formatted with.
-    """
-
-    node: int
-    controllers: tuple[int, ...]
-    cluster_id: str
+    node: int  # from 1
+    controllers: tuple[int, ...]  # the controller port of each node
+    cluster_id: str  # that all data folders are formatted with
 
 
 class LocalKafka(processes.LocalServer):
@@ -157,11 +151,7 @@ class LocalKafka(processes.LocalServer):
         return [] if self.pid is not None else [1]
 
     def restart_dead(self) -> None:
-        """As of `KafkaCluster`: restart it if its process has exited, and wait until it serves.
-
-        Raises:
-            ServiceUnavailableError: as `start`.
-        """
+        """As of `KafkaCluster`: restart it if its process has exited, and wait until it serves."""
         if self.pid is None:
             self.start()
 
@@ -185,11 +175,7 @@ class LocalKafka(processes.LocalServer):
         return self._listener_ports[name]
 
     def start(self) -> None:
-        """Start the node and return when it has acknowledged a record and committed an offset.
-
-        Raises:
-            ServiceUnavailableError: Java or the jars are missing, or it does not start (the message shows its log).
-        """
+        """Start the node and return when it has acknowledged a record and committed an offset."""
         jars = kafka_jars.ensure(self._say)
         for _ in range(1 if self._port else _BIND_TRIES):
             self._prepare(jars)

@@ -118,15 +118,9 @@ def _fetch(target: Path) -> None:
         command += ["dependency:copy-dependencies", f"-DoutputDirectory={libs}", "-DincludeScope=runtime"]
         try:
             completed = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=_MAVEN_TIMEOUT_S,
-                check=False,
-            )
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                errors="replace", timeout=_MAVEN_TIMEOUT_S, check=False,
+            )  # fmt: skip
         except subprocess.TimeoutExpired as exc:
             raise ServiceUnavailableError(
                 f"Maven did not fetch Kafka's jars within {_MAVEN_TIMEOUT_S:g} s: check network and Maven settings"

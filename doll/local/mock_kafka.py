@@ -38,17 +38,9 @@ class MockKafka(processes.LocalServer):
         self.address = ""
 
     def start(self) -> None:
-        """Start it and create its topics.
-
-        Raises:
-            ServiceUnavailableError: this build of confluent-kafka has no mock cluster; the message shows the log.
-        """
-        self._process = processes.spawn(
-            [sys.executable, "-m", "doll.local.mock_kafka"],
-            self.log_path,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        """Start it and create its topics; needs a build of confluent-kafka with a mock cluster."""
+        command = [sys.executable, "-m", "doll.local.mock_kafka"]
+        self._process = processes.spawn(command, self.log_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.address = self._answer()["address"]
         for name, partitions in self._topics.items():
             self.create_topic(name, partitions)
@@ -67,10 +59,8 @@ class MockKafka(processes.LocalServer):
             raise ServiceUnavailableError(f"the mock broker cannot create topic {name}: {answer['error']}")
 
     def _answer(self) -> dict[str, Any]:
-        line = (
-            self._process.stdout.readline() if self._process is not None and self._process.stdout is not None else b""
-        )
-        if not line:
+        stdout = self._process.stdout if self._process is not None else None
+        if stdout is None or not (line := stdout.readline()):
             self.stop()
             raise ServiceUnavailableError(f"the mock broker does not start:\n{processes.tail(self.log_path)}")
         answer: dict[str, Any] = json.loads(line)

@@ -64,11 +64,7 @@ class LocalRedis(processes.LocalServer):
         return f"rediss://{processes.LOOPBACK}:{self._secure_port}/0" if self._secure_port else ""
 
     def start(self) -> None:
-        """Start an empty server, on its earlier port if it had one, and return when it answers.
-
-        Raises:
-            ServiceUnavailableError: there is no redis-server, or it does not start; the message ends with its log.
-        """
+        """Start an empty server, on its earlier port if it had one, and return when it answers."""
         executable = find_executable()
         if executable is None:
             raise ServiceUnavailableError(

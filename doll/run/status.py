@@ -131,7 +131,7 @@ def require_finished(target: Target) -> None:
     """Return if the job has ended by its stop rule, or as it was asked to.
 
     Raises:
-        DollError: it has not ended, or something has ended it.
+        DollError: the job goes on, or an error has ended it.
         ServiceUnavailableError: the broker does not answer.
     """
     lineage = read_lineage(target.config, reachable_kafka(target), tail_only=True)

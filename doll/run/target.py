@@ -14,16 +14,12 @@ from doll.services import Services, resolve
 
 @dataclass(frozen=True)
 class Target:
-    """A job, as the command line names it.
-
-    Attributes:
-        path: the job file.
-    """
+    """A job, as the command line names it."""
 
     config: JobConfig
     run: RunFolder
     is_run_folder: bool
-    path: Path
+    path: Path  # of the job file
 
     def services(self, *, needs_redis: bool = True) -> Services:
         """The addresses of Kafka and Redis: of the run, else of the job file or the environment.
@@ -32,7 +28,7 @@ class Target:
             needs_redis: see `resolve`.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: neither names an address.
         """
         recorded = self.run.services() if self.is_run_folder else None
         return recorded if recorded is not None else resolve(self.config, needs_redis=needs_redis)
@@ -45,7 +41,7 @@ def open_target(path: Path, overrides: list[str], run_folder: Path | None = None
         run_folder: the folder of the files that roles write; default: the run's own folder, else `runs/<job>`.
 
     Raises:
-        ConfigError: there is none, or the job file is wrong.
+        ConfigError: there is no job file, or it is wrong.
     """
     if not path.is_file() and not (path / JOB).is_file() and (shipped := examples.named(path)) is not None:
         path = shipped

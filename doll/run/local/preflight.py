@@ -74,7 +74,7 @@ def check_devices(config: JobConfig) -> None:
     """Where workers are pipelines, check that this machine has the devices of their stages. Imports torch then.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: this machine lacks a device.
     """
     if config.worker.pipeline is None:
         return

@@ -161,7 +161,7 @@ class Learning:
         return False
 
     def _await(self, handle: Handle, timeout_s: float) -> bool:
-        """Follow the job until a process has ended; False if it has not in time."""
+        """Follow the job until a process has ended; False if the time is over before."""
         deadline_s = time.monotonic() + timeout_s
         while handle.poll() is None:
             if time.monotonic() > deadline_s:

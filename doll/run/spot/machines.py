@@ -56,10 +56,6 @@ class LeaveReporter:
     """Sends Leave for workers whose machine was killed; the owner of the machine knows it before the lease ends."""
 
     def __init__(self, publisher: Publisher, topic: str) -> None:
-        """
-        Args:
-            topic: the job's `events`.
-        """
         self._publisher = publisher
         self._topic = topic
         self._sessions: dict[str, tuple[int, int]] = {}  # worker and its session, by the name of its machine

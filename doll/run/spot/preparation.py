@@ -67,21 +67,23 @@ class SpotRun:
         assessment = assess(request)
         predictions = {}
         if assessment.problem is None:
-            predictions = _predictions(market, settings, leave_s=config.worker.drain_s)
+            rates, leave_s = np.asarray(settings.rates_per_s), config.worker.drain_s
+            for policy in (None, *reference_policies()):  # the planner, and policies that need no plan
+                prediction = predict(market, settings.planner, rates, leave_s=leave_s, policy=policy)
+                predictions[prediction.policy] = prediction
         return cls(market, fleet, settings, seed, assessment, [*pilot_notes, *notes], predictions)
 
     @property
     def planner(self) -> PlannerSettings:
-        """In seconds of this machine and USD per hour of it."""
+        """In seconds of this machine, and in USD per hour of this machine's time."""
         return self.settings.planner
 
     @property
     def predicted(self) -> Prediction:
-        """For the planner, which is what runs."""
+        """The prediction for the planner, which is the policy that runs."""
         return self.predictions[ADAPTIVE]
 
     def text(self) -> str:
-        """For people."""
         lines = [report_text(self.assessment, self.notes)]
         if self.predictions:
             prediction = self.predicted
@@ -93,7 +95,6 @@ class SpotRun:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return {
             **self.assessment.to_dict(),
             "notes": self.notes,
@@ -121,11 +122,3 @@ def _unbounded(settings: ControllerSettings) -> LaunchLimits:
         settings.limits, retry_s=settings.planner.replan_s, early_s=0.0, launches_per_min=_UNBOUNDED,
         fallbacks_per_min=_UNBOUNDED,
     )  # fmt: skip
-
-
-def _predictions(market: SpotMarket, settings: ControllerSettings, *, leave_s: float) -> dict[str, Prediction]:
-    """Of the planner and of the policies that need no plan, by policy."""
-    policies = (None, *reference_policies())
-    rates = np.asarray(settings.rates_per_s)
-    results = [predict(market, settings.planner, rates, leave_s=leave_s, policy=policy) for policy in policies]
-    return {prediction.policy: prediction for prediction in results}
