@@ -208,7 +208,7 @@ def serve(
     from doll.model.flat_model import build, fingerprint
     from doll.process.memory import keep_freed_memory
     from doll.ps.model.local_host import LocalModelHost
-    from doll.ps.model.model_parts import make_parts
+    from doll.ps.model.updater import make_parts
     from doll.ps.server import ParameterServer
     from doll.ps.start import Start, make_engine
     from doll.storage.file_checkpoints import FileCheckpointStore

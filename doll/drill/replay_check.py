@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from doll.errors import DollError
 from doll.ps.engine.events import EngineSnapshot
-from doll.ps.event_log import read_log
+from doll.ps.event_log import read_log, replay
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.ps.model.model_parts import ModelParts
+    from doll.ps.model.updater import ModelParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,6 @@ class _Replayed:
         Raises:
             DollError: as `replay`.
         """
-        from doll.ps.event_log import replay
 
         def note(version: int, parts: ModelParts) -> None:
             self.tensors[term, version] = _digest(parts.tensors())

@@ -1,6 +1,7 @@
-"""One step on a gradient: sums in a fixed order in float32, scales, clips, and steps as torch does.
+"""What contributions do to the weights: one step on a sum of gradients, as torch does, or the addition of steps.
 
-It is the parameter server's updater where workers send gradients, and each worker's own where they send steps.
+`Optimizer` sums gradients in a fixed order in float32, scales, clips and steps: it is the parameter server's updater
+where workers send gradients, and each worker's own where they send steps, which `StepAdder` adds at the server.
 
 The arithmetic is that of torch's SGD, Adam and Adagrad, to the bit (a test compares them), in as few passes over memory
 as it allows; Adagrad may have momentum, which torch's has not. Adam and Adagrad are torch's functions `adam` and
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, assert_never
+from typing import Any, Final, TypeAlias, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,6 @@ from torch.optim.adam import adam
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import CheckpointError, TaskError
 from doll.model.flat_model import FlatModel
-from doll.optim.contribution import Contribution
 
 WEIGHTS = "weights"
 _STATE = "optimizer."
@@ -37,12 +37,50 @@ _SQUARES = ("exp_avg_sq", "sum")  # of the optimizer's state: an infinite one ma
 _SUM_FACTOR = 2.0**-16
 _SLICE = 1 << 18  # numbers; several slices of float32 fit into a cache of the second or third level
 
+# What one set of batches adds to an update, float32, shape (numel,), laid out as `doll.model.flat_model` says: the sum
+# of the gradients over the set's samples, or the sum of the steps that its worker made; float buffers as values times
+# samples.
+Contribution: TypeAlias = npt.NDArray[np.float32]
+
 
 class DivergedError(TaskError):
     """The gradient or a weight is not finite: the model has diverged, and saving it would destroy it."""
 
 
-class Optimizer:
+class _FlatWeights:
+    """The weights of a model as one vector, and the sum of what is added for its next version."""
+
+    def __init__(self, model: FlatModel) -> None:
+        self._model = model
+        self._own = self._flat = model.flat.detach()  # `_flat` is the weights: in memory of our own, or that was given
+        self.num_parameters = model.num_parameters
+        self._sum = torch.zeros_like(self._own)
+        self._sum_is_empty = True
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32]:
+        array: npt.NDArray[np.float32] = self._flat.numpy()
+        return array
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        return {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights}
+
+    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        """
+        Raises:
+            CheckpointError: the weights are missing, or of another shape.
+        """
+        weights = tensors.get(WEIGHTS)
+        try:
+            if weights is None:
+                raise ValueError(f"expected weights of shape {tuple(self._model.flat.shape)}, got nothing")
+            self._model.load_weights(weights)
+        except ValueError as exc:
+            raise CheckpointError(str(exc)) from exc
+        self._flat = self._own
+
+
+class Optimizer(_FlatWeights):
     """`doll.ps.model.updater.Updater` of gradients: one step of torch's optimizer on `scale` times their sum.
 
     The caller's `scale` decides between the mean gradient over the update's samples (the default) and the paper's sum
@@ -59,21 +97,12 @@ class Optimizer:
             norm_of_tables: length of what was added to the model's tables, before `scale`: it is clipped together with
                 the rest.
         """
-        self._model = model
-        self._own = self._flat = model.flat.detach()  # `_flat` is the weights: in memory of our own, or that was given
-        self.num_parameters = model.num_parameters
-        self._sum = torch.zeros_like(self._own)
-        self._sum_is_empty = True
+        super().__init__(model)
         self._config = config
         self._clip_norm = clip_norm
         self._norm_of_tables = norm_of_tables
         self.clipped_by = 1.0
         self._state: dict[str, torch.Tensor] = {}  # named as torch's optimizer classes name it
-
-    @property
-    def weights(self) -> npt.NDArray[np.float32]:
-        array: npt.NDArray[np.float32] = self._flat.numpy()
-        return array
 
     def add(self, gradient: Contribution | torch.Tensor) -> None:
         tensor, floats = tensor_of(gradient), self._model.num_floats
@@ -130,12 +159,10 @@ class Optimizer:
             raise diverged("after the step the optimizer's state is")
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        tensors = {f"{_STATE}{key}": value.numpy().copy() for key, value in self._state.items()}
-        return {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights, **tensors}
+        return super().tensors() | {f"{_STATE}{key}": value.numpy().copy() for key, value in self._state.items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        load_weights(self._model, tensors)
-        self._flat = self._own
+        super().load(tensors)
         self._state = {
             key.removeprefix(_STATE): torch.from_numpy(np.array(value))
             for key, value in tensors.items()
@@ -227,19 +254,59 @@ class Optimizer:
         weights.add_(buffer, alpha=-config.lr)
 
 
-def load_weights(model: FlatModel, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Copy the weights of a checkpoint into the model.
+class StepAdder(_FlatWeights):
+    """`doll.ps.model.updater.Updater` whose contributions are steps: what each worker's optimizer made of its batches.
 
-    Raises:
-        CheckpointError: they are missing, or of another shape.
+    Steps are added as they are.
+
+    Float buffers come as values times samples, as with gradients, and become the mean; other buffers become those of
+    the last contribution.
     """
-    weights = tensors.get(WEIGHTS)
-    try:
-        if weights is None:
-            raise ValueError(f"expected weights of shape {tuple(model.flat.shape)}, got nothing")
-        model.load_weights(weights)
-    except ValueError as exc:
-        raise CheckpointError(str(exc)) from exc
+
+    clipped_by: Final = 1.0
+
+    def add(self, step: Contribution) -> None:
+        tensor, floats = tensor_of(step), self._model.num_floats
+        if self._sum_is_empty:
+            self._sum[:] = tensor
+            self._sum_is_empty = False
+        else:
+            self._sum[:floats].add_(tensor[:floats])
+            self._sum[floats:] = tensor[floats:]
+
+    def max_change(self, step: Contribution) -> float:
+        parameters = step[: self.num_parameters]
+        largest = float(max(parameters.max(initial=0.0), -parameters.min(initial=0.0)))
+        return largest if math.isfinite(largest) else math.inf
+
+    def apply(
+        self,
+        steps: Sequence[Contribution],
+        scale: float,
+        num_samples: int,
+        into: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """Add `scale` times the sum of the steps that were added and `steps`, in this order.
+
+        Raises:
+            DivergedError: a number of a step or of the weights is not finite.
+        """
+        for step in steps:
+            self.add(step)
+        if self._sum_is_empty:
+            return  # nothing but refused records: the version counts, the weights stay
+        self._sum_is_empty = True
+        total, n, floats = self._sum, self.num_parameters, self._model.num_floats
+        target = self._own if into is None else torch.from_numpy(into)
+        torch.add(self._flat[:n], total[:n], alpha=scale, out=target[:n])
+        if num_samples > 0:
+            total[n:floats] /= num_samples
+            target[n:] = total[n:]
+        elif target is not self._flat:
+            target[n:] = self._flat[n:]
+        self._flat = target
+        if not is_finite(target[:floats]):
+            raise diverged("after the steps the weights are" if is_finite(total[:floats]) else "a worker's step is")
 
 
 def is_finite(vector: torch.Tensor) -> bool:
@@ -284,3 +351,18 @@ def tensor_of(gradient: npt.NDArray[np.float32] | torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(gradient)
+
+
+def square_length(vector: torch.Tensor) -> float:
+    """Sum of the squares of a float32 vector; infinite where a number of it is not finite."""
+    square = float(torch.dot(vector, vector))
+    if 1e-30 < square < math.inf:
+        return square
+    # Squares that float32 cannot hold, or what is not finite.
+    exact = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
+    return exact**2 if math.isfinite(exact) else math.inf
+
+
+def length(vector: torch.Tensor) -> float:
+    """Euclidean norm of a float32 vector; infinite where a number of it is not finite."""
+    return math.sqrt(square_length(vector))

@@ -18,8 +18,7 @@ from doll.errors import RecordError
 from doll.model.flat_model import build, fingerprint
 from doll.ps.checkpointing import encode_snapshot
 from doll.ps.engine.events import ApplyUpdate, Event, GradientFetched, StoreCheckpoint
-from doll.ps.model.model_parts import ModelParts, make_parts
-from doll.ps.model.updater import ContributionBuffer
+from doll.ps.model.updater import ContributionBuffer, ModelParts, make_parts
 from doll.ps.start import Start, make_engine
 from doll.records.bounded import short
 from doll.storage.blobs import Buffer, blob_info, scope_of

@@ -23,7 +23,7 @@ from doll.ps.channels.control_channel import ControlChannel, open_links
 from doll.ps.channels.kafka_channel import KafkaChannel
 from doll.ps.event_log import FileEventLog
 from doll.ps.model.local_host import LocalModelHost
-from doll.ps.model.model_parts import make_parts
+from doll.ps.model.updater import make_parts
 from doll.ps.server import ParameterServer, Signals, deliver, serve
 from doll.ps.standby import LeaderCheck, wait_for_lease
 from doll.ps.start import Start, make_engine, new_run_id

@@ -12,10 +12,8 @@ import torch
 from doll.config import AdagradConfig, AdamConfig, SgdConfig
 from doll.errors import CheckpointError
 from doll.model.flat_model import FlatModel
-from doll.optim.contribution import Contribution
-from doll.optim.optimizer import DivergedError, Optimizer
+from doll.optim.optimizer import Contribution, DivergedError, Optimizer, StepAdder
 from doll.ps.engine.events import ApplyUpdate
-from doll.ps.model.model_parts import StepAdder
 from doll.ps.model.updater import ContributionBuffer, Updater
 from pushes import applied_set, push_of
 

@@ -30,7 +30,7 @@ from doll.consumers.protocol.worker_core import (
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.model.flat_model import FlatModel, build
-from doll.optim.contribution import Contribution
+from doll.optim.optimizer import Contribution
 from doll.optim.row_optimizer import row_optimizer
 from doll.records.control import (
     AnyRecord,

@@ -24,7 +24,7 @@ from doll.ps.checkpointing import encode_snapshot
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.model.local_host import LocalModelHost
-from doll.ps.model.model_parts import make_parts
+from doll.ps.model.updater import make_parts
 from doll.ps.start import Start, make_engine
 from doll.records.control import (
     Alive,

@@ -22,7 +22,7 @@ from doll.consumers.protocol.worker_core import (
     GradientDone,
     StoreRest,
 )
-from doll.optim.contribution import Contribution
+from doll.optim.optimizer import Contribution
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine, EngineSettings
 from doll.ps.model.updater import ContributionBuffer

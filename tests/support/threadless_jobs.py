@@ -24,7 +24,7 @@ from doll.model.flat_model import build
 from doll.optim.row_optimizer import row_optimizer
 from doll.ps.engine import events as ev
 from doll.ps.model.local_host import LocalModelHost
-from doll.ps.model.model_parts import make_parts
+from doll.ps.model.updater import make_parts
 from doll.ps.start import Start, make_engine
 from doll.records.control import Announce, GetRows, Grant, Join, NewVersion, Push, RowsStored, Welcome
 from doll.storage.blobs import scope_of

@@ -17,7 +17,7 @@ from doll.consumers.protocol.worker_core import Batch, Compute, Send, WorkerCore
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
 from doll.ps.model.local_host import LocalModelHost
-from doll.ps.model.model_parts import make_parts
+from doll.ps.model.updater import make_parts
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records.control import AnyRecord, Join, ServerStatus, Welcome

@@ -14,7 +14,7 @@ import torch
 from doll.consumers.protocol.worker_core import grant_id_of
 from doll.errors import BlobError, IllegalEventError
 from doll.model.flat_model import FlatModel
-from doll.optim.length import length
+from doll.optim.optimizer import length
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, decode_blob
 from doll.tables.embedding_tables import norm as norm_of_rows

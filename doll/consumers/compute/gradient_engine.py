@@ -20,7 +20,7 @@ from doll.config import JobConfig
 from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import BlobError
-from doll.optim.contribution import Contribution
+from doll.optim.optimizer import Contribution
 from doll.process.fault_points import fault_point
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, gradient_key

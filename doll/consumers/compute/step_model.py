@@ -18,8 +18,7 @@ from doll.consumers.protocol.worker_core import grant_id_of
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import IllegalEventError
 from doll.model.flat_model import FlatModel
-from doll.optim.contribution import Contribution
-from doll.optim.optimizer import Optimizer, diverged
+from doll.optim.optimizer import Contribution, Optimizer, diverged
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs
 from doll.tables.rows import Rows, add_in_order

@@ -21,8 +21,7 @@ import torch
 from doll.config import TrainingConfig
 from doll.errors import ConfigError, TaskError
 from doll.model.flat_model import FlatModel
-from doll.optim.length import square_length
-from doll.optim.optimizer import Optimizer
+from doll.optim.optimizer import Optimizer, square_length
 from doll.pipeline.links.device import Sent, StageDevice, as_received, crossing_problem, is_differentiable
 from doll.pipeline.profiling.layers import only_calls
 from doll.pipeline.runtime.messages import Commit

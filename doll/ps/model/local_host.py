@@ -15,8 +15,7 @@ from doll.optim.optimizer import diverged
 from doll.process.fault_points import fault_point
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.model.model_host import FetchOutcome
-from doll.ps.model.model_parts import ModelParts
-from doll.ps.model.updater import ContributionBuffer, Updater
+from doll.ps.model.updater import ContributionBuffer, ModelParts, Updater
 from doll.ps.tables.row_server import RowServer, StoredRows
 from doll.ps.tables.store import TableStore
 from doll.records.control import GetRows

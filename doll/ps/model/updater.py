@@ -1,7 +1,7 @@
-"""Port: how the contributions of one group make the next model. Adapters compute with torch and do no I/O.
+"""How the contributions of one group make the next model: the port `Updater`, its adapters of a job, and their buffer.
 
-`doll.optim.optimizer.Optimizer` steps on the sum of gradients. `doll.ps.model.model_parts.StepAdder` adds the steps
-that workers made themselves (docs/decisions/0020, 0034).
+Adapters compute with torch and do no I/O: `doll.optim.optimizer.Optimizer` steps on the sum of gradients, and
+`StepAdder` adds the steps that workers made themselves (docs/decisions/0020, 0034).
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from doll.optim.contribution import Contribution
+from doll.config import TrainingConfig
+from doll.model.flat_model import FlatModel
+from doll.optim.optimizer import Contribution, Optimizer, StepAdder
+from doll.optim.row_optimizer import row_optimizer
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.tables.store import TableStore
 from doll.tables.rows import Rows
@@ -178,3 +181,42 @@ class ContributionBuffer:
         if self._tables is not None:
             self._tables.add(waiting.rows)
         self._added.append(grant_id)
+
+
+class ModelParts(NamedTuple):
+    """The model at the server.
+
+    Attributes:
+        updater: of the flat vector.
+        tables: None where the model has no tables.
+    """
+
+    updater: Updater
+    tables: TableStore | None = None
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Of both, for a checkpoint."""
+        tensors = self.updater.tensors()
+        return tensors if self.tables is None else tensors | self.tables.tensors()
+
+    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Continue from a checkpoint's tensors; see `HoldsTensors`."""
+        self.updater.load(tensors)
+        if self.tables is not None:
+            self.tables.load(tensors)
+
+
+def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
+    """What `training` asks for; it owns the weights and the tables' rows of `model` from now on.
+
+    Raises:
+        ConfigError: an optimizer that cannot be used for tables.
+    """
+    tables = None
+    if model.tables is not None:
+        optimizer = None if config.policy.sends_steps else row_optimizer(config.optimizer)
+        tables = TableStore(model.tables.take_initial(), optimizer)
+    if config.policy.sends_steps:
+        return ModelParts(StepAdder(model), tables)
+    norm = (lambda: 0.0) if tables is None else tables.norm
+    return ModelParts(Optimizer(model, config.optimizer, config.clip_norm, norm_of_tables=norm), tables)

@@ -11,7 +11,7 @@ from doll.errors import RecordError
 from doll.optim.optimizer import DivergedError
 from doll.ps.engine import events as ev
 from doll.ps.event_log import FileEventLog, read_log, replay
-from doll.ps.model.model_parts import ModelParts
+from doll.ps.model.updater import ModelParts
 from doll.ps.start import Start
 from doll.storage.checkpoints import Checkpoint
 from logged_runs import LoggedRun

@@ -14,8 +14,8 @@ from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
 from doll.optim.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowSgd, row_optimizer
 from doll.ps.tables.row_array import RowArray
+from doll.ps.tables.row_server import Subscriptions
 from doll.ps.tables.store import Table, TableStore
-from doll.ps.tables.subscriptions import Subscriptions
 from doll.ps.tables.touched_rows import NEVER, TouchedRows
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
 from doll.storage.sections import RowRequest
