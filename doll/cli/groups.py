@@ -103,7 +103,3 @@ def _with_fields_as_parameters(function: Callable[..., None]) -> Callable[..., N
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
-
-
-def usage(message: str) -> typer.BadParameter:
-    return typer.BadParameter(message)

@@ -89,14 +89,6 @@ FreshOption = Annotated[bool, typer.Option("--fresh", help=FRESH_HELP)]
 RunsFolderOption = Annotated[
     Path, typer.Option("--parent-folder", help="Folder in which the folder of this run is created.")
 ]
-JobArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="JOB.yaml",
-        help="Job file, or name of an example (doll example list). Same as --job.",
-        show_default=False,
-    ),
-]
 JobOption = Annotated[Path | None, typer.Option("--job", help="The job file.")]
 SetOption = Annotated[
     list[str] | None,
@@ -108,7 +100,14 @@ SetOption = Annotated[
 class JobOptions:
     """The job of a command: its file as an argument or as an option, and overrides of its keys."""
 
-    job: JobArgument = None
+    job: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="JOB.yaml",
+            help="Job file, or name of an example (doll example list). Same as --job.",
+            show_default=False,
+        ),
+    ] = None
     job_option: JobOption = None
     overrides: SetOption = None
 
@@ -230,9 +229,3 @@ class MarketOptions:
     ] = None
     boot_s: BootOption = None
     service_s: ServiceOption = None
-
-
-def target(
-    argument: Path | None, option: Path | None, overrides: list[str] | None, folder: Path | None = None
-) -> Target:
-    return JobOptions(job=argument, job_option=option, overrides=overrides).target(folder)

@@ -9,17 +9,14 @@ from typing import Annotated
 
 import typer
 
-from doll.cli.groups import usage
-from doll.cli.options import FRESH_HELP, JobArgument, JobOption, RunFolderOption, SetOption, target
+from doll.cli.options import FRESH_HELP, JobOptions, RunFolderOption
 
 _PROBE_TIMEOUT_S = 5.0
 _MAX_ANSWER_BYTES = 1_000_000
 
 
 def produce(
-    job: JobArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: JobOptions,
     stdin: Annotated[bool, typer.Option("--stdin", help="Send the lines of standard input.")] = False,
     until_finished: Annotated[
         bool, typer.Option("--until-finished", help="End when the job has finished; default: when the source ends.")
@@ -33,7 +30,7 @@ def produce(
     from doll.config import StdinSource
     from doll.run.local.roles import JobProcess
 
-    job_target = target(job, job_option, overrides, run_folder)
+    job_target = job.target(run_folder)
     if stdin:
         from_stdin = job_target.config.model_copy(update={"source": StdinSource(kind="stdin")})
         job_target = dataclasses.replace(job_target, config=from_stdin)
@@ -41,14 +38,13 @@ def produce(
         if until_finished:  # as a service of a stack, whose job has a producer of its own
             sys.stderr.write("doll: the job file has no source: nothing to send\n")
             raise typer.Exit(0)
-        raise usage("the job file has no source: add one, or send lines with --stdin")
+        raise typer.BadParameter("the job file has no source: add one, or send lines with --stdin")
     process = JobProcess.alone(job_target, "producer", redis="unused", topics_exist=False)
     raise typer.Exit(process.producer(until_finished=until_finished))
 
 
 def worker(
-    job: JobArgument = None,
-    job_option: JobOption = None,
+    job: JobOptions,
     slot: Annotated[
         int | None,
         typer.Option(
@@ -66,7 +62,6 @@ def worker(
         bool,
         typer.Option("--from-imds", help="Take the slot from this EC2 instance's tags, and leave on spot notices."),
     ] = False,
-    overrides: SetOption = None,
     run_folder: RunFolderOption = None,
 ) -> None:
     """Run worker n: batch the samples of partition n and compute the gradients of granted batches.
@@ -79,15 +74,17 @@ def worker(
     """
     from doll.run.local.roles import JobProcess
 
-    job_target = target(job, job_option, overrides, run_folder)
+    job_target = job.target(run_folder)
     if from_imds:
         if any_slot:
-            raise usage("expected --from-imds or --any-slot, got both")
+            raise typer.BadParameter("expected --from-imds or --any-slot, got both")
         from doll.consumers.lifecycle.spot_notices import slot_of_this_machine
 
         slot = slot_of_this_machine(slot)
     if slot is not None and slot >= job_target.config.data.workers:
-        raise usage(f"--worker: expected 0 .. {job_target.config.data.workers - 1} (data.workers), got {slot}")
+        raise typer.BadParameter(
+            f"--worker: expected 0 .. {job_target.config.data.workers - 1} (data.workers), got {slot}"
+        )
     if slot is None and any_slot:
         raise typer.Exit(JobProcess.alone(job_target, "worker").any_worker())
     slot = slot or 0
@@ -95,9 +92,7 @@ def worker(
 
 
 def ps(
-    job: JobArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: JobOptions,
     run_folder: RunFolderOption = None,
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait until the leader has been silent for ps.lease_s, then take over.")
@@ -122,14 +117,12 @@ def ps(
     """
     from doll.run.local.roles import JobProcess
 
-    process = JobProcess.alone(target(job, job_option, overrides, run_folder), "ps", topics_exist=False)
+    process = JobProcess.alone(job.target(run_folder), "ps", topics_exist=False)
     raise typer.Exit(process.parameter_server(standby=standby, takeover=takeover, fresh=fresh, check_only=check_only))
 
 
 def evaluate(
-    job: JobArgument = None,
-    job_option: JobOption = None,
-    overrides: SetOption = None,
+    job: JobOptions,
     run_folder: RunFolderOption = None,
 ) -> None:
     """Evaluate published weights on held-out samples until the job ends. Writes evaluations.csv and updates.csv.
@@ -139,18 +132,18 @@ def evaluate(
     from doll.run.local.roles import JobProcess
 
     # Without Redis it reads the last checkpoint.
-    process = JobProcess.alone(target(job, job_option, overrides, run_folder), "evaluator", redis="optional")
+    process = JobProcess.alone(job.target(run_folder), "evaluator", redis="optional")
     raise typer.Exit(process.evaluator())
 
 
-def prometheus(job: JobArgument = None, job_option: JobOption = None, overrides: SetOption = None) -> None:
+def prometheus(job: JobOptions) -> None:
     """Serve the metrics of all processes of a job at /metrics, on 127.0.0.1 and $DOLL_HEALTH_PORT or port 9464.
 
     Example: doll prometheus my.yaml
     """
     from doll.run.local.roles import JobProcess
 
-    raise typer.Exit(JobProcess.alone(target(job, job_option, overrides), "prometheus", redis="unused").prometheus())
+    raise typer.Exit(JobProcess.alone(job.target(), "prometheus", redis="unused").prometheus())
 
 
 def health(
@@ -171,7 +164,7 @@ def health(
 
     given = port if port is not None else os.environ.get(PORT_ENV, "")
     if not str(given).isdecimal() or not 0 < int(given) < 65_536:
-        raise usage(f"expected a port, 1 to 65535, in --port or {PORT_ENV}, got {str(given)!r}")
+        raise typer.BadParameter(f"expected a port, 1 to 65535, in --port or {PORT_ENV}, got {str(given)!r}")
     connection = http.client.HTTPConnection(HOST, int(given), timeout=_PROBE_TIMEOUT_S)
     try:
         connection.request("GET", "/readyz" if ready else "/healthz")
