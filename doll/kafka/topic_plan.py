@@ -1,5 +1,5 @@
 """The six topics of a job as it needs them: names, partitions, settings; and what is wrong with the settings of topics
-that exist. Pure.
+that exist. Pure. `samples` has one partition for each worker (`doll.ps.engine.assignment`).
 
 Fatal is what would break the ledger or block the job: compaction deletes records that were not learned, and refuses
 records without a key; an `updates` with retention loses who has served the job and what was learned; a topic with fewer

@@ -1,9 +1,10 @@
-"""Audit a job, running or ended: collect what its processes left in Kafka and in the checkpoint store, and balance it.
+"""Audit a job, running or ended: whether every record is applied once, dead-lettered once, lost or still to come.
 
-Order of reading: checkpoint, update records, dead letters, partition ends. What a checkpoint contains was recorded
-before it was saved, and what an update names dead has its letter before it is pushed, so each is there when it is
-read. A server that saves meanwhile can still make a sound history look wrong (it may begin again, or end, after the
-checkpoint was read): then all is read again.
+What the job's processes left in Kafka and in the checkpoint store is read here and counted by `doll.ledger.balance`.
+Order of reading: checkpoint, update records, dead letters, partition ends. The updates of a checkpoint are recorded
+before the checkpoint is saved, and a dead letter is written before the update that names it: what is read later holds
+all that was read before. A server that saves meanwhile can still make a sound history look wrong (it may begin again,
+or end, after the checkpoint was read): then all is read again.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
 `Optimizer` sums gradients in a fixed order in float32, scales, clips and steps: it is the parameter server's updater
 where workers send gradients, and each worker's own where they send steps, which `StepAdder` adds at the server.
 
-The arithmetic is that of torch's SGD, Adam and Adagrad, to the bit (a test compares them), in as few passes over memory
-as it allows; Adagrad may have momentum, which torch's has not. Adam and Adagrad are torch's functions `adam` and
-`adagrad`, called on slices that stay in the processor's cache; torch's optimizer classes are not used: constructing one
-of them imports torch's compiler, which took 5 s of CPU on two slow cores at each start of a parameter server, restarts
-included.
+To add an optimizer: its section in `doll.config.training`, a case in `Optimizer._step`, and one in
+`doll.optim.row_optimizer` for the rows of tables. The arithmetic is that of torch's SGD, Adam and Adagrad, to the bit
+(a test compares them), in as few passes over memory as it allows; Adagrad may have momentum, which torch's has not.
+Adam and Adagrad are torch's functions `adam` and `adagrad`, called on slices that stay in the processor's cache;
+torch's optimizer classes are not used: constructing one of them imports torch's compiler, which took 5 s of CPU on two
+slow cores at each start of a parameter server, restarts included.
 """
 
 from __future__ import annotations

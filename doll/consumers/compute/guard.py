@@ -1,9 +1,10 @@
 """The gradient of a batch without harmful samples: samples that cannot be computed or would break the model.
 
-A batch that is computed and looks as usual costs one norm. Only one that fails, or whose gradient is far longer than
-those before it, is inspected. Samples that fail by themselves are refused. Of a batch that is only unusual, a sample
-is refused where its gradient is far longer than usual, with wrong targets too, *and* its step would
-break the model for ordinary samples: a hard or rare sample late in training passes (ADR 0011).
+A batch that is computed and looks as usual costs one norm. Only a batch that fails, or whose gradient is far longer
+than those of earlier batches, is inspected. A sample that fails by itself is refused. In a batch that is only unusual,
+a sample is refused if its gradient is far longer than the gradients of usual samples, also of usual samples with wrong
+targets, *and* its step would break the model for ordinary samples: a hard or rare sample late in training passes
+(ADR 0011). `doll.consumers.intake.dead_letters` writes what is refused here to the topic `dead`.
 
 Samples that were learned before, the canary, distinguish bad samples from a task or a model that fails on all.
 """

@@ -1,7 +1,8 @@
 """The newest metrics of a job, folded from its records, under Prometheus' names. Pure.
 
 A metric `name` of the source `kind` becomes `doll_<kind>_<name>`: a counter if it ends in `_total`, else a gauge, in
-the unit that its name ends in, with seconds written out as Prometheus' conventions ask.
+the unit that its name ends in, with seconds written out as Prometheus' conventions ask. The state of a job that
+displays, reports and pages show is `doll.monitor.state.progress.JobSnapshot`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The fleet port: what the provisioner asks of the owner of the machines.
 
-One instance per slot, with the identity (slot, incarnation).
+One instance per slot, with the identity (slot, incarnation). To add a fleet, implement `Fleet` and add its opener to
+`doll.provisioner.machines.OPENERS`.
 
 Three adapters: local processes, docker compose, EC2. A fleet knows machines, not workers: whether the worker on an
 instance is ready, the parameter server's records say. All times are Unix seconds.

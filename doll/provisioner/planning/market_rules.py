@@ -1,8 +1,8 @@
-"""The rules that choose markets, on arrays, in samples and seconds.
+"""The rules that choose markets: when to wait for spot, and the spot guard (`deadline_rule`). In samples and seconds.
 
-All of them reason about slack, the samples that could still be lost: S·T - W, with S the rate of all streams, T the
-time and W the work that are left. All on-demand, slack stays; a slot that is down spends its rate in every second, a
-move spends the rate times the boot time. Missing the deadline is spending more than there is.
+All of them reason about slack, the samples that may still be lost before the deadline is missed: S·T - W, with S the
+rate of all streams, T the time that is left and W the samples that are left. While all slots run, slack stays the same.
+A slot that is down loses its rate in every second, and a move to another market loses its rate times the boot time.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def cheaper_on_spot(state: PlannerState) -> Bools:
 def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bools) -> Bools:
     """Wait for spot while the slack allows, cover slots that are down when it does not.
 
-    The guard's reserve (an outage of all of spot that is seen late, and a boot) is not there to be spent on waiting, so
-    the pace is that of a deadline which is sooner by it. Slack up to that deadline is spent evenly over the job, but a
-    part of what an even pace would still have in hand (1 - `slack_reserve`) may be used early: most outages then end by
-    themselves and cost neither money nor moves. Slots return when there is again more than `return_reserve` of it,
-    which pays for the outages to come.
+    The guard keeps a reserve: the time in which an outage of all spot machines is seen, and a boot. Waiting must not
+    spend it, so the pace is for a deadline that is sooner by this reserve. Slack up to that deadline is spent evenly
+    over the job, but the share 1 - `slack_reserve` of the slack that an even pace would still have may be used early:
+    most outages then end by themselves and cost neither money nor moves. Slots return when there is again more than
+    `return_reserve` of it, which pays for the outages to come.
     """
     chosen = state.on_spot.copy()
     down = chosen & ~state.spot_available
@@ -140,13 +140,13 @@ def theorem(state: PlannerState, settings: PlannerSettings, slack: Slack, worth:
 def deadline_rule(
     state: PlannerState, settings: PlannerSettings, slack: Slack, wanted: Bools, move_s: float
 ) -> tuple[Bools, Bools]:
-    """Take back from spot what the deadline cannot afford to lose.
+    """The spot guard: take back from spot what the deadline cannot afford to lose.
 
-    Worst case: everything on spot goes down now, the planner sees it `detection_delay` seconds later, and all of it
-    has to boot on-demand. Each slot on spot then loses rate x (detection delay + boot), one that is down rate x
-    (period + boot), each that moves now rate x boot. What is left of the slack must cover that, so slots leave spot
-    until it does: returns first, then slots that are down or boot there, then the fastest; but none that would lose no
-    less by leaving.
+    Worst case: everything on spot goes down now, the planner sees it `detection_delay` seconds later, and all of it has
+    to boot on-demand. Then each slot on spot loses rate x (detection delay + boot), a slot that is down loses rate x
+    (planning period + boot), and a slot that moves now loses rate x boot. What is left of the slack must cover that, so
+    slots leave spot until it does: returns first, then slots that are down or boot there, then the fastest; but none
+    that would lose no less by leaving.
 
     Args:
         move_s: what a move now costs: the boot time, or 0 where nothing runs yet.

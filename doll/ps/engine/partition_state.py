@@ -8,7 +8,9 @@ received and applied in order, so four counters say where each of them stands:
     [received, granted)    being computed
     [granted, announced)   waiting
 
-What is applied is a prefix; with `durable <= applied` for the newest checkpoint, that is the whole ledger.
+The applied batches of a partition are always a prefix of it, so `applied` in a checkpoint says which records the model
+of that checkpoint holds; `durable` is `applied` of the newest checkpoint. Which worker serves a partition is in
+`doll.ps.engine.assignment`.
 """
 
 from __future__ import annotations
@@ -85,9 +87,9 @@ class Partition:
         leader_epoch: of the last applied batch, see `doll.records.control.PushedBatch`; -1: not known.
         settled: of batches below it nothing is held back: all of their steps are at the server.
         whole: batches below it are in the model with their whole steps.
-        timed_out: void grants whose time limit has passed: their batches are the first waiting ones, and nobody has
-            these batches.
-        timed_out_since_s: when the time began that was limited.
+        timed_out: void grants whose time limit has passed: their batches wait before all others, and are granted to
+            nobody.
+        timed_out_since_s: when the limited time began.
         waiting: of each waiting batch its place in the order of announcements.
     """
 

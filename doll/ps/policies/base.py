@@ -1,7 +1,7 @@
 """What a consistency policy is: what it sees of the engine, what it is asked, and how it is registered.
 
-A worker's batches are granted, received and applied in the order of its stream, so three counts say where those stand
-that the model does not contain: waiting, computing and held.
+A worker's batches are granted, received and applied in the order of its stream, so three counts say where the batches
+stand that are not in the model: waiting, computing and held.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class Offer:
 class Policy(ABC):
     """A consistency model: decides which batches start and which gradients are applied together.
 
-    The engine calls `changed`, then `collect` and `start`, until neither has an answer; so after every event. Answers
-    must depend on the view, on what `changed` was given and on `state` only: a replay of the same events gives the same
-    updates. Work per call must be proportional to what has changed, never to the number of workers.
+    After every event the engine calls `changed`, `collect` and `start` in turn, until the last two return nothing.
+    Answers must depend on the view, on what `changed` was given and on `state` only: a replay of the same events gives
+    the same updates. Work per call must be proportional to what has changed, never to the number of workers.
     """
 
     name: ClassVar[str]

@@ -50,7 +50,7 @@ _ON_DEMAND_QUOTA = ErrorRule(LaunchFailure.ON_DEMAND_QUOTA, Scope.MARKET, QUOTA_
 _THROTTLED = ErrorRule(LaunchFailure.THROTTLED)
 _MISCONFIGURED = ErrorRule(LaunchFailure.CONFIG, alarm=True)
 # It may be of one market, type or zone only, or what was made a moment ago may not be known everywhere yet: who asks
-# decides by what others say, and by how often. See `doll.provisioner.reconcile.LaunchState`.
+# decides by what others say, and by how often. See `doll.provisioner.launch_state.LaunchState`.
 _REFUSED = ErrorRule(LaunchFailure.REFUSED, Scope.POOL, REFUSAL_BACKOFF_S, alarm=True)
 
 _CODES: Final[dict[ErrorRule, tuple[str, ...]]] = {
