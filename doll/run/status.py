@@ -51,6 +51,7 @@ class JobStatus:
     def to_dict(self) -> dict[str, Any]:
         content = {**dataclasses.asdict(self.snapshot), "prequential": self.snapshot.prequential._asdict()}
         content["margin"] = self.snapshot.margin._asdict()
+        content["policy"] = None if self.snapshot.policy is None else self.snapshot.policy.to_dict()
         content.pop("seconds")
         return {**content, "silent_s": self.silent_s}
 

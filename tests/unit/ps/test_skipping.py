@@ -81,7 +81,7 @@ class HoleyWorld(World):
 
     def add_up(self, update: ev.ApplyUpdate) -> None:
         (item, *_) = update.sets
-        if item.batches and item.batches[0].count > 1:
+        if item.batches and not item.push.key:  # a skip, which may be left with one batch of its range
             first = item.batches[0].pushed.batch
             self.whole[item.push.worker] |= set(range(first, first + item.batches[0].count))
             self.host.apply(update)

@@ -1,6 +1,7 @@
 """The progress model and the two views of it."""
 
 import io
+import json
 import math
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from doll.monitor.state import formats
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import Display, panel
 from doll.monitor.views.text import one_line, worker_table
+from doll.process.files import json_safe
 from doll.records.control import Finished, Measures, Member, Metric, Update
 from doll.run.status import JobStatus
 from doll.theory.queueing import Stability
@@ -363,3 +365,12 @@ def test_the_panel_fits_80_columns_and_cuts_nothing_off(running: ProgressModel, 
         assert expected in words, expected
     assert ("eu-west-1a" in words) == has_machines
     assert len(text.splitlines()) <= 24, "an 80 x 24 terminal"
+
+
+def test_the_status_of_a_job_with_measures_is_plain() -> None:
+    model = ProgressModel(job(), started_s=0.0)
+    model.feed(term_started(1))
+    model.feed(server_status(measures=Measures(staleness={-1: 3, -2: 1}, staleness_total=4, gradient_bytes=100)))
+    content = json.loads(json.dumps(json_safe(JobStatus(job(), model.snapshot(1.0), {}).to_dict())))
+    assert content["policy"]["staleness"]["reads"] == 4
+    assert content["policy"]["bytes"]["gradients"] == 100
