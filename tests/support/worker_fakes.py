@@ -6,16 +6,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from doll.consumers.channels.kafka_channel import WorkerChannel
-from doll.consumers.compute.gradient_engine import GoesOn
 from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.protocol.worker_core import Batch, GradientDone
 from doll.kafka.chunk_reader import ChunkReader
 from doll.process.metric_names import LOST_FROM, LOST_UNTIL
 from doll.records.control import AnyRecord, DeadLetter, Grant, NewVersion, encode
+
+if TYPE_CHECKING:  # it loads torch
+    from doll.consumers.compute.gradient_engine import GoesOn
 
 
 @dataclass
