@@ -27,6 +27,8 @@ from worker_records import grant, welcome
 
 JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 def decode_records(records: Records) -> Decoded:
     """One sample per record; a record without value is refused."""

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from doll.local.processes import free_port
 from doll.process.health import PORT_ENV
 from doll.run.local.context import taken_health_ports
 from job_files import job
@@ -25,9 +26,9 @@ def test_the_base_port_of_the_job_file_holds_whatever_the_environment_says(
 
 def test_a_port_that_is_taken_is_said() -> None:
     with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
+        port = free_port()  # below the ports of connections, as the job file asks
+        other.bind(("127.0.0.1", port))
         other.listen()
-        port = other.getsockname()[1]
         said = taken_health_ports(job(f"health.base_port={port}"))
     assert said is not None
     assert f"{port} (ps)" in said
