@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, assert_never
 
@@ -48,7 +49,7 @@ class DivergedError(TaskError):
     """The gradient or a weight is not finite: the model has diverged, and saving it would destroy it."""
 
 
-class _FlatWeights:
+class _FlatWeights(ABC):
     """The weights of a model as one vector, and the sum of what is added for its next version."""
 
     def __init__(self, model: FlatModel) -> None:
@@ -62,6 +63,41 @@ class _FlatWeights:
     def weights(self) -> npt.NDArray[np.float32]:
         array: npt.NDArray[np.float32] = self._flat.numpy()
         return array
+
+    @abstractmethod
+    def add(self, contribution: Contribution | torch.Tensor) -> None:
+        """Add a contribution to the sum."""
+
+    def apply(
+        self,
+        contributions: Sequence[Contribution | torch.Tensor],
+        scale: float,
+        num_samples: int,
+        into: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """The next weights, of the sum of the contributions that were added and `contributions`, in this order.
+
+        Args:
+            contributions: float32, shape (numel,) each; for float buffers, values times samples; the other buffers
+                become the buffers of the last contribution.
+            scale: of the sum; 1 / num_samples for the mean of gradients.
+            num_samples: of all contributions together.
+            into: memory for the new weights, as in `doll.ps.model.updater.Updater.apply`.
+
+        Raises:
+            DivergedError: a number of the sum, of the weights or of the optimizer's state is not finite.
+        """
+        for contribution in contributions:
+            self.add(contribution)
+        if self._sum_is_empty:
+            return  # nothing but refused records: the version counts, the weights stay
+        self._sum_is_empty = True
+        target = self._own if into is None else torch.from_numpy(into)
+        self._apply_sum(scale, num_samples, target)
+
+    @abstractmethod
+    def _apply_sum(self, scale: float, num_samples: int, target: torch.Tensor) -> None:
+        """Make the next weights of `_sum` in `target`, which becomes `_flat`."""
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         return {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights}
@@ -105,8 +141,8 @@ class Optimizer(_FlatWeights):
         self.clipped_by = 1.0
         self._state: dict[str, torch.Tensor] = {}  # named as torch's optimizer classes name it
 
-    def add(self, gradient: Contribution | torch.Tensor) -> None:
-        tensor, floats = tensor_of(gradient), self._model.num_floats
+    def add(self, contribution: Contribution | torch.Tensor) -> None:
+        tensor, floats = tensor_of(contribution), self._model.num_floats
         if self._sum_is_empty:
             torch.mul(tensor[:floats], _SUM_FACTOR, out=self._sum[:floats])
             self._sum_is_empty = False
@@ -118,32 +154,8 @@ class Optimizer(_FlatWeights):
     def max_change(self, gradient: Contribution) -> float:
         return 0.0  # a step is made of the sum of all
 
-    def apply(
-        self,
-        gradients: Sequence[Contribution | torch.Tensor],
-        scale: float,
-        num_samples: int,
-        into: npt.NDArray[np.float32] | None = None,
-    ) -> None:
-        """One step on `scale` times the sum of the gradients that were added and `gradients`, in this order.
-
-        Args:
-            gradients: float32, shape (numel,) each: sums over samples; for float buffers, values times samples; the
-                other buffers become the buffers of the last gradient.
-            scale: 1 / num_samples for the mean.
-            num_samples: of all gradients together.
-            into: memory for the new weights, as in `doll.ps.model.updater.Updater.apply`.
-
-        Raises:
-            DivergedError: a number of the gradient, of the weights or of the optimizer's state is not finite.
-        """
-        for gradient in gradients:
-            self.add(gradient)
-        if self._sum_is_empty:
-            return  # nothing but refused records: the version counts, the weights stay
-        self._sum_is_empty = True
+    def _apply_sum(self, scale: float, num_samples: int, target: torch.Tensor) -> None:
         total, n, floats = self._sum, self.num_parameters, self._model.num_floats
-        target = self._own if into is None else torch.from_numpy(into)
         factor = scale / _SUM_FACTOR
         if self._clip_norm is not None:
             total[:n] *= factor
@@ -266,8 +278,8 @@ class StepAdder(_FlatWeights):
 
     clipped_by: Final = 1.0
 
-    def add(self, step: Contribution) -> None:
-        tensor, floats = tensor_of(step), self._model.num_floats
+    def add(self, contribution: Contribution | torch.Tensor) -> None:
+        tensor, floats = tensor_of(contribution), self._model.num_floats
         if self._sum_is_empty:
             self._sum[:] = tensor
             self._sum_is_empty = False
@@ -280,25 +292,8 @@ class StepAdder(_FlatWeights):
         largest = float(max(parameters.max(initial=0.0), -parameters.min(initial=0.0)))
         return largest if math.isfinite(largest) else math.inf
 
-    def apply(
-        self,
-        steps: Sequence[Contribution],
-        scale: float,
-        num_samples: int,
-        into: npt.NDArray[np.float32] | None = None,
-    ) -> None:
-        """Add `scale` times the sum of the steps that were added and `steps`, in this order.
-
-        Raises:
-            DivergedError: a number of a step or of the weights is not finite.
-        """
-        for step in steps:
-            self.add(step)
-        if self._sum_is_empty:
-            return  # nothing but refused records: the version counts, the weights stay
-        self._sum_is_empty = True
+    def _apply_sum(self, scale: float, num_samples: int, target: torch.Tensor) -> None:
         total, n, floats = self._sum, self.num_parameters, self._model.num_floats
-        target = self._own if into is None else torch.from_numpy(into)
         torch.add(self._flat[:n], total[:n], alpha=scale, out=target[:n])
         if num_samples > 0:
             total[n:floats] /= num_samples
