@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.provisioner.planning.baselines import MarketPolicy, baselines
 from doll.provisioner.traces.model import TraceSet
 from doll.provisioner.traces.recordings import load
@@ -26,8 +27,6 @@ from doll.simulation.adaptive import LIVE, Adaptive
 from doll.simulation.backtest import BacktestSettings, Row, backtest, cells, windows_of
 from rich.console import Console
 from rich.progress import Progress
-
-from benchmarks.paper.harness import axes_style
 
 RESERVES = ((1.0, 1.0), (0.75, 0.75), (0.5, 0.7), (0.4, 0.7), (0.3, 0.6), (0.2, 0.5), (0.0, 0.2))
 _ALL = 100.0 - 1e-9
@@ -109,7 +108,7 @@ def draw(lines: Sequence[dict[str, float | str]], path: Path) -> None:
         axes.axvline(float(own["greedy"]["least_moves"]) / uniform, color="#999999", linestyle=":", label="least")
         axes.axvspan(-0.05, 1 / 3, ymax=1.0, color="#54a24b", alpha=0.08)
         axes.axhline(5.0, color="#54a24b", linewidth=0.8)
-        axes_style(axes, name, "moves / Uniform Progress's", "points over best baseline")
+        decorate(axes, name, "moves / Uniform Progress's", "points over best baseline")
     for axes in grid[len(names) :]:
         axes.set_axis_off()
     grid[0].legend(fontsize=7, frameon=False)

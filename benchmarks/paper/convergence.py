@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config import SgdConfig
+from doll.process.figures import decorate
 
 from benchmarks.paper.formulas import decay, error_rate_per_s, error_rate_poisson_per_s, stationary_error_quadratic
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -150,7 +151,7 @@ def _draw(figure: Figure, mean: np.ndarray, bound: np.ndarray, printed: np.ndarr
     axes.plot(bound, "--", color=FORMULA, label="bound (10)")
     axes.plot(printed[printed < 1e3], color=PAPER, label="as printed: sum of sums")
     axes.set_yscale("log")
-    axes_style(axes, f"Eq. (10) on quadratics, η = {ETA:g}, K b = {SIZE * BATCH}", "updates", "error")
+    decorate(axes, f"Eq. (10) on quadratics, η = {ETA:g}, K b = {SIZE * BATCH}", "updates", "error")
     axes.legend(fontsize=8, frameon=False)
 
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.ps.policies.base import Policy
 from doll.ps.policies.essp import EsspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
 from doll.theory.staleness import Histogram
 
-from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.network import NetworkedSystem, clock_times
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _draw(figure: Figure, reads: dict[tuple[str, int], Reads]) -> None:
             axes.plot(at, share, style, color=color, drawstyle="steps-mid", linewidth=1.3,
                       label=f"s = {staleness}, mean {histogram.mean:.1f}")  # fmt: skip
         y = "share of reads" if name == "ssp" else ""
-        axes_style(axes, f"staleness, {name.upper()}", "clock in the weights − own", y)
+        decorate(axes, f"staleness, {name.upper()}", "clock in the weights − own", y)
         axes.set_ylim(0, 0.5)
         axes.legend(fontsize=7, frameon=False, loc="upper left")
     at = np.arange(len(STALENESS))
@@ -157,7 +158,7 @@ def _draw(figure: Figure, reads: dict[tuple[str, int], Reads]) -> None:
         shares = [100 * reads[name, staleness].blocked_share for staleness in STALENESS]
         right.bar(at + offset, shares, 0.4, color=color, label=name.upper())
     right.set_xticks(at, [str(staleness) for staleness in STALENESS])
-    axes_style(right, "blocked", "s", "% of the workers' time")
+    decorate(right, "blocked", "s", "% of the workers' time")
     right.legend(fontsize=8, frameon=False)
 
 

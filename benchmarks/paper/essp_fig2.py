@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.ps.policies.base import Policy
 from doll.ps.policies.essp import EsspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
 
 from benchmarks.paper.factor_steps import FactorSteps
 from benchmarks.paper.factorization import low_rank
-from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.network import NetworkedSystem, clock_times
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def _draw(figure: Figure, losses: Losses, curves: dict[tuple[str, int], list[tup
         color = PAPER if name == "ssp" else OURS
         points = [(clock, min(loss, 3 * top)) for clock, loss in curves[name, staleness]]
         left.plot(*zip(*points, strict=True), style, color=color, linewidth=1.3, label=f"{name.upper()}({staleness})")
-    axes_style(left, f"loss of one run, step {RATES[1]}", "clocks per worker", "mean squared error")
+    decorate(left, f"loss of one run, step {RATES[1]}", "clocks per worker", "mean squared error")
     for rate, style in zip(RATES[:2], (":", "-"), strict=True):
         for name, color in (("ssp", PAPER), ("essp", OURS)):
             medians = [float(np.median(losses[name, rate, staleness])) for staleness in STALENESS]
@@ -163,7 +164,7 @@ def _draw(figure: Figure, losses: Losses, curves: dict[tuple[str, int], list[tup
                         "diverged", (place, top), (0, 6), textcoords="offset points", fontsize=7, ha="center"
                     )
     right.set_xticks(range(len(STALENESS)), [str(staleness) for staleness in STALENESS])
-    axes_style(right, "loss after 120 clocks of the slowest", "s", "median over seeds")
+    decorate(right, "loss after 120 clocks of the slowest", "s", "median over seeds")
     for axes in (left, right):
         axes.set_yscale("log")
         axes.set_ylim(0.007, 2.5 * top)

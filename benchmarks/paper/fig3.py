@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
@@ -16,7 +17,7 @@ from doll.simulation.system import System
 from doll.theory.cost import cost_ratio
 
 from benchmarks.paper.formulas import best_num_spot, best_num_spot_at_risk, cost_usd, on_demand_runtime_s, runtime_s
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.setting import (
     CYCLE_S,
     HIGH,
@@ -207,7 +208,7 @@ def _draw(figure: Figure, dots: dict[Setting, tuple[Costs, float, float]]) -> No
             label="paper, measured" if index == 0 else None,
         )
         axes.axvline(setting.ratio, color="#bbbbbb", linewidth=0.8, label="deadlines" if index == 0 else None)
-    axes_style(axes, "Fig. 3a: cost against runtime, 64 workers, high spot price", "runtime / θ_0", "cost / on-demand")
+    decorate(axes, "Fig. 3a: cost against runtime, 64 workers, high spot price", "runtime / θ_0", "cost / on-demand")
     axes.legend(fontsize=7, frameon=False, ncols=2)
 
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config import AdamConfig, OptimizerConfig, SgdConfig
+from doll.process.figures import decorate
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 
-from benchmarks.paper.harness import FORMULA, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, Check, Result, Value, main
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,7 +143,7 @@ def _draw(figure: Figure, curves: dict[str, list[tuple[int, float]]]) -> None:
         axes.plot(
             [x for x, _ in curve], [y for _, y in curve], style, color=FORMULA if index < 3 else "#4c78a8", label=label
         )
-    axes_style(axes, "Fig. 3b: held-out accuracy of digits", "updates", "accuracy")
+    decorate(axes, "Fig. 3b: held-out accuracy of digits", "updates", "accuracy")
     axes.legend(fontsize=7, frameon=False)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 
 from benchmarks.paper.formulas import on_demand_runtime_s
-from benchmarks.paper.harness import FORMULA, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, PAPER, Check, Result, Value, main
 from benchmarks.paper.setting import (
     HIGH,
     RATE,
@@ -99,7 +100,7 @@ def _draw(figure: Figure, dots: dict[Setting, tuple[Costs, float]]) -> None:
         axes.scatter([costs.runtime.mean()], [formula], marker="x", s=70, color=FORMULA, label=label)
         label = "paper, measured" if index == 0 else None
         axes.axhline(setting.paper_unequal, color=PAPER, linewidth=0.8, linestyle="--", label=label)
-    axes_style(axes, "Fig. 4: rates ~ U(1, 250), one draw per run", "runtime / θ_0", "cost / on-demand")
+    decorate(axes, "Fig. 4: rates ~ U(1, 250), one draw per run", "runtime / θ_0", "cost / on-demand")
     axes.legend(fontsize=7, frameon=False)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.theory.cost import Prices, cost_ratio
 
 from benchmarks.paper.formulas import on_demand_runtime_s
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.setting import (
     HIGH,
     LOW,
@@ -133,7 +134,7 @@ def _draw(figure: Figure, bars: list[tuple[str, float, float, float, Value, Valu
     axes.plot([], [], color=PAPER, linewidth=2, label="paper, measured")
     axes.set_xticks(at, [bar[0].replace(", ", "\n") for bar in bars])
     axes.set_ylim(0.4, 0.95)
-    axes_style(axes, "Fig. 5: α = 0.9, θ = 1.05 θ_0", "", "cost / on-demand")
+    decorate(axes, "Fig. 5: α = 0.9, θ = 1.05 θ_0", "", "cost / on-demand")
     axes.legend(fontsize=7, frameon=False, ncols=4)
 
 

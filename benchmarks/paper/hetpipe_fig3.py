@@ -18,8 +18,9 @@ from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, best_pa
 from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.pipeline.planner.timeline import Timeline
 from doll.pipeline.profiling.profile import Profile
+from doll.process.figures import decorate
 
-from benchmarks.paper.harness import Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import Check, Result, Value, main
 from benchmarks.paper.hetpipe_models import KINDS, MODELS, NETWORK, OPTIMIZER_MULTIPLIER, virtual_worker
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def _draw(figure: Figure, lines: dict[str, dict[str, list[Point]]]) -> None:
                 label=f"{kind} ({line[0].images_per_s:.0f})",
             )  # fmt: skip
         axes.set_ylim(0, 4.3)
-        axes_style(axes, f"{model} (images/s at N_m = 1)", "N_m", "throughput, N_m = 1 is 1")
+        decorate(axes, f"{model} (images/s at N_m = 1)", "N_m", "throughput, N_m = 1 is 1")
         axes.legend(fontsize=7, frameon=False, loc="lower center")
 
 

@@ -22,8 +22,9 @@ from doll.pipeline.planner.allocation import GroupRates
 from doll.pipeline.planner.fleet_plan import FleetPlan, plan_fleet
 from doll.pipeline.planner.partition import MemoryRule
 from doll.pipeline.profiling.profile import Device, Profile
+from doll.process.figures import decorate
 
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.hetpipe_models import GPUS, MODELS, NETWORK, OPTIMIZER_MULTIPLIER, virtual_worker
 
 if TYPE_CHECKING:
@@ -228,12 +229,12 @@ def _draw(figure: Figure, results: dict[str, ModelResult]) -> None:
             bars.axhline(reference, color=FORMULA, linestyle="--", linewidth=1, label="Horovod, formula")
             bars.legend(fontsize=7, frameon=False, loc="upper left")
         bars.tick_params(axis="x", labelsize=7)
-        axes_style(bars, f"{model}, 16 GPUs", "", "images/s")
+        decorate(bars, f"{model}, 16 GPUs", "", "images/s")
         line.plot(list(result.by_gpus), list(result.by_gpus.values()), "o-", color=OURS, label="ours")
         line.plot(list(PAPER_TABLE_4[model]), list(PAPER_TABLE_4[model].values()), "s--", color=PAPER, label="paper")
         line.set_ylim(bottom=0)
         line.set_xticks(list(result.by_gpus))
-        axes_style(line, "ED-local", "GPUs", "")
+        decorate(line, "ED-local", "GPUs", "")
         line.legend(fontsize=7, frameon=False)
 
 

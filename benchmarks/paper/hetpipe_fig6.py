@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 from doll.pipeline.planner.schedule import Jitter, StageTimes
 from doll.pipeline.planner.timeline import Kind
+from doll.process.figures import decorate
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.theory.checks import Floats
 
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.virtual_workers import VirtualWorkers
 
 if TYPE_CHECKING:
@@ -246,8 +247,8 @@ def _draw(figure: Figure, curves: Mapping[int, Sequence[Curve]]) -> None:
         right.plot(runs[0].minibatches, runs[0].loss, color=colors[distance], linewidth=1.2)
     for axes in (left, right):
         axes.axhline(TARGET, color=FORMULA, linewidth=0.8, linestyle=":")
-    axes_style(left, "over time", "seconds (a task takes about 1 s)", "held-out loss")
-    axes_style(right, "over minibatches", "minibatches of all", "")
+    decorate(left, "over time", "seconds (a task takes about 1 s)", "held-out loss")
+    decorate(right, "over minibatches", "minibatches of all", "")
     left.legend(fontsize=8, frameon=False)
 
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, best_partition
 from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
+from doll.process.figures import decorate
 
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.partition_reference import (
     Instance,
     by_enumeration,
@@ -147,13 +148,13 @@ def _draw(figure: Figure, answers: list[Answers], seconds: list[list[float]]) ->
     left.loglog(*zip(*fit, strict=True), ".", color=OURS, markersize=3, label="random problem")
     ends = [min(ours for ours, _ in fit), max(ours for ours, _ in fit)]
     left.loglog(ends, ends, color=FORMULA, linewidth=0.8, label="equal")
-    axes_style(left, "least bottleneck", "dynamic programme, s", "integer programme, s")
+    decorate(left, "least bottleneck", "dynamic programme, s", "integer programme, s")
     left.legend()
     for number, each in enumerate(seconds):
         right.plot([number] * len(each), each, "o", color=OURS)
     right.axhline(LIMIT_S, color=PAPER, linewidth=0.8)
     right.set_xticks(range(len(NODES)), NODES)
-    axes_style(right, f"{LAYERS} layers, 8 different devices", "devices on", "time of the dynamic programme, s")
+    decorate(right, f"{LAYERS} layers, 8 different devices", "devices on", "time of the dynamic programme, s")
     right.set_ylim(0.0, 1.1 * LIMIT_S)
 
 

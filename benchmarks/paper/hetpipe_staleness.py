@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from doll.pipeline.planner.schedule import Pipeline, StageTimes
 from doll.pipeline.planner.timeline import Kind
+from doll.process.figures import decorate
 from doll.ps.policies.wsp import Wsp, WspPolicyConfig
 
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.virtual_workers import VirtualWorkers, lognormal_jitter
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _draw(figure: Figure, sets: list[Missed], controls: list[Missed]) -> None:
     for group, color, label in ((controls, PAPER, "not complete in order"), (sets, OURS, "random sets")):
         across = [each.bound + jitter.uniform(-0.25, 0.25) for each in group]
         axes.plot(across, [each.others for each in group], ".", color=color, markersize=4, label=label)
-    axes_style(axes, "updates of another virtual worker", "(D + 1)(s_local + 1) + s_local - 1", "most missed")
+    decorate(axes, "updates of another virtual worker", "(D + 1)(s_local + 1) + s_local - 1", "most missed")
     axes.legend(fontsize=8, frameon=False)
 
 

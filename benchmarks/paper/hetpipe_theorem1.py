@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.theory.checks import Floats
 
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.wsp import WspRegret, global_staleness, regret_of_step
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _draw(figure: Figure, runs: dict[tuple[int, int, int], Run], control: Run) -
         place.loglog(found.updates, falls, ":", color=OURS, linewidth=1, label="as T^-1/2")
         if other is not None:
             place.loglog(other.updates, other.regret, color=PAPER, label="constant steps")
-        axes_style(place, f"4 virtual workers, {title}", "T, updates of all", "mean regret")
+        decorate(place, f"4 virtual workers, {title}", "T, updates of all", "mean regret")
         place.legend(fontsize=8, frameon=False)
 
 

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from doll.pipeline.planner.schedule import Jitter, StageTimes
 from doll.pipeline.planner.timeline import Kind
+from doll.process.figures import decorate
 from doll.ps.policies.base import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.simulation.randomness import blocks
 
-from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.virtual_workers import VirtualWorkers
 
 if TYPE_CHECKING:
@@ -155,14 +156,14 @@ def _draw(
         left.bar_label(bars, fmt="%.1f", fontsize=8)
     left.set_xticks(at, [str(distance) for distance in DISTANCES])
     left.set_ylim(0, 60)
-    axes_style(left, "waiting for admission", "D", "% of the run")
+    decorate(left, "waiting for admission", "D", "% of the run")
     left.legend(fontsize=8, frameon=False)
     slowdowns = list(by_slowdown)
     right.plot(slowdowns, [100 * wait.share for wait in by_slowdown.values()], "o-", color=PAPER, label="waiting")
     idle = [100 * wait.share * (wait.idle or 0.0) for wait in by_slowdown.values()]
     right.plot(slowdowns, idle, "s-", color=OURS, label="of it, no stage computes")
     right.set_ylim(bottom=0)
-    axes_style(right, "D = 0", "one virtual worker slower by", "% of the run")
+    decorate(right, "D = 0", "one virtual worker slower by", "% of the run")
     right.legend(fontsize=8, frameon=False)
 
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config.policy import PolicyConfig
+from doll.process.figures import decorate
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
 
 from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.function_job import Factors, FunctionJob, Outcome, Store
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.mlless_fig7 import RATE, TARGET
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _draw(
         losses.plot(at_s, [point.loss for point in outcome.points], color=colors[policy], label=policy)
     losses.axhline(TARGET, color="#999999", linewidth=0.8, linestyle=":")
     losses.set_yscale("log")
-    axes_style(losses, "P = 8, one seed", "seconds", "mean squared error")
+    decorate(losses, "P = 8, one seed", "seconds", "mean squared error")
     losses.legend(fontsize=8, frameon=False)
     at = np.arange(len(all_workers))
     for policy, left in ((SSP, -0.2), (ISP, 0.2)):
@@ -134,7 +135,7 @@ def _draw(
     bars.axhline(1, color="#999999", linewidth=0.8, linestyle=":")
     bars.set_xticks(at, [str(workers) for workers in all_workers])
     bars.set_ylim(0, 2.2)
-    axes_style(bars, "Speed-up over bsp, mean", "workers", "")
+    decorate(bars, "Speed-up over bsp, mean", "workers", "")
     bars.legend(fontsize=8, frameon=False)
 
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.ps.policies.bsp import BspPolicyConfig
 
 from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.function_job import Factors, FunctionJob, Outcome, Store
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.mlless_fig7 import RATE, TARGET
 
 if TYPE_CHECKING:
@@ -111,11 +112,11 @@ def _draw(figure: Figure, workers: tuple[int, ...], seconds: dict[int, list[floa
         left.plot(workers, seconds[shards], "o-", color=color, label=label, markersize=4)
     left.axvline(SHARD_LINKS, color="#999999", linewidth=0.8, linestyle=":", label="a shard's speed over a link's")
     left.set_ylim(bottom=0)
-    axes_style(left, "Time to the target, mean", "workers", "seconds")
+    decorate(left, "Time to the target, mean", "workers", "seconds")
     left.legend(fontsize=8, frameon=False)
     right.plot(workers, steps, "o-", color=FORMULA, markersize=4)
     right.set_ylim(bottom=0)
-    axes_style(right, "Steps to the target, mean", "workers", "steps")
+    decorate(right, "Steps to the target, mean", "workers", "steps")
 
 
 if __name__ == "__main__":

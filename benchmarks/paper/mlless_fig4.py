@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from doll.process.figures import decorate
 from doll.theory import scale_in
 from doll.theory.scale_in import ReferenceCurve, SlowCurve
 
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -203,7 +204,7 @@ def _draw(figure: Figure, losses: Floats, knee: int, curve: ReferenceCurve, slow
     later = steps[knee:]
     axes.plot(later, [slow.loss(float(step)) for step in later], color=PAPER, label="(3), one worker fewer")
     axes.axvline(knee, color=FORMULA, linewidth=1, linestyle=":", label="knee")
-    axes_style(axes, "Fig. 4: loss and its predictions", "step", "RMSE")
+    decorate(axes, "Fig. 4: loss and its predictions", "step", "RMSE")
     axes.legend(fontsize=8, frameon=False)
 
 

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from doll.config.policy import PolicyConfig
 from doll.consumers.compute.significance_filter import Residual
+from doll.process.figures import decorate
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 
 from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.function_job import Factors, FunctionJob, Outcome, Problem, Store
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.logistic import Clicks
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def _draw(figure: Figure, drawn: dict[float, Outcome], curves: dict[str, tuple[C
         losses.plot(sent, [point.loss for point in outcome.points], color=_COLORS[v], label=f"v = {v:g}")
     losses.axhline(TARGET, color="#999999", linewidth=0.8, linestyle=":")
     losses.set_yscale("log")
-    axes_style(losses, "Factorisation, one seed", "thousands of coordinates sent", "mean squared error")
+    decorate(losses, "Factorisation, one seed", "thousands of coordinates sent", "mean squared error")
     losses.legend(fontsize=8, frameon=False)
     shares = np.linspace(0, 1, 101)
     for (name, (compared, share, measured)), color in zip(curves.items(), (OURS, PAPER), strict=True):
@@ -191,7 +192,7 @@ def _draw(figure: Figure, drawn: dict[float, Outcome], curves: dict[str, tuple[C
         )
         times.plot([share], [measured], "o", color=color)
     times.axhline(1, color="#999999", linewidth=0.8, linestyle=":")
-    axes_style(times, "isp(0.7) over bsp (points: simulated jobs)", "share of transfer in bsp's step", "speed-up")
+    decorate(times, "isp(0.7) over bsp (points: simulated jobs)", "share of transfer in bsp's step", "speed-up")
     times.legend(fontsize=8, frameon=False)
 
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
 from doll.theory.scale_in import Score, relative_excess
 
 from benchmarks.paper.formulas import printed_excess
 from benchmarks.paper.function_cost import functions_usd, perf_per_usd
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -156,8 +157,8 @@ def _draw(figure: Figure, outcomes: dict[str, Outcome]) -> None:
             at_s, losses, workers = zip(*outcome.trace, strict=True)
             axes[0, column].plot(at_s, losses, color=colors[variant], linewidth=1, label=variant)
             axes[1, column].plot(at_s, workers, color=colors[variant], linewidth=1.5, label=variant)
-        axes_style(axes[0, column], f"γ = {MILD if job == 'mild' else HARMFUL}", "", "loss")
-        axes_style(axes[1, column], "", "seconds", "workers")
+        decorate(axes[0, column], f"γ = {MILD if job == 'mild' else HARMFUL}", "", "loss")
+        decorate(axes[1, column], "", "seconds", "workers")
         axes[0, column].legend(fontsize=7, frameon=False)
 
 

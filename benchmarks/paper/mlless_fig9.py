@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config.policy import PolicyConfig
+from doll.process.figures import decorate
 from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
@@ -24,7 +25,7 @@ from doll.ps.policies.isp import IspPolicyConfig
 from benchmarks.paper.factorization import Factorization
 from benchmarks.paper.function_cost import machines_usd
 from benchmarks.paper.function_job import DenseRing, Factors, FunctionJob, Outcome, Point, Store, Vector
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.mlless_fig4 import ITEMS, RANK, USERS, Ratings
 from benchmarks.paper.mlless_tables import PYTORCH_MACHINES, PYTORCH_USD_PER_H
 
@@ -206,8 +207,8 @@ def _draw(figure: Figure, drawn: dict[str, Outcome], setting: Setting) -> None:
     for budget in setting.budgets_usd:
         of_cost.axvline(100 * budget, color="#999999", linewidth=0.8, linestyle=":")
     of_time.set_ylim(setting.target - 0.02, 0.8)
-    axes_style(of_time, "Fig. 9: loss over time, one seed", "seconds", "mean squared error")
-    axes_style(of_cost, "Fig. 10: loss over cost (dotted: budgets)", "¢", "")
+    decorate(of_time, "Fig. 9: loss over time, one seed", "seconds", "mean squared error")
+    decorate(of_cost, "Fig. 10: loss over cost (dotted: budgets)", "¢", "")
     of_cost.set_xlim(0, 130 * setting.budgets_usd[-1])
     of_time.legend(fontsize=8, frameon=False)
 

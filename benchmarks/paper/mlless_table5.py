@@ -13,10 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.ps.policies.bsp import BspPolicyConfig
 
 from benchmarks.paper.function_job import FunctionJob, Outcome, Store
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.logistic import Clicks
 
 if TYPE_CHECKING:
@@ -139,13 +140,13 @@ def _draw(figure: Figure, drawn: dict[int, Outcome], seconds: dict[int, float]) 
         at_s = [point.time_s for point in outcome.points]
         losses.plot(at_s, [point.loss for point in outcome.points], color=color, label=f"P = {workers}")
     losses.axhline(TARGET, color="#999999", linewidth=0.8, linestyle=":")
-    axes_style(losses, "Loss, one seed", "seconds", "cross-entropy")
+    decorate(losses, "Loss, one seed", "seconds", "cross-entropy")
     losses.legend(fontsize=8, frameon=False)
     at = np.arange(len(WORKERS))
     bars.bar(at - 0.2, list(seconds.values()), 0.38, color=OURS, label="here")
     bars.bar(at + 0.2, PAPER_S, 0.38, color=PAPER, label="paper")
     bars.set_xticks(at, [f"{here} ({there})" for here, there in zip(WORKERS, PAPER_WORKERS, strict=True)])
-    axes_style(bars, "Time to the target", "workers here (in the paper)", "seconds")
+    decorate(bars, "Time to the target", "workers here (in the paper)", "seconds")
     bars.set_ylim(0, 540)
     bars.legend(fontsize=8, frameon=False, ncols=2)
 

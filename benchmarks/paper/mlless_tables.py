@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from doll.process.figures import decorate
+
 from benchmarks.paper.function_cost import functions_usd, machines_usd, perf_per_usd
-from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, main
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,7 +143,7 @@ def _draw(figure: Figure) -> None:
     axes.bar([place - 0.2 for place in at], ours, 0.38, color=OURS, label="price x corrected time")
     axes.bar([place + 0.2 for place in at], paper, 0.38, color=PAPER, label="paper")
     axes.set_xticks(list(at), names)
-    axes_style(axes, "Table 4: Perf/$", "", "1 / (s USD)")
+    decorate(axes, "Table 4: Perf/$", "", "1 / (s USD)")
     axes.legend(fontsize=8, frameon=False)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.errors import InfeasiblePlanError
+from doll.process.figures import decorate
 from doll.theory.cost import Prices, cost_ratio, unequal_cost_usd
 from doll.theory.planning import best_assignment
 
@@ -21,7 +22,7 @@ from benchmarks.paper.formulas import (
     runtime_s,
     unequal_runtime_s,
 )
-from benchmarks.paper.harness import FORMULA, OURS, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, Check, Result, Value, main
 from benchmarks.paper.setting import CYCLE_S, HIGH, LOW, RATE, SAMPLES, SETTINGS, N
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ def _draw(figure: Figure) -> None:
         spot = best_num_spot(SAMPLES, RATE, N, setting.alpha, setting.ratio * 6400.0, HIGH)
         axes.plot(np.arange(N + 1), costs / costs[0], color=(OURS, FORMULA)[index], label=str(setting))
         axes.scatter([spot], [costs[spot] / costs[0]], color=(OURS, FORMULA)[index])
-    axes_style(axes, "Theorem 4: cost over N_s, and the last N_s in time", "N_s", "cost / on-demand")
+    decorate(axes, "Theorem 4: cost over N_s, and the last N_s in time", "N_s", "cost / on-demand")
     axes.legend(fontsize=8, frameon=False)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.report import summarise
 from doll.simulation.settings import SimulationSettings
@@ -16,7 +17,7 @@ from doll.simulation.system import System
 from doll.theory.queueing import harmonic, stability, update_rate_per_s
 
 from benchmarks.paper.formulas import group_interval_s
-from benchmarks.paper.harness import FORMULA, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, Check, Result, Value, main
 from benchmarks.paper.setting import RATE, B, K, N
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _draw(figure: Figure, traces: dict[float, tuple[list[float], list[int]]]) ->
         axes.plot(times, waiting, color=f"C{index}", linewidth=0.8, label=f"load {load:g}")
     axes.axhline(K, color=FORMULA, linestyle=":", linewidth=0.8, label="K")
     axes.set_yscale("symlog", linthresh=float(np.max([K, 1])))
-    axes_style(axes, "Proposition 1: batches that wait", "seconds", "batches")
+    decorate(axes, "Proposition 1: batches that wait", "seconds", "batches")
     axes.legend(fontsize=8, frameon=False)
 
 

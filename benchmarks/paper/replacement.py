@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.report import formula_rate
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.setting import CYCLE_S, RATE, B, K, N
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _draw(figure: Figure, shares: list[tuple[str, float, float]]) -> None:
     axes.bar(at + 0.2, [share[2] for share in shares], 0.38, color=PAPER, label="Algorithm 4 as printed")
     axes.axhline(1.0, color=FORMULA, linestyle="--", linewidth=0.8, label="formula")
     axes.set_xticks(at, [share[0] for share in shares])
-    axes_style(axes, "Updates done by the time of (15)", "", "share of the formula's")
+    decorate(axes, "Updates done by the time of (15)", "", "share of the formula's")
     axes.legend(fontsize=8, frameon=False)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.theory.cost import cost_ratio, work_samples
 
 from benchmarks.paper.fig5 import ALPHA, RATIO, both, streams_of
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.setting import HIGH, B, Costs, J, N
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _draw(figure: Figure, lines: list[tuple[str, float, float, float, float]]) -
         cost_ratio(RATIO, N, ALPHA, HIGH).lower, color=FORMULA, linestyle="--", label="bound (19), equal rates"
     )
     axes.set_yticks(at, [line[0] for line in lines])
-    axes_style(axes, "Table II", "cost / on-demand", "")
+    decorate(axes, "Table II", "cost / on-demand", "")
     figure.legend(loc="outside lower center", ncols=3, fontsize=7, frameon=False)
 
 

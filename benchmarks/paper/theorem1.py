@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 
 from benchmarks.paper.formulas import UpdateCount, printed_update_variance, update_count
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,7 +119,7 @@ def _draw(figure: Figure, done: np.ndarray) -> None:
     axes.bar(values, counts, color=OURS, label=f"{len(done)} runs")
     for kind, color, label in ((theory, FORMULA, "Theorem 1, corrected"), (printed, PAPER, "as printed")):
         axes.plot(values, [kind.cdf(v + 0.5) - kind.cdf(v - 0.5) for v in values], color=color, label=label)
-    axes_style(axes, "Theorem 1: J_t at t λ_U = 200", "updates", "probability")
+    decorate(axes, "Theorem 1: J_t at t λ_U = 200", "updates", "probability")
     axes.legend(fontsize=8, frameon=False)
 
 

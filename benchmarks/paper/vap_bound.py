@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from doll.process.figures import decorate
 from doll.ps.policies.base import PolicyView
 from doll.ps.policies.vap import Vap, VapPolicyConfig
 
 from benchmarks.paper.factor_steps import FactorSteps
 from benchmarks.paper.factorization import Floats, low_rank
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, axes_style, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.network import NetworkedSystem, clock_times
 
 if TYPE_CHECKING:
@@ -166,9 +167,7 @@ def _draw(figure: Figure, views: dict[tuple[str, bool, float], Views]) -> None:
             more = 1 - np.arange(1, len(shares) + 1) / len(shares)
             place.plot(shares, more, color=color, linewidth=1.3, drawstyle="steps-post", label=label)
         place.axvline(1.0, color=FORMULA, linewidth=1, linestyle=":")
-        axes_style(
-            place, f"{title}, v_0 = {BOUNDS[1]:g}", "what a view misses, of v_t", "share of views that miss more"
-        )
+        decorate(place, f"{title}, v_0 = {BOUNDS[1]:g}", "what a view misses, of v_t", "share of views that miss more")
         place.set_ylim(0, 0.4)
         place.set_xlim(0, WORKERS - 1 if adversary else 2)
         place.legend(fontsize=8, frameon=False, loc="upper right")
