@@ -31,14 +31,15 @@ from benchmarks.results import DOCS, commit, update_section
 SCRIPTS = (
     "rates", "theorem1", "convergence", "planning", "replacement", "fig3", "fig3b", "fig4", "fig5", "table2",
     "mlless_fig4", "mlless_fig7", "mlless_fig8", "mlless_fig9", "mlless_fig12", "mlless_fig13", "mlless_tables",
-    "mlless_table5", "essp_fig1", "essp_fig2", "vap_bound", "hetpipe_fig1", "hetpipe_fig3",
-    "hetpipe_fig4", "hetpipe_partition", "hetpipe_waiting", "hetpipe_staleness",
+    "mlless_table5", "mlless_theorem1", "essp_fig1", "essp_fig2", "essp_theorems", "vap_bound",
+    "hetpipe_fig1", "hetpipe_fig3", "hetpipe_fig4", "hetpipe_partition", "hetpipe_waiting", "hetpipe_staleness",
     "hetpipe_theorem1", "hetpipe_fig6",
 )  # fmt: skip
 # The longest first, so that two cores end together.
 _LONGEST_FIRST = (
     "essp_fig2",
     "hetpipe_theorem1",
+    "essp_theorems",
     "fig5",
     "fig3",
     "fig3b",
@@ -50,6 +51,7 @@ _LONGEST_FIRST = (
     "fig4",
     "mlless_table5",
     "mlless_fig4",
+    "mlless_theorem1",
     "table2",
     "hetpipe_partition",
     "replacement",
@@ -69,8 +71,8 @@ _LONGEST_FIRST = (
 )
 _PICTURES = (
     "fig3", "fig3b", "fig4", "table2", "mlless_fig4", "mlless_fig7", "mlless_fig8", "mlless_fig9", "mlless_fig12",
-    "mlless_fig13", "mlless_table5", "essp_fig1", "essp_fig2", "vap_bound", "hetpipe_fig1",
-    "hetpipe_fig3", "hetpipe_fig4", "hetpipe_partition", "hetpipe_waiting", "hetpipe_staleness",
+    "mlless_fig13", "mlless_table5", "mlless_theorem1", "essp_fig1", "essp_fig2", "essp_theorems", "vap_bound",
+    "hetpipe_fig1", "hetpipe_fig3", "hetpipe_fig4", "hetpipe_partition", "hetpipe_waiting", "hetpipe_staleness",
     "hetpipe_theorem1", "hetpipe_fig6",
 )  # fmt: skip
 MARK, COMMAND = "paper", "make paper"

@@ -469,6 +469,27 @@ def cost_usd(
     return np.where(np.isinf(time_h), math.inf, np.where(np.isinf(time_h), 0.0, time_h) * usd_per_h)
 
 
+def cost_slope_usd(
+    num_spot: npt.ArrayLike, samples: float, rate_per_s: float, num_workers: int, alpha: float, prices: Prices
+) -> Floats:
+    """(17): what one more worker on spot changes of `cost_usd`, as a derivative; below 0 iff α > 0 and spot is cheaper.
+
+    Arguments as in `runtime_s`; N_s = N with α = 0 has no derivative and gives NaN.
+
+    Source: the DOLL paper, Eq. (17).
+
+    >>> prices = Prices(spot_usd_per_h=0.158, on_demand_usd_per_h=0.286)
+    >>> round(float(cost_slope_usd(0, 51_200_000, 125, 64, 0.9, prices)), 4)
+    -0.2048
+    """
+    alone_h = samples / rate_per_s / SECONDS_PER_HOUR
+    up = num_workers + (alpha - 1) * np.asarray(num_spot, dtype=np.float64)
+    gain = alpha * num_workers * (prices.spot_usd_per_h - prices.on_demand_usd_per_h)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slope: Floats = alone_h * gain / np.where(up > 0, up, np.nan) ** 2
+    return slope
+
+
 def unequal_runtime_s(samples: float, rates_per_s: npt.ArrayLike, alpha: float) -> Floats:
     """(21): expected seconds with the n slowest streams on spot, for every n = 0 .. N.
 

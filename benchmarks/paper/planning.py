@@ -1,4 +1,4 @@
-"""Theorem 4, Corollary 2 and Theorem 5 against exhaustive oracles, and the numbers of the paper's setting.
+"""Theorem 4, (17), Corollary 2 and Theorem 5 against exhaustive oracles, and the numbers of the paper's setting.
 
 Criteria: 0 mismatches in 100 000 random problems each; the reference values of `TABLE` to four decimals.
 """
@@ -17,6 +17,7 @@ from doll.theory.planning import best_assignment
 from benchmarks.paper.formulas import (
     best_num_spot,
     best_num_spot_at_risk,
+    cost_slope_usd,
     cost_usd,
     on_demand_runtime_s,
     runtime_s,
@@ -109,6 +110,22 @@ def rates(rng: np.random.Generator, count: int) -> np.ndarray:
             return rng.choice([1.0, 2.0, 7.0], count)
 
 
+def equation_17(cases: int, seed: int = 17) -> Sweep:
+    """(17) against the difference quotient of (16), and its sign."""
+    rng, sweep = np.random.default_rng(seed), Sweep(cases)
+    for case in range(cases):
+        workers, alpha = int(rng.integers(2, 200)), float(rng.choice([0.0, 1.0, *rng.uniform(0.05, 1, 4)]))
+        prices = Prices(float(rng.uniform(0.01, 1)), float(rng.uniform(0.01, 1)))
+        spot, step = float(rng.uniform(0.01, workers - 1)), 1e-4
+        where = f"case {case}: N = {workers}, N_s = {spot:.3f}, α = {alpha:.3f}"
+        slope = float(cost_slope_usd(spot, 1e6, 2.0, workers, alpha, prices))
+        low, high = cost_usd([spot - step, spot + step], 1e6, 2.0, workers, alpha, prices)
+        sweep.expect(abs((high - low) / (2 * step) - slope) <= 1e-4 * abs(slope) + 1e-5, f"{where}: another slope")
+        sweep.expect((slope < 0) == (alpha > 0 and prices.spot_is_cheaper), f"{where}: another sign")
+        sweep.telling += alpha == 0 or not prices.spot_is_cheaper
+    return sweep
+
+
 def theorem_5(cases: int, seed: int = 5) -> Sweep:
     """Theorem 5 against every prefix of the sorted streams, and that the cost has one local minimum."""
     rng, sweep = np.random.default_rng(seed), Sweep(cases)
@@ -176,7 +193,12 @@ def run(quick: bool) -> Result:
                 checks.append(
                     Check(f"{setting}: {name}", None, formula, ours, "to four decimals", round(ours, digits) == formula)
                 )
-    for name, sweep in (("Theorem 4 and Corollary 2", theorem_4(cases)), ("Theorem 5", theorem_5(cases))):
+    sweeps = {
+        "Theorem 4 and Corollary 2": theorem_4(cases),
+        "(17), the slope of the cost": equation_17(cases),
+        "Theorem 5": theorem_5(cases),
+    }
+    for name, sweep in sweeps.items():
         assert sweep.wrong is not None
         checks.append(
             Check(
