@@ -76,7 +76,8 @@ def run(quick: bool) -> Result:
         "the regret is a small part of it for v > 0.",
         "Differs from the paper: its (6) leaves out what the workers of one round miss of each other, 2 η L² (P - 1) "
         "√T; what p' holds back is measured against its own replica, where (9) divides by that of p; and v_t counts "
-        "the updates of all workers in the proof, where the paper's code counts a worker's own rounds (√P times larger).",
+        "the updates of all workers in the proof, where the paper's code counts a worker's own rounds (√P times "
+        "larger).",
     ]
     return Result("MLLess, Theorem 1: regret under the significance filter", checks, rows,
                   lambda figure: _draw(figure, shown, fixed), notes)  # fmt: skip
