@@ -7,7 +7,7 @@ it may. The bounds are those of `benchmarks/paper/regret.py`, with the constants
 Criteria: ½‖x_t - x*‖² never exceeds F², the theorems' assumption; the regret stays below the bound, and R/T falls as
 T^-1/2 over the last factor 10 of T, or faster (exponent at most -0.45). With a bound of VAP that does not shrink, R/T
 ends above the bound. Theorem 5: of 400 runs, none exceeds its mean bound; its exponential term, for staleness that
-makes it as tight as can be, is above the share of 20,000 draws at each τ. Lemma 4: γ_t ≤ P (2 s + 1); its other half,
+makes it as tight as possible, is above the share of 20,000 draws at each τ. Lemma 4: γ_t ≤ P (2 s + 1); its other half,
 ū_t ≤ η L/√t, is exceeded. Theorem 6: the rest is O(η_t² ρ_t²); Var_t falls in each clock under ESSP, and under SSP
 with s = 3. Where each view misses 15 clocks it rises, and cov(x_t, E[g_t]) is below 0: "≥ 0 in general" is not right.
 """

@@ -76,6 +76,11 @@ class ScaleInConfig(Section):
     loss"""
     min_workers: PositiveInt = 1
     """minimum number of workers; at least as many as can hold the batches of an update"""
+    evict: Literal["worst_replica", "slowest"] = "worst_replica"
+    """which worker is removed: where workers hold back parts of their steps the one whose own weights have the highest
+    loss, as in MLLess; else, and with `slowest`, that of the slowest stream, then the slowest worker"""
+    fit_span: float = Field(default=5.0, ge=0)
+    """losses are averaged over about so many updates before a curve is fitted to them, as in MLLess; 0: they are not"""
     elapsed_reference: bool = False
     """compare with the loss that all workers would have reached by now, and not at the same update"""
     deadline_reserve: float = Field(default=0.05, ge=0, lt=1)

@@ -28,6 +28,7 @@ from doll.records.control import (
     Finished,
     Join,
     Leave,
+    Member,
     ProvisionDecision,
     Push,
     ServerStatus,
@@ -41,7 +42,7 @@ _MAX_INCARNATION: Final = 10**9
 PAUSE_S: Final = 480.0
 """A stream without a sample for so long has paused, unless it is so slow that this is nothing unusual."""
 _GAPS_OF_A_PAUSE: Final = 20.0  # mean gaps between two samples; chance makes one of e^-20
-_NEWEST_SERVICE: Final = 0.1  # weight of the newest batch in a worker's mean service time
+_NEWEST: Final = 0.1  # weight of the newest batch in a worker's mean service time and loss
 
 
 class _Slot(msgspec.Struct):
@@ -57,6 +58,8 @@ class _Slot(msgspec.Struct):
     read_to: int = -1  # offset in its partition
     read_at_s: float = 0.0
     service_s: float = 0.0  # recent mean from a granted batch to its stored gradient
+    loss: float | None = None  # recent mean per sample of its batches, before learning from them
+    holds_back: bool = False  # its newest batch has left a part of its step at the worker
 
     def note_incarnation(self, incarnation: int) -> None:
         """An instance of this incarnation exists or did. Implausible numbers are ignored: topics are no proof."""
@@ -208,10 +211,16 @@ class Observed(KeptState):
                 )
                 for member in record.members:
                     if self._is_slot(member.worker):
-                        slot, took_s = self._slots[member.worker], member.compute_s + member.fetch_s + member.store_s
-                        slot.service_s += (_NEWEST_SERVICE if slot.service_s else 1.0) * (took_s - slot.service_s)
+                        self._computed(self._slots[member.worker], member)
             case Finished():
                 self.finished = record.reason
+
+    def _computed(self, slot: _Slot, member: Member) -> None:
+        took_s = member.compute_s + member.fetch_s + member.store_s
+        slot.service_s += (_NEWEST if slot.service_s else 1.0) * (took_s - slot.service_s)
+        slot.holds_back = member.held_back
+        if member.n_samples and math.isfinite(loss := member.loss_sum / member.n_samples):
+            slot.loss = loss if slot.loss is None else slot.loss + _NEWEST * (loss - slot.loss)
 
     def _is_slot(self, worker: int) -> bool:
         return 0 <= worker < len(self._slots)
@@ -302,6 +311,13 @@ class Observed(KeptState):
     def slot_service_s(self, slot: int) -> float:
         """Recent mean service time of the batches of one slot; 0 before the first."""
         return self._slots[slot].service_s
+
+    def replica_losses(self) -> Floats | None:
+        """Recent mean loss of each slot's batches on its worker's own weights, NaN before the first, shape (N,); None
+        where no worker holds a part of its steps back, so that all have the same weights."""
+        if not any(slot.holds_back for slot in self._slots):
+            return None
+        return np.array([math.nan if slot.loss is None else slot.loss for slot in self._slots])
 
     @property
     def batches_per_update(self) -> float:

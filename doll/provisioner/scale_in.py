@@ -2,8 +2,10 @@
 
 A slot without a worker by this rule is *released*. Its machine is ended in order: the worker finishes or returns its
 batches, sends what it still holds back, and leaves. The records of its stream stay in Kafka, and the planner counts on
-the other streams only. A released slot is *recalled*, with all records that have waited, where the deadline comes into
-danger or the rule is switched off. See docs/decisions/0032-scale-in-releases-slots.md.
+the other streams only. (The paper's workers draw from one store, so that the others take over the data of one that
+leaves. Here that needs an assignment of partitions which changes while a job runs, `doll.ps.engine.assignment`; the
+place for it is the release in `ScaleIn.review`.) A released slot is *recalled*, with all records that have waited,
+where the deadline comes into danger or the rule is switched off. See docs/decisions/0032-scale-in-releases-slots.md.
 """
 
 from __future__ import annotations
@@ -130,6 +132,7 @@ class ScaleInSettings:
         deadline_reserve: fraction of the deadline that must be left to spare after a release.
         require_gain: release only where Perf/$ rises by the step times that were measured.
         target: the held-out error that the job is to reach; None: its work says enough.
+        evict: whose worker is released: "worst_replica", as in the paper, or the "slowest", as in MLLess's code.
         batches_of_update: batches of an update with 0, 1, ..., N live workers; empty: always the same.
     """
 
@@ -137,6 +140,7 @@ class ScaleInSettings:
     deadline_reserve: float = 0.05
     require_gain: bool = True
     target: ErrorTarget | None = None
+    evict: Literal["worst_replica", "slowest"] = "worst_replica"
     batches_of_update: tuple[int, ...] = ()
 
     def floor_growth(self, workers: int) -> float:
@@ -259,16 +263,27 @@ class ScaleIn(KeptState):
         return SlotChange("recall", slot, why)
 
     def _candidate(self, state: PlannerState, observed: Observed, noticed: Collection[int]) -> int | None:
-        """The slot to release: one that is about to lose its machine, else that of the slowest stream, else that of the
-        slowest worker, as in MLLess's code. None where no worker is ready."""
+        """The slot to release; None where no worker is ready.
+
+        One that is about to lose its machine; else that of the worst replica, whose batches have the highest loss on
+        its own weights; else, and where all workers have the same weights, that of the slowest stream, then of the
+        slowest worker.
+        """
+        assert self._settings is not None
         rates = state.rates_per_s / state.rates_per_s.max()
+        losses = observed.replica_losses() if self._settings.evict == "worst_replica" else None
+        # A hundredth of the loss, like a tenth of a rate, is noise.
+        excess = np.zeros(self._num_slots) if losses is None else np.nan_to_num(losses / np.nanmean(losses) - 1)
         slots = [slot for slot in np.flatnonzero(self.active).tolist() if state.up[slot] or slot in noticed]
         # Rates are estimates: what is within a tenth is equal.
         return min(
             slots,
-            key=lambda slot: (slot not in noticed, round(float(rates[slot]), 1), -observed.slot_service_s(slot), -slot),
+            key=lambda slot: (
+                slot not in noticed, -round(float(excess[slot]), 2), round(float(rates[slot]), 1),
+                -observed.slot_service_s(slot), -slot,
+            ),
             default=None,
-        )
+        )  # fmt: skip
 
     def _refusal(self, slot: int, state: PlannerState, asked: PlannerSettings, observed: Observed) -> str:
         """Why the slot may not be released, or ""."""

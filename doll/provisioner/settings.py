@@ -147,11 +147,11 @@ def _scale_in(config: JobConfig) -> ScaleInSettings | None:
     fewest = max((count for count in range(1, workers + 1) if batches[count - 1] > room * count), default=0) + 1
     tuner = TunerSettings(
         every_s=own.every_s, horizon_s=own.horizon_s, threshold=own.threshold, knee_slope=own.knee_slope,
-        min_workers=max(own.min_workers, fewest), elapsed_reference=own.elapsed_reference,
+        min_workers=max(own.min_workers, fewest), elapsed_reference=own.elapsed_reference, fit_span=own.fit_span,
     )  # fmt: skip
     return ScaleInSettings(
         tuner=tuner, deadline_reserve=own.deadline_reserve, require_gain=own.require_gain, target=_target(config),
-        batches_of_update=(0, *batches),
+        batches_of_update=(0, *batches), evict=own.evict,
     )  # fmt: skip
 
 

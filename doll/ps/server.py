@@ -593,7 +593,7 @@ def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
         lost=pushed.lost, dead_samples=pushed.dead_samples, compute_s=pushed.compute_s, fetch_s=push.fetch_s / size,
         store_s=push.store_s / size, wait_s=pushed.wait_s, grant_to_push_s=item.received_at_s - batch.granted_at_s,
         market=push.market, held_back=push.holds_back, set_grant_id=item.grant_id,
-        batches=batch.count,
+        batches=batch.count, loss_sum=pushed.loss_sum,
     )  # fmt: skip
 
 

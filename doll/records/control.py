@@ -314,6 +314,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     held_back: bool = False  # a part of its step is not in this update; a later one settles it
     set_grant_id: int = 0  # first grant of the set that it was pushed in; `fetch_s` and `store_s` are its share of both
     batches: int = 1
+    loss_sum: float = 0.0  # of its usable samples, before learning from them, on its worker's weights
 
 
 class Update(Record, frozen=True):

@@ -23,12 +23,31 @@ from doll.theory.checks import Floats
 
 SPAN: Final = 20
 """Of the exponential averages that find the knee, in points."""
+FIT_SPAN: Final = 5
+"""Of the exponential average before each fit, in points: that of MLLess's public code, where it is off."""
 MIN_POINTS: Final = 8
 """A curve of four constants is not fitted to fewer."""
 _MAX_EXPONENT: Final = 16.0  # of the reference curve: beyond it t**exponent overflows, and no loss falls like that
 _MAX_EVALUATIONS: Final = 1_000  # a fit of a hundred points takes about 15 on a curve, and some hundreds on noise
 _PRECISION: Final = 1e-7  # of the fit, relative
 _NEGLIGIBLE: Final = 1e-17
+
+
+def ewma(values: npt.ArrayLike, span: float) -> Floats:
+    """The exponential average of the values so far, corrected for its short start; shape (n,).
+
+    Args:
+        values: shape (n,).
+        span: 2 / α - 1, with α the weight of the newest value, above 1; 0: the values themselves.
+
+    Source: MLLess, "Scale-in auto-tuner": losses pass it before each fit.
+
+    >>> [round(float(value), 3) for value in ewma([0, 0, 3, 0, 0], span=3)]
+    [0.0, 0.0, 1.714, 0.8, 0.387]
+    """
+    checks.non_negative(span=span)
+    series = np.asarray(values, dtype=np.float64)
+    return _average_so_far(series, 1 - 2 / (span + 1)) if span > 1 else series
 
 
 def ewma_both_ways(values: npt.ArrayLike, span: float = SPAN) -> Floats:

@@ -34,6 +34,7 @@ class TunerSettings:
         elapsed_reference: compare with the loss that all workers would have reached by now, and not, as the paper
             does, with theirs at the same step.
         span: of the averages that find the knee, in points.
+        fit_span: of the average that losses pass before a curve is fitted to them, in points; 0: they pass none.
         confirmations: looks at new losses in a row in which the knee did not move on, before it counts.
         ignored_steps: steps after a removal whose duration does not count.
 
@@ -48,13 +49,14 @@ class TunerSettings:
     min_workers: int = 1
     elapsed_reference: bool = False
     span: float = scale_in.SPAN
+    fit_span: float = scale_in.FIT_SPAN
     confirmations: int = 5
     ignored_steps: int = 4
 
     def __post_init__(self) -> None:
         checks.positive(every_s=self.every_s, horizon_s=self.horizon_s, span=self.span, min_workers=self.min_workers)
         checks.fraction(threshold=self.threshold)
-        checks.non_negative(confirmations=self.confirmations, ignored_steps=self.ignored_steps)
+        checks.non_negative(confirmations=self.confirmations, ignored_steps=self.ignored_steps, fit_span=self.fit_span)
         if not (math.isfinite(self.knee_slope) and self.knee_slope < 0):
             raise ValueError(f"knee_slope: expected a number below 0 (the loss falls), got {self.knee_slope}")
 
@@ -145,7 +147,7 @@ class ScaleInTuner(KeptState):
             self._confirmations += 1
         if self._knee is None or self._confirmations < settings.confirmations:
             return "the loss curve has no knee yet"
-        curve = scale_in.fit_reference(steps, losses)
+        curve = scale_in.fit_reference(steps, scale_in.ewma(losses, settings.fit_span))
         step_s = scale_in.mean_step_s(history.step_seconds())
         if curve is None or step_s is None:
             return "no reference curve fits the losses yet"
@@ -158,7 +160,7 @@ class ScaleInTuner(KeptState):
         steps, losses = history.curve(after=self._removed_step)
         if len(steps) < scale_in.MIN_POINTS:
             return TunerVerdict(False, f"{len(steps)} losses since the last removal, {scale_in.MIN_POINTS} are needed")
-        curve = scale_in.fit_slow(steps, losses)
+        curve = scale_in.fit_slow(steps, scale_in.ewma(losses, settings.fit_span))
         step_times = self._step_time_now(history)
         if curve is None or not step_times:
             return TunerVerdict(False, "no curve fits the losses since the last removal")

@@ -159,6 +159,43 @@ def test_the_slowest_stream_goes_first_and_then_the_slowest_worker() -> None:
     assert (rule.active.tolist(), observed.slot_service_s(0)) == ([True] * 4, 0.0)
 
 
+def computed(losses: tuple[float, ...], *, held_back: bool) -> Update:
+    """A batch of each slot with two samples of these mean losses; slot 1 is the slowest."""
+    members = tuple(
+        Member(
+            worker=slot, batch=0, lo=0, hi=2, n_samples=2, base_version=0, compute_s=0.5 if slot == 1 else 0.1,
+            loss_sum=2 * loss, held_back=held_back,
+        )
+        for slot, loss in enumerate(losses)
+    )  # fmt: skip
+    return Update(term=1, version=0, members=members, n_samples=8, loss=sum(losses) / 4)
+
+
+@pytest.mark.parametrize(
+    ("losses", "held_back", "rule", "goes"),
+    [
+        ((2.4, 2.4, 2.4, 2.6), True, RULE, 3),
+        ((2.4, 2.4, 2.401, 2.4), True, RULE, 1),  # equal, but for noise
+        (
+            (2.4, 2.4, 2.4, 2.6),
+            False,
+            RULE,
+            1,
+        ),  # equal weights: the loss says something of the data only
+        ((2.4, 2.4, 2.4, 2.6), True, replace(RULE, evict="slowest"), 1),
+    ],
+)
+def test_the_worst_replica_goes_first_where_workers_hold_back(
+    losses: tuple[float, ...], held_back: bool, rule: ScaleInSettings, goes: int
+) -> None:
+    scene = Scene(job(rule=rule))
+    scene.step()
+    scene.controller.feed(computed(losses, held_back=held_back), scene.clock())
+    scene.restart()
+    scene.controller.feed(computed(losses, held_back=held_back), scene.clock())
+    assert scene.until_released().released == (goes,)
+
+
 def test_a_slot_with_an_interruption_notice_goes_first() -> None:
     """The slot loses its machine anyway: the machine is not replaced, and no other machine is ended."""
     scene = Scene()
@@ -480,8 +517,12 @@ def test_the_job_file_switches_it_on(tmp_path: Path) -> None:
     rule = scale_in_of(
         tmp_path, "provision.scale_in.threshold=0.1", "provision.scale_in.min_workers=3",
         "provision.scale_in.elapsed_reference=true", "provision.scale_in.knee_slope=-0.001",
+        "provision.scale_in.fit_span=0", "provision.scale_in.evict=slowest",
     )  # fmt: skip
-    assert rule.tuner == TunerSettings(threshold=0.1, min_workers=3, elapsed_reference=True, knee_slope=-0.001)
+    assert rule.tuner == TunerSettings(
+        threshold=0.1, min_workers=3, elapsed_reference=True, knee_slope=-0.001, fit_span=0.0
+    )
+    assert (rule.evict, scale_in_of(tmp_path).evict) == ("slowest", "worst_replica")
     assert rule.target is None
     assert rule.floor_growth(4) == 1.0
     assert scale_in_of(tmp_path, "training.policy.name=bsp").floor_growth(4) == pytest.approx(4 / 3)

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-SETTINGS = TunerSettings(every_s=20.0, horizon_s=10.0, threshold=0.05, knee_slope=-2e-3)
+# Losses without noise, which need no average.
+SETTINGS = TunerSettings(every_s=20.0, horizon_s=10.0, threshold=0.05, knee_slope=-2e-3, fit_span=0.0)
 CURVE = ReferenceCurve((0.05, 1.2, 0.5, 0.4))
 
 
@@ -52,6 +53,20 @@ class Job:
                 self.removed_at.append(self.step)
                 if self.follows:
                     self.tuner.removed(self.history, self.now_s)
+
+
+def test_losses_are_averaged_before_each_fit() -> None:
+    """An outlier at the end, where points count most, moves the reference curve less."""
+    steps = np.arange(1, 301)
+    losses = np.array([CURVE.loss(float(step)) for step in steps])
+    losses[-1] *= 1.2
+    off = []
+    for span in (0.0, scale_in.FIT_SPAN):
+        fitted = scale_in.fit_reference(steps, scale_in.ewma(losses, span))
+        assert fitted is not None
+        off.append(abs(fitted.loss(400.0) / CURVE.loss(400.0) - 1))
+    assert off[1] < 0.75 * off[0]
+    assert TunerSettings().fit_span == scale_in.FIT_SPAN, "the paper always does"
 
 
 def test_nothing_is_removed_before_the_knee_and_one_worker_at_it() -> None:
