@@ -67,9 +67,10 @@ class Driver:
         self._grants: deque[Grant] = deque()
         for worker in range(num_workers):
             self.handle(Join(worker=worker, process=f"w{worker}"))
+        self._size = policy.batches_per_push
         for worker in range(num_workers):
-            self.announce(worker)
-            self.announce(worker)
+            for _ in range(max(2, self._size)):
+                self.announce(worker)
 
     def handle(self, event: Event) -> None:
         """Give the engine one event and carry out its actions."""
@@ -98,9 +99,12 @@ class Driver:
     def round(self) -> None:
         """A set of one worker: its gradient, as many batches more, a heartbeat, and the server's own clock."""
         grant = self._grants.popleft()
+        numbers = list(grant.grant_ids)
+        while (grant.first + len(numbers)) % self._size and self._grants and self._grants[0].worker == grant.worker:
+            numbers += self._grants.popleft().grant_ids  # of the same wave
         batches = tuple(
             PushedBatch(batch=batch, grant_id=number, n_samples=8, loss_sum=0.0)
-            for batch, number in enumerate(grant.grant_ids, grant.first)
+            for batch, number in enumerate(numbers, grant.first)
         )
         push = Push(
             worker=grant.worker, session=grant.session, term=_TERM, version=grant.version, key=self._key,

@@ -8,13 +8,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import EntryPoint
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from doll.config.section import Section
 from doll.config.variants import Variants
 from doll.errors import ConfigError
 
 GROUP: Final = "doll.policies"
+
+
+class OuterStep(NamedTuple):
+    """How a server makes one step of the mean of what workers have changed: `doll.optim.optimizer.OuterOptimizer`.
+
+    Attributes:
+        momentum: of Nesterov's kind.
+        age_discount: factor of a change for each update that was made since its weights.
+    """
+
+    lr: float
+    momentum: float
+    age_discount: float
 
 
 class PolicyConfig(Section, ABC):
@@ -35,6 +48,12 @@ class PolicyConfig(Section, ABC):
         """Whether workers run the optimizer and send the change of their weights, which the server adds; default: they
         send gradients, and the server runs the optimizer."""
         return False
+
+    @property
+    def outer_step(self) -> OuterStep | None:
+        """What the server makes of the changes that workers send; default None: it adds them. Only where
+        `sends_steps`."""
+        return None
 
     @property
     def batches_per_push(self) -> int:
@@ -80,7 +99,7 @@ class _Policies(Variants):
         theirs = "their_package.policy:SPEC"
     """
 
-    built_in: Final = ("doll", "bsp", "asp", "ssp", "essp", "vap", "isp", "wsp")
+    built_in: Final = ("doll", "bsp", "asp", "ssp", "essp", "vap", "isp", "wsp", "diloco")
 
     @property
     def classes(self) -> dict[str, type[Section]]:

@@ -1,7 +1,8 @@
 """What contributions do to the weights: one step on a sum of gradients, as torch does, or the addition of steps.
 
 `Optimizer` sums gradients in a fixed order in float32, scales, clips and steps: it is the parameter server's updater
-where workers send gradients, and each worker's own where they send steps, which `StepAdder` adds at the server.
+where workers send gradients, and each worker's own where they send steps, which `StepAdder` adds at the server, or
+`OuterOptimizer` makes a step of.
 
 To add an optimizer: its section in `doll.config.training`, a case in `Optimizer._step`, and one in
 `doll.optim.row_optimizer` for the rows of tables. The arithmetic is that of torch's SGD, Adam and Adagrad, to the bit
@@ -26,6 +27,7 @@ from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
+from doll.config.policy import OuterStep
 from doll.errors import CheckpointError, TaskError
 from doll.model.flat_model import FlatModel
 
@@ -63,6 +65,9 @@ class _FlatWeights(ABC):
     def weights(self) -> npt.NDArray[np.float32]:
         array: npt.NDArray[np.float32] = self._flat.numpy()
         return array
+
+    def weight(self, num_samples: int, age: int) -> float:
+        return 1.0
 
     @abstractmethod
     def add(self, contribution: Contribution | torch.Tensor) -> None:
@@ -265,6 +270,22 @@ class Optimizer(_FlatWeights):
         step = gradient.div_(total.sqrt().add_(_ADAGRAD_EPSILON))
         buffer = self._state["momentum_buffer"][part].mul_(config.momentum).add_(step)
         weights.add_(buffer, alpha=-config.lr)
+
+
+class OuterOptimizer(Optimizer):
+    """`doll.ps.model.updater.Updater` whose contributions are what workers have changed in several steps of their own.
+
+    One step of SGD with Nesterov momentum, whose gradient is the mean of the changes over their samples, reversed
+    (Douillard et al., DiLoCo, arXiv 2311.08105). A change that was computed `age` updates earlier counts
+    `age_discount ** age` times as much; the sum is divided by all samples nevertheless, so a late change moves less.
+    """
+
+    def __init__(self, model: FlatModel, step: OuterStep) -> None:
+        super().__init__(model, SgdConfig(lr=step.lr, momentum=step.momentum, nesterov=step.momentum > 0))
+        self._age_discount = step.age_discount
+
+    def weight(self, num_samples: int, age: int) -> float:
+        return -num_samples * self._age_discount**age
 
 
 class StepAdder(_FlatWeights):

@@ -6,7 +6,7 @@ import secrets
 
 import msgspec
 
-from doll.config import JobConfig
+from doll.config import JobConfig, TrainingConfig
 from doll.errors import CheckpointError
 from doll.ps.checkpointing import decode_snapshot
 from doll.ps.engine.engine import Engine, EngineSettings
@@ -85,10 +85,17 @@ def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
         set_limit_s=config.worker.set_limit_s,
         checkpoint_every_updates=config.checkpoint.every_updates,
         checkpoint_every_s=config.checkpoint.every_s,
-        # Workers that send steps have taken the mean or the sum themselves.
-        sum_reduction=config.training.reduction == "sum" or config.training.policy.sends_steps,
+        sum_reduction=_takes_sum(config.training),
         stop=config.stop,
         on_bad_records=config.data.on_bad_records,
         job=config.job,
         fingerprint=fingerprint,
     )
+
+
+def _takes_sum(training: TrainingConfig) -> bool:
+    """Workers that send steps have taken the mean or the sum of their samples themselves; an outer step is made of the
+    mean of these."""
+    if training.policy.sends_steps:
+        return training.policy.outer_step is None
+    return training.reduction == "sum"

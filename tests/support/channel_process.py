@@ -76,6 +76,7 @@ POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTE
     "vap": "{name: vap, value_bound: 0.5}",
     "isp": "{name: isp, significance: 0.7}",
     "wsp": "{name: wsp, wave_batches: 3, clock_distance: 1}",
+    "diloco": "{name: diloco, local_batches: 3, quorum: 0.6, grace_s: 1.0}",
 }
 
 

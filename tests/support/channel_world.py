@@ -65,7 +65,7 @@ class World(worlds.World[Process]):
         self.config, self.task = job_of(policy, has_tables=has_tables)
         self.blobs = MemoryBlobs(lambda: 0.0)
         self.saved: Checkpoint | None = None
-        self.expected = ExpectedModel(sends_steps=self.config.training.policy.sends_steps, stands=self.stands)
+        self.expected = ExpectedModel(self.config.training.policy, stands=self.stands)
         self.counts: Counter[str] = Counter()
         self.start_server()
         for worker in range(WORKERS):
@@ -86,9 +86,13 @@ class World(worlds.World[Process]):
                 process.to_worker[channel].clear()
                 process.to_server[channel].clear()
             process.is_linked_at_server = False
+        version, term = 0 if self.saved is None else self.saved.version, self.term
+        resumed = self.expected.moments.get((term, version))
         super().start_server()
         applied = tuple(worker.applied for worker in self.engine.workers())
-        self.expected.moments[self.term, self.engine.version] = Moment(*self._model(), applied, {})
+        self.expected.moments[self.term, self.engine.version] = Moment(
+            *self._model(), applied, {}, 0.0 if resumed is None else resumed.momentum
+        )
         self.welcomed: dict[int, int] = {}
 
     def _make_engine(self) -> Engine:

@@ -29,6 +29,7 @@ from doll.ps.model.updater import ContributionBuffer
 from doll.ps.policies import make_policy
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import LockstepConfig
+from doll.ps.policies.diloco import DilocoPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.records.control import (
@@ -52,6 +53,7 @@ POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for n
     "doll": DollPolicyConfig(group_size=3),
     "doll, sets": DollPolicyConfig(group_size=6),  # as many as one worker may hold
     "wsp": WspPolicyConfig(wave_batches=3, clock_distance=1),
+    "diloco": DilocoPolicyConfig(local_batches=3, quorum=0.6, grace_s=1.0),
 }
 
 
@@ -77,6 +79,10 @@ class Ordered:
         self.num_parameters = 0
         self.clipped_by = 1.0
         self._added: list[float] = []
+
+    def weight(self, num_samples: int, age: int) -> float:
+        assert age >= 0, "weights are older than the update, or as old"
+        return 1.0
 
     def add(self, contribution: Contribution) -> None:
         self._added.append(float(contribution[0]))

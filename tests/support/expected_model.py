@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from doll.config.policy import PolicyConfig
 from doll.ps.engine.events import ApplyUpdate
+from doll.records.control import Push
 from doll.tables.rows import Ids, Rows
 
 if TYPE_CHECKING:
@@ -38,12 +40,20 @@ class Moment(NamedTuple):
     Attributes:
         included: of each worker: how many of its batches are in it.
         held_back: by worker and session: what of these is not in it.
+        momentum: of the outer step; 0.0 where there is none yet.
     """
 
     weights: Vector
     rows: Mapping[str, Vector]
     included: tuple[int, ...]
     held_back: Mapping[tuple[int, int], Vector]
+    momentum: Vector | float = 0.0
+
+
+def _samples_and_version(push: Push) -> tuple[int, int]:
+    """Usable samples of a push, and the oldest version that a batch of it was computed on."""
+    versions = [push.version if batch.version < 0 else batch.version for batch in push.batches]
+    return sum(batch.n_samples for batch in push.batches), min(versions, default=push.version)
 
 
 class ExpectedModel:
@@ -58,13 +68,13 @@ class ExpectedModel:
         counts: of what was compared.
     """
 
-    def __init__(self, *, sends_steps: bool, stands: Callable[[Process, int, int, int], bool]) -> None:
+    def __init__(self, policy: PolicyConfig, *, stands: Callable[[Process, int, int, int], bool]) -> None:
         """
         Args:
-            sends_steps: the workers; else they send gradients.
+            policy: whether workers send steps or gradients, and what the server makes of steps.
             stands: (process, term, batch, grant id) -> whether the server would still take the push.
         """
-        self._sends_steps = sends_steps
+        self._sends_steps, self._outer = policy.sends_steps, policy.outer_step
         self._stands = stands
         self.added: dict[tuple[int, int, int, int], Added] = {}
         self.held_back: dict[tuple[int, int, int, int], Vector] = {}
@@ -80,6 +90,7 @@ class ExpectedModel:
         weights, included, held_back = before.weights.copy(), list(before.included), dict(before.held_back)
         rows = {name: values.copy() for name, values in before.rows.items()}
         factor = 1.0 if self._sends_steps else -LR * update.scale
+        changes, num_samples = np.zeros_like(weights), 0  # of an outer step
         for item in update.sets:
             worker = item.push.worker
             self.counts["sets of several batches"] += len(item.push.batches) > 1
@@ -98,19 +109,30 @@ class ExpectedModel:
                 if key in self.void_views:
                     raise Difference(f"batch {number} of worker {worker} counts: its view lacked what is held back")
                 added = self.added[key]
-                weights += factor * added.values
+                if self._outer is None:
+                    weights += factor * added.values
+                else:
+                    count, oldest = _samples_and_version(item.push)
+                    changes += count * self._outer.age_discount ** (update.version - 1 - oldest) * added.values
                 for name, part in added.rows.items():
                     np.add.at(rows[name], part.ids, factor * part.values)
                 if item.push.holds_back and number == named[-1][0]:
                     held_back[source] = self.held_back[key]
             if item.push.key:
                 weights -= held_back.get(source, 0.0)
+            num_samples += _samples_and_version(item.push)[0]
+        momentum = before.momentum
+        if self._outer is not None and num_samples:
+            gradient = -changes / num_samples
+            momentum = self._outer.momentum * momentum + gradient
+            weights -= self._outer.lr * (gradient + self._outer.momentum * momentum)
+            self.counts["outer steps"] += 1
         names = [[(part.batch, part.grant_id) for part in item.push.batches] for item in update.sets]
         self.expect(got, weights, f"version {update.version} of term {term}, made of {names}")
         for name, values in rows.items():
             self.expect(got_rows[name], values, f"table {name} of version {update.version}, made of {names}")
         # From here on what there is counts: rounding does not add up.
-        self.moments[term, update.version] = Moment(got, got_rows, tuple(included), held_back)
+        self.moments[term, update.version] = Moment(got, got_rows, tuple(included), held_back, momentum)
 
     def expect(self, got: Vector, expected: Vector, what: str) -> None:
         off = np.abs(got - expected)

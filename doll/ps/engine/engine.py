@@ -193,6 +193,10 @@ class Engine:
     # --- what policies see (doll.ps.policies.base.PolicyView) ---------------------------------------------------------
 
     @property
+    def now_s(self) -> float:
+        return self._now
+
+    @property
     def num_live(self) -> int:
         return self._members.num_live
 

@@ -157,6 +157,12 @@ class AppliedSet(msgspec.Struct, frozen=True):
         return self.number or self.push.batches[0].grant_id
 
     @property
+    def base_version(self) -> int:
+        """Of the oldest weights that a batch of it was computed on."""
+        versions = (item.pushed.version for item in self.batches if item.pushed.version >= 0)
+        return min(versions, default=self.push.version)
+
+    @property
     def num_samples(self) -> int:
         """Usable samples of all its batches."""
         return sum(item.n_samples for item in self.push.batches)

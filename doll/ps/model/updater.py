@@ -1,7 +1,7 @@
 """How the contributions of one group make the next model: the port `Updater`, its adapters of a job, and their buffer.
 
-Adapters compute with torch and do no I/O: `doll.optim.optimizer.Optimizer` steps on the sum of gradients, and
-`StepAdder` adds the steps that workers made themselves (docs/decisions/0020, 0034).
+Adapters compute with torch and do no I/O: `doll.optim.optimizer.Optimizer` steps on the sum of gradients, `StepAdder`
+adds the steps that workers made themselves (docs/decisions/0020, 0034), and `OuterOptimizer` steps on their mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from doll.config import TrainingConfig
 from doll.model.flat_model import FlatModel
-from doll.optim.optimizer import Contribution, Optimizer, StepAdder
+from doll.optim.optimizer import Contribution, Optimizer, OuterOptimizer, StepAdder
 from doll.optim.row_optimizer import row_optimizer
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.tables.store import TableStore
@@ -51,6 +51,15 @@ class Updater(HoldsTensors, Protocol):
     @property
     def clipped_by(self) -> float:
         """The factor, at most 1, by which the last `apply` made its contributions smaller, tables' included."""
+        ...
+
+    def weight(self, num_samples: int, age: int) -> float:
+        """What the parameters of a contribution are multiplied by before they are added.
+
+        Args:
+            num_samples: usable samples of its set.
+            age: updates that were made since the weights that it was computed on.
+        """
         ...
 
     def add(self, contribution: Contribution) -> None:
@@ -158,7 +167,8 @@ class ContributionBuffer:
             if added and item.grant_id == added[0] and not contributions:
                 added.popleft()
             elif (waiting := self._waiting.pop(item.grant_id, None)) is not None:
-                contributions.append(waiting)
+                age = update.version - 1 - item.base_version
+                contributions.append(self._weighed(waiting, self._updater.weight(item.num_samples, age)))
             elif item.push.key:
                 raise KeyError(f"update {update.version}: expected the gradient of grant {item.grant_id}, got none")
         if added:
@@ -175,6 +185,13 @@ class ContributionBuffer:
         if self._tables is not None:
             self._tables.apply(update.scale * self._updater.clipped_by, update.version)
         return num_samples
+
+    def _weighed(self, waiting: _Waiting, weight: float) -> _Waiting:
+        if weight == 1.0:
+            return waiting
+        values = waiting.values.copy()
+        values[: self._updater.num_parameters] *= np.float32(weight)
+        return waiting._replace(values=values)
 
     def _add(self, grant_id: int, waiting: _Waiting) -> None:
         self._updater.add(waiting.values)
@@ -216,6 +233,8 @@ def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
     if model.tables is not None:
         optimizer = None if config.policy.sends_steps else row_optimizer(config.optimizer)
         tables = TableStore(model.tables.take_initial(), optimizer)
+    if (outer := config.policy.outer_step) is not None:
+        return ModelParts(OuterOptimizer(model, outer), tables)
     if config.policy.sends_steps:
         return ModelParts(StepAdder(model), tables)
     norm = (lambda: 0.0) if tables is None else tables.norm

@@ -75,6 +75,11 @@ class PolicyView(Protocol):
         ...
 
     @property
+    def now_s(self) -> float:
+        """Time of the event that is being handled, monotonic seconds. An event comes several times a second."""
+        ...
+
+    @property
     def num_live(self) -> int:
         """Live workers."""
         ...

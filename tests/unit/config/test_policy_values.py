@@ -25,7 +25,7 @@ def section(name: str, **values: str) -> PolicyConfig:
 
 
 def test_every_policy_with_a_number_is_here() -> None:
-    assert {name for name, _ in NUMBERS} == {"doll", "ssp", "essp", "vap", "isp", "wsp"}
+    assert {name for name, _ in NUMBERS} == {"doll", "ssp", "essp", "vap", "isp", "wsp", "diloco"}
 
 
 @pytest.mark.parametrize("value", NEVER)
@@ -59,7 +59,7 @@ def test_a_contribution_that_there_is_not_is_refused(name: str, value: str) -> N
         section(name, contribution=value)
 
 
-@pytest.mark.parametrize("name", ["doll", "ssp", "essp", "vap", "isp", "wsp"])
+@pytest.mark.parametrize("name", ["doll", "ssp", "essp", "vap", "isp", "wsp", "diloco"])
 def test_a_contribution_where_there_is_no_choice_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"training\.policy\.contribution: unknown key"):
         section(name, contribution="gradient")

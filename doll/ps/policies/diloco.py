@@ -1,0 +1,152 @@
+"""DiLoCo: H batches of local steps at each worker, then one outer step on the mean of what these have changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from doll.config.policy import OuterStep, PolicyConfig
+from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView, WorkerCounters
+
+MAX_LOCAL_BATCHES = 1_000
+
+
+class DilocoPolicyConfig(PolicyConfig):
+    """Rounds of local steps: each worker computes H batches from the same weights with its own optimizer and sends what
+    they have changed; the server makes one outer step on the mean. For slow networks and machines that come and go."""
+
+    supports_tables: ClassVar[bool] = False  # rows would be as old as a round allows, and have no outer step
+
+    name: Literal["diloco"] = "diloco"
+    local_batches: PositiveInt = Field(
+        default=16, le=MAX_LOCAL_BATCHES, description="H: batches that a worker computes between two outer steps"
+    )
+    outer_lr: PositiveFloat = Field(default=0.7, le=100, description="learning rate of the outer step")
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="Nesterov momentum of the outer step; 0: none")
+    quorum: float = Field(
+        default=0.75, gt=0, le=1, description="share of the live workers whose changes an outer step needs"
+    )
+    grace_s: NonNegativeFloat = Field(
+        default=2.0, le=86_400, description="how long an outer step waits for the other workers once it has its quorum"
+    )
+    age_discount: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="a change that comes late counts this much less for each outer step that it was computed before; "
+        "1: as much as the others",
+    )
+
+    @property
+    def sends_steps(self) -> bool:
+        return True
+
+    @property
+    def batches_per_push(self) -> int:
+        return self.local_batches
+
+    @property
+    def outer_step(self) -> OuterStep:
+        return OuterStep(self.outer_lr, self.outer_momentum, self.age_discount)
+
+    def batches_per_update(self, num_workers: int) -> int:
+        return self.local_batches * num_workers
+
+    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
+        """The slowest stream of the quorum sets the pace.
+
+        >>> DilocoPolicyConfig(local_batches=4, quorum=0.5).update_rate_per_s([100.0, 40.0], batch_size=10)
+        2.5
+        """
+        fastest = sorted(rates_per_s, reverse=True)
+        return fastest[_needed(self.quorum, len(fastest)) - 1] / (batch_size * self.local_batches) if fastest else 0.0
+
+
+def _needed(quorum: float, num_live: int) -> int:
+    return max(1, math.ceil(quorum * num_live - 1e-9))
+
+
+class Diloco(Policy):
+    """An update is the H batches of each worker of a round, in pushes of their own.
+
+    A worker begins a round as soon as it has H waiting batches and nothing of it is at the server, on the newest
+    weights. The round ends when every live worker has delivered; or `grace_s` after a quorum has; or, where nobody
+    computes any more because streams are dry, `grace_s` after the last one. Who comes later is in the next round,
+    and its change counts less (`DilocoPolicyConfig.age_discount`): no sample is dropped.
+
+    Source: Douillard et al., DiLoCo (arXiv 2311.08105); quorum and grace window: Decoupled DiLoCo (2604.21428); weights
+    by age: 2605.09126.
+    """
+
+    name: ClassVar[str] = "diloco"
+    exact_version: ClassVar[bool] = False
+
+    def __init__(self, local_batches: int, *, quorum: float = 1.0, grace_s: float = 0.0) -> None:
+        """
+        Args:
+            local_batches: H >= 1.
+            quorum: above 0, at most 1.
+            grace_s: at least 0.
+        """
+        if not (1 <= local_batches <= MAX_LOCAL_BATCHES and 0 < quorum <= 1 and grace_s >= 0):
+            raise ValueError(
+                f"expected 1 to {MAX_LOCAL_BATCHES} local batches, a quorum in (0, 1] and a grace of 0 s or more, got "
+                f"{local_batches}, {quorum} and {grace_s}"
+            )
+        self.batches_per_push = local_batches
+        self._quorum = quorum
+        self._grace_s = grace_s
+        self._to_start: dict[int, int] = {}  # workers, and how many batches each is granted next
+        self._delivered: set[int] = set()  # workers with held batches
+        self._ends_since_s: float | None = None  # since when the round may end after its grace
+
+    def changed(self, view: PolicyView, workers: Collection[int]) -> None:
+        for number in workers:
+            worker = view.worker(number)
+            (self._delivered.add if worker.held else self._delivered.discard)(number)
+            if count := self._next_batches(worker):
+                self._to_start[number] = count
+            else:
+                self._to_start.pop(number, None)
+
+    def _next_batches(self, worker: WorkerCounters) -> int:
+        """How many batches the worker may be granted: all that its push lacks, or, before its first, none."""
+        if worker.held:
+            return 0
+        size = self.batches_per_push
+        place = (worker.applied + worker.computing) % size
+        if not worker.computing:
+            return size - place if worker.waiting >= size - place else 0
+        return min(worker.waiting, size - place) if place else 0
+
+    def start(self, view: PolicyView) -> Sequence[int]:
+        if not self._to_start:
+            return ()
+        starts, self._to_start = self._to_start, {}
+        return [number for number in sorted(starts) for _ in range(starts[number])]
+
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
+        delivered = len(self._delivered)
+        if not delivered or (view.num_computing and delivered < _needed(self._quorum, view.num_live)):
+            self._ends_since_s = None
+            return ()
+        if self._ends_since_s is None:
+            self._ends_since_s = view.now_s
+        is_complete = not view.num_computing and delivered >= view.num_live
+        if not is_complete and view.now_s - self._ends_since_s < self._grace_s:
+            return ()
+        self._ends_since_s = None
+        return view.held_batches()
+
+    def batches_needed(self, view: PolicyView) -> int:
+        return self.batches_per_push
+
+
+def _make(config: DilocoPolicyConfig) -> Diloco:
+    return Diloco(config.local_batches, quorum=config.quorum, grace_s=config.grace_s)
+
+
+SPEC = PolicySpec("diloco", DilocoPolicyConfig, _make)

@@ -1,0 +1,172 @@
+"""diloco: who is in an outer step, when it is made, and what it makes of the changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from doll.ps.policies.base import BatchId
+from doll.ps.policies.diloco import Diloco, DilocoPolicyConfig
+from doll.theory.checks import Floats
+
+H = 4
+
+
+@dataclass
+class Counters:
+    is_live: bool = True
+    session: int = 1
+    applied: int = 0
+    held: int = 0
+    moved: float = 0.0
+    computing: int = 0
+    waiting: int = 0
+    first_waiting: int = 0
+
+
+class View:
+    """A view of workers whose counters a test sets."""
+
+    def __init__(self, policy: Diloco, count: int) -> None:
+        self.policy, self.workers = policy, [Counters() for _ in range(count)]
+        self.version, self.now_s = 0, 0.0
+
+    @property
+    def num_live(self) -> int:
+        return sum(worker.is_live for worker in self.workers)
+
+    @property
+    def num_held(self) -> int:
+        return sum(worker.held for worker in self.workers)
+
+    @property
+    def num_computing(self) -> int:
+        return sum(worker.computing for worker in self.workers)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(worker.waiting for worker in self.workers)
+
+    def worker(self, number: int) -> Counters:
+        return self.workers[number]
+
+    def held_batches(self) -> list[BatchId]:
+        return [BatchId(n, w.applied + at) for n, w in enumerate(self.workers) for at in range(w.held)]
+
+    def put(self, number: int, **counters: int) -> None:
+        for name, value in counters.items():
+            setattr(self.workers[number], name, value)
+        self.policy.changed(self, [number])
+
+    def delivered(self, *numbers: int) -> None:
+        for number in numbers:
+            self.put(number, computing=0, held=H)
+
+    def collected(self) -> set[int]:
+        return {batch.partition for batch in self.policy.collect(self)}
+
+
+def view_of(count: int = 4, quorum: float = 0.75, grace_s: float = 2.0) -> View:
+    view = View(Diloco(H, quorum=quorum, grace_s=grace_s), count)
+    for number in range(count):
+        view.put(number, computing=H)
+    return view
+
+
+def test_a_worker_is_granted_a_whole_round_or_nothing() -> None:
+    view = View(Diloco(H), 3)
+    view.put(0, waiting=H - 1)
+    view.put(1, waiting=H + 2)
+    view.put(2, waiting=2, applied=H + 2)  # its push was cut short when it left: it ends where the others' end
+    assert view.policy.start(view) == [1] * H + [2] * 2
+    assert list(view.policy.start(view)) == []
+    view.put(1, computing=H, waiting=2)
+    assert list(view.policy.start(view)) == [], "one round at a time"
+    view.put(1, computing=2, waiting=4)
+    assert view.policy.start(view) == [1] * 2, "what was taken back is granted again"
+
+
+def test_a_round_of_all_ends_at_once_and_one_of_a_quorum_after_its_grace() -> None:
+    view = view_of()
+    view.delivered(0, 1, 2, 3)
+    assert view.collected() == {0, 1, 2, 3}
+    view = view_of()
+    view.delivered(0, 1)
+    view.now_s = 100.0
+    assert view.collected() == set(), "two of four are no quorum"
+    view.delivered(2)
+    assert view.collected() == set()
+    view.now_s = 101.9
+    assert view.collected() == set()
+    view.now_s = 102.0
+    assert view.collected() == {0, 1, 2}, "the fourth is in the next round"
+
+
+def test_a_dead_worker_is_not_waited_for_and_dry_streams_are_for_the_grace_only() -> None:
+    view = view_of()
+    view.delivered(0, 1, 2)
+    view.put(3, computing=0, is_live=False)
+    assert view.collected() == {0, 1, 2}
+    view = view_of()
+    view.delivered(0)
+    for number in (1, 2, 3):
+        view.put(number, computing=0)  # nothing to read
+    assert view.collected() == set()
+    view.now_s = 2.0
+    assert view.collected() == {0}
+
+
+def test_a_quorum_that_is_lost_begins_its_grace_again() -> None:
+    view = view_of()
+    view.delivered(0, 1, 2)
+    assert view.collected() == set()
+    view.now_s = 1.5
+    view.put(2, held=0, computing=H)  # its blob is lost: it computes again
+    assert view.collected() == set()
+    view.now_s = 3.0
+    view.delivered(2)
+    assert view.collected() == set()
+    view.now_s = 5.0
+    assert view.collected() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("values", [{"local_batches": 0}, {"quorum": 0.0}, {"quorum": 1.1}, {"grace_s": -1.0}])
+def test_numbers_out_of_range_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected 1 to 1000 local batches"):
+        Diloco(**{"local_batches": 4, "quorum": 1.0, "grace_s": 0.0} | values)  # type: ignore[arg-type]
+
+
+def test_what_a_plan_predicts() -> None:
+    policy = DilocoPolicyConfig(local_batches=8, quorum=0.75)
+    assert policy.batches_per_update(4) == 32
+    assert policy.update_rate_per_s([100.0, 10.0, 80.0, 90.0], batch_size=10) == 1.0, "the third fastest"
+
+
+@pytest.mark.slow  # loads torch
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_outer_step_is_torchs_nesterov_on_the_mean_change(momentum: float) -> None:
+    import torch
+    from doll.config.policy import OuterStep
+    from doll.model.flat_model import FlatModel
+    from doll.optim.optimizer import OuterOptimizer
+
+    def made() -> FlatModel:
+        module = torch.nn.Module()
+        module.w = torch.nn.Parameter(torch.arange(5.0))
+        return FlatModel(module)
+
+    rng = np.random.default_rng(1)
+    ours = OuterOptimizer(made(), OuterStep(0.7, momentum, 0.5))
+    weights = torch.nn.Parameter(torch.arange(5.0))
+    theirs = torch.optim.SGD([weights], lr=0.7, momentum=momentum, nesterov=momentum > 0)
+    for step in range(6):
+        if step == 3:  # a restart
+            tensors, ours = ours.tensors(), OuterOptimizer(made(), OuterStep(0.7, momentum, 0.5))
+            ours.load(tensors)
+        changes: list[tuple[int, int, Floats]] = [(n, age, rng.normal(size=5)) for n, age in ((8, 0), (24, 2), (16, 1))]
+        ours.apply([(ours.weight(n, age) * change).astype(np.float32) for n, age, change in changes], 1 / 48, 48)
+        mean = sum(n * 0.5**age * change for n, age, change in changes) / 48
+        weights.grad = torch.tensor(-mean, dtype=torch.float32)
+        theirs.step()
+        np.testing.assert_allclose(ours.weights, weights.detach().numpy(), rtol=1e-5, atol=1e-6)
