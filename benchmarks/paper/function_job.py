@@ -332,7 +332,7 @@ class FunctionJob(TimedWorld):
         values = step.values
         state.view += values
         if state.residual.is_used:
-            state.residual.split(values, state.view, batch)
+            state.residual.split(values, state.view, batch, state.version)
         state.pushed.append((batch, values))
         self._store_blob(self._key_of(worker, batch), worker, values, (step.loss_sum / step.num_samples,))
         super()._on_computed(worker, number)

@@ -64,7 +64,8 @@ class PolicyConfig(Section, ABC):
     @property
     def filter_threshold(self) -> float:
         """v of the significance filter: a worker holds a change back while it is at most v / sqrt(t) of the number
-        that it changes, t being the number of its batch; default 0: nothing is held back. Only where `sends_steps`."""
+        that it changes, t being the round, which is 1 for
+        batches computed at version 0; default 0: nothing is held back. Only where `sends_steps`."""
         return 0.0
 
     @abstractmethod

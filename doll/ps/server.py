@@ -234,7 +234,7 @@ class ParameterServer:
             self._refused["refused_get_rows"] += 1
             log.warning("rows_refused", worker=request.worker, key=request.key, reason=str(exc))
             return
-        self._measures.sent_rows(stored.size)
+        self._measures.sent_rows(stored.size, stored.request_bytes)
         self._outbox.send_command(
             request.worker,
             RowsStored(

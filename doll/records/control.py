@@ -409,6 +409,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dense_gradient_bytes: int = 0  # of the same gradients, before coding
     weights_bytes: int = 0  # of the versions that workers have read
     row_bytes: int = 0  # of tables' rows that workers were sent, as sent
+    row_request_bytes: int = 0  # of the ids that workers have asked for
     plain_row_bytes: int = 0  # the same before coding: 8 bytes for each key
 
 

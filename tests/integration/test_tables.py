@@ -59,6 +59,7 @@ def test_tables_outlive_server_and_workers(make_pipeline: Any, policy: str, cont
     assert np.mean(losses[-50:]) < np.mean(losses[:20])
     assert job.status.measures is not None
     assert 0 < job.status.measures.row_bytes < 4 * COLUMNS * job.version / 10
+    assert 0 < job.status.measures.row_request_bytes < job.status.measures.row_bytes
 
 
 def test_the_exported_model_has_the_rows_of_its_tables(make_pipeline: Any) -> None:

@@ -107,7 +107,7 @@ class Job:
         self.config = parse(JOB % (task, workers, policy, training), [f"blobs.keep_versions={keep_versions}"])
         self.blobs = blobs or MemoryBlobs()
         self.scope = scope_of(self.config.job, run_id)
-        self.row_bytes = 0
+        self.row_bytes = self.row_request_bytes = 0
         self.order: list[tuple[int, int]] = []  # batches in the order of their updates: (worker, number)
         model = build(self.config, load_task(self.config))
         parts = make_parts(self.config.training, model)
@@ -167,6 +167,7 @@ class Job:
         except BlobError:
             return
         self.row_bytes += stored.size.coded_bytes
+        self.row_request_bytes += stored.request_bytes
         client.deliver(
             RowsStored(
                 term=1, worker=request.worker, session=request.session, number=request.number,

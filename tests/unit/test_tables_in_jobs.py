@@ -197,6 +197,7 @@ def test_rows_that_are_allowed_to_be_old_are_not_asked_for(policy: str) -> None:
     exact = job(POLICIES["asp"], 4, ids=4000, sparse=True)
     stale = job(f"{{name: {policy}, staleness: 10}}", 4, ids=4000, sparse=True)
     assert 0 < stale.row_bytes < exact.row_bytes
+    assert 0 < stale.row_request_bytes < exact.row_request_bytes
 
 
 def test_tables_are_refused_where_they_do_not_fit() -> None:

@@ -35,11 +35,13 @@ class Residual:
         """Whether anything can ever be held back."""
         return self._size > 0
 
-    def split(self, step: Array, weights: Array, batch: int) -> None:
+    def split(self, step: Array, weights: Array, batch: int, version: int) -> None:
         """Leave in `step` what is sent after batch `batch`, of it and of what was held back; hold the rest.
 
         Args:
             weights: the worker's view, `step` included.
+            version: of the published weights below the view. t is version + 1, the same for all workers of a round,
+                as the proof of Theorem 1 has it; a worker that joins late has counted fewer batches.
 
         Raises:
             IllegalEventError: the batch, or a later one, is in what is held back already.
@@ -50,7 +52,7 @@ class Residual:
         self._batch = batch
         total = self._held
         total += step
-        limit = np.float32(self._threshold / math.sqrt(batch + 1))
+        limit = np.float32(self._threshold / math.sqrt(version + 1))
         # As a product: the ratio to a weight of zero is not defined.
         is_sent = np.abs(total) > limit * np.abs(weights)
         np.multiply(total, is_sent, out=step)

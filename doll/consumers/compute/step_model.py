@@ -66,6 +66,7 @@ class StepModel:
         self._pushed: deque[_Step] = deque()  # the weights that were fetched last do not hold them
         self._kept: deque[_Step] = deque()  # behind these, and not pushed
         self._residual = Residual(training.policy.filter_threshold, model.num_parameters)
+        self._version = 0  # of the published weights below the view
         self._grant: Grant | None = None  # whose batches are computed
         self._holds: tuple[tuple[int, int], ...] = ()
 
@@ -78,6 +79,7 @@ class StepModel:
         refreshed = self._weights.refresh(grant)
         if refreshed is None:
             return None
+        self._version = refreshed.version
         if refreshed.is_new:
             self._included = max(self._included, refreshed.included)
             while self._pushed and self._pushed[0].batch < refreshed.included:
@@ -186,7 +188,7 @@ class StepModel:
             return None
         if self._residual.is_used:
             total, batch = total.copy(), steps[-1].batch
-            self._residual.split(total[:n], self._computer.weights[:n], batch)
+            self._residual.split(total[:n], self._computer.weights[:n], batch, self._version)
             self._pushed.append(_Step(batch, total, {}))
         else:
             self._pushed += (step._replace(rows={}) for step in steps)

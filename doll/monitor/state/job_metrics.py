@@ -36,7 +36,7 @@ _UPDATE_FIELDS: Final = ("version", "loss", "apply_s", "grant_to_update_s", "tim
 _MEMBER_FIELDS: Final = ("compute_s", "fetch_s", "store_s", "wait_s")
 _MEASURES: Final = (
     "older_reads", "blocked_s", "computing_s", "idle_s", "gradient_bytes", "dense_gradient_bytes", "weights_bytes",
-    "row_bytes", "plain_row_bytes",
+    "row_bytes", "plain_row_bytes", "row_request_bytes",
 )  # fmt: skip
 
 Labels = tuple[tuple[str, str], ...]

@@ -38,6 +38,17 @@ class BytesSent(msgspec.Struct, frozen=True):
     weights: int
     rows: int = 0
     rows_plain: int = 0
+    row_requests: int = 0  # ids that workers have asked for
+
+    @property
+    def pushed(self) -> int:
+        """From workers: contributions, of tables as well, and requests for rows."""
+        return self.gradients + self.row_requests
+
+    @property
+    def fetched(self) -> int:
+        """To workers: weights, and rows of tables."""
+        return self.weights + self.rows
 
 
 class PolicySummary(msgspec.Struct, frozen=True):
@@ -75,12 +86,15 @@ class PolicySummary(msgspec.Struct, frozen=True):
                 weights=sum(part.weights_bytes for part in parts),
                 rows=sum(part.row_bytes for part in parts),
                 rows_plain=sum(part.plain_row_bytes for part in parts),
+                row_requests=sum(part.row_request_bytes for part in parts),
             ),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """For `report.json`; `msgspec.convert` with `strict=False` reads it."""
         plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        pushed, fetched = self.bytes.pushed, self.bytes.fetched
+        plain["bytes"] |= {"pushed": pushed, "fetched": fetched, "both_ways": pushed + fetched}
         return {**plain, "blocked_share": self.blocked_share}
 
     @property

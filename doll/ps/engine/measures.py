@@ -49,7 +49,7 @@ class PolicyMeasures:
         self.computing_s = 0.0
         self.idle_s = 0.0
         self._gradient_bytes = self._gradient_values = self._dense_gradient_bytes = self._versions_read = 0
-        self._row_bytes = self._plain_row_bytes = 0
+        self._row_bytes = self._plain_row_bytes = self._row_request_bytes = 0
 
     def joined(self, worker: int) -> None:
         """The engine has welcomed a new process of this worker."""
@@ -67,8 +67,9 @@ class PolicyMeasures:
         self._gradient_values += num_values
         self._dense_gradient_bytes += self._weights_bytes + plain_row_bytes
 
-    def sent_rows(self, size: WireSize) -> None:
-        """A worker is sent rows of tables."""
+    def sent_rows(self, size: WireSize, request_bytes: int = 0) -> None:
+        """A worker is sent rows of tables, for which it has asked in a blob of so many bytes."""
+        self._row_request_bytes += request_bytes
         self._row_bytes += size.coded_bytes
         self._plain_row_bytes += size.plain_bytes
 
@@ -129,4 +130,5 @@ class PolicyMeasures:
             weights_bytes=self._versions_read * self._weights_bytes,
             row_bytes=self._row_bytes,
             plain_row_bytes=self._plain_row_bytes,
+            row_request_bytes=self._row_request_bytes,
         )

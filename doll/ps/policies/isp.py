@@ -14,7 +14,7 @@ MAX_SIGNIFICANCE = 1_000.0
 
 class IspPolicyConfig(LockstepConfig):
     """Bulk synchronous, with a significance filter: a worker sends a change of a number once it is larger than
-    significance / sqrt(t) of that number, and keeps the rest of its steps until it is."""
+    significance / sqrt(t) of that number in round t, and keeps the rest of its steps until it is."""
 
     supports_tables: ClassVar[bool] = False  # the filter compares a change with the whole vector of weights
 
@@ -23,8 +23,8 @@ class IspPolicyConfig(LockstepConfig):
         default=0.7,
         ge=0,
         le=MAX_SIGNIFICANCE,
-        description="v: the share of a number that a change must exceed to be sent, at the worker's first batch; it "
-        "falls with the square root of the number of batches; 0: everything is sent, as bsp with contribution: step",
+        description="v: the share of a number that a change must exceed to be sent, in the job's first round; it "
+        "falls with the square root of the number of rounds; 0: everything is sent, as bsp with contribution: step",
     )
 
     @property

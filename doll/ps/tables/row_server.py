@@ -75,11 +75,13 @@ class StoredRows(NamedTuple):
 
     Attributes:
         since: only rows that have changed after this version; without meaning in an answer.
+        request_bytes: of the blob that asked for them; 0: nobody has.
     """
 
     key: str
     size: WireSize
     since: int = 0
+    request_bytes: int = 0
 
 
 class RowServer:
@@ -115,7 +117,8 @@ class RowServer:
         if subscribes:
             for name, wanted in requests.items():
                 self._subscriptions.subscribe(request.worker, name, wanted.ids, version)
-        return self._store(rows_key(self._scope, self._term, request.worker, request.session, request.number), encoded)
+        key = rows_key(self._scope, self._term, request.worker, request.session, request.number)
+        return self._store(key, encoded)._replace(request_bytes=len(blob))
 
     def changes(self, worker: int, version: int) -> StoredRows | None:
         """Store what `worker` is to be sent now that `version` is the newest; None where it has asked for no row."""

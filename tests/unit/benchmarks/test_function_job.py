@@ -25,8 +25,8 @@ BSP = BspPolicyConfig(contribution="step")
 class Dropping(Residual):
     """Forgets what is not significant."""
 
-    def split(self, step: Vector, weights: Vector, batch: int) -> None:
-        super().split(step, weights, batch)
+    def split(self, step: Vector, weights: Vector, batch: int, version: int) -> None:
+        super().split(step, weights, batch, version)
         self._held[:] = 0.0
         self.is_held = False
 

@@ -262,3 +262,18 @@ def test_what_is_held_back_stays_until_its_rest_is_stored() -> None:
     rig.steps.rest_stored()
     assert rig.steps.rest(6) is None
     assert not rig.steps.holds_back
+
+
+@pytest.mark.parametrize(("batch", "version"), [(0, 99), (99, 99), (99, 0)])
+def test_the_filter_falls_with_the_round_and_not_with_the_workers_own_batches(batch: int, version: int) -> None:
+    """A worker that joins late counts from its first batch, and its filter is that of the others."""
+    rig = Rig(policy={"name": "isp", "significance": 0.5})
+    granted = rig.publish(version, first=batch)
+    assert rig.steps.begin(granted)
+    rig.load(granted)
+    before = rig.view
+    rig.learn(batch)
+    step, sent = rig.view - before, pushed(rig)
+    is_significant = np.abs(step) > 0.5 / np.sqrt(version + 1) * np.abs(rig.view)
+    assert np.array_equal(sent != 0, is_significant)
+    assert is_significant.any()

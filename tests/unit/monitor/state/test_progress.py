@@ -374,3 +374,4 @@ def test_the_status_of_a_job_with_measures_is_plain() -> None:
     content = json.loads(json.dumps(json_safe(JobStatus(job(), model.snapshot(1.0), {}).to_dict())))
     assert content["policy"]["staleness"]["reads"] == 4
     assert content["policy"]["bytes"]["gradients"] == 100
+    assert content["policy"]["bytes"]["both_ways"] == 100 + content["policy"]["bytes"]["fetched"]
