@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
 from doll.consumers.pipeline.stage_processes import StageProcesses, start_stages
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.model.flat_model import build
-from doll.pipeline.planner.cut import cut
+from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.pipeline.planner.measured import TaskLog, read_tasks
 from doll.pipeline.runtime.messages import StageTask
 from doll.process.memory import keep_freed_memory
@@ -59,7 +60,8 @@ def running(config: JobConfig, in_flight: int) -> Iterator[tuple[PipelineGradien
     torch.set_num_threads(1)
     task = load_task(config)
     model = build(config, task)
-    stages = start_stages(config, task, model, cut(config, task, model.module, 0), 0, in_flight=in_flight)
+    parts = cut(config, task, model.module, 0)
+    stages = start_stages(config, task, model, parts, 0, in_flight=in_flight)
     blobs = MemoryBlobs()
     computer = GradientComputer(task, model)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,6 +70,7 @@ def running(config: JobConfig, in_flight: int) -> Iterator[tuple[PipelineGradien
             config, stages, guard=Guard(config, task, computer), computer=computer,
             compressor=Compressor(config.job, model.num_parameters), blobs=blobs,
             dead_letters=_NoDeadLetters(), departure=Departure(), task_log=TaskLog(log),
+            check=partial(check_with_samples, task, model.module, parts),
         )  # fmt: skip
         try:
             yield engine, stages, (model, blobs), log

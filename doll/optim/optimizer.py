@@ -54,11 +54,12 @@ class DivergedError(TaskError):
 class _FlatWeights(ABC):
     """The weights of a model as one vector, and the sum of what is added for its next version."""
 
-    def __init__(self, model: FlatModel) -> None:
+    def __init__(self, model: FlatModel, sum_in: torch.Tensor | None = None) -> None:
+        """`sum_in`: memory for the sum, as long as the weights; None: of its own."""
         self._model = model
         self._own = self._flat = model.flat.detach()  # `_flat` is the weights: in memory of our own, or that was given
         self.num_parameters = model.num_parameters
-        self._sum = torch.zeros_like(self._own)
+        self._sum = torch.zeros_like(self._own) if sum_in is None else sum_in
         self._sum_is_empty = True
 
     @property
@@ -131,15 +132,17 @@ class Optimizer(_FlatWeights):
 
     def __init__(
         self, model: FlatModel, config: OptimizerConfig, clip_norm: float | None = None, *,
-        norm_of_tables: Callable[[], float] = lambda: 0.0,
+        norm_of_tables: Callable[[], float] = lambda: 0.0, sum_in: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             clip_norm: the longest gradient that a step is made with, after `scale`; None: any.
             norm_of_tables: length of what was added to the model's tables, before `scale`: it is clipped together with
                 the rest.
+            sum_in: memory for the sum, float32, as long as the weights, which nothing else uses between `add` and
+                `apply`; None: the optimizer takes it.
         """
-        super().__init__(model)
+        super().__init__(model, sum_in)
         self._config = config
         self._clip_norm = clip_norm
         self._norm_of_tables = norm_of_tables

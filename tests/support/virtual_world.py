@@ -63,7 +63,6 @@ class ModelStage:
         self.world, self.number = world, number
         self.weights: Steps = NOTHING
         self.version = -1
-        self.spare: tuple[Weights, Steps] | None = None
         self.wave: Steps = NOTHING
         self.waves: list[tuple[int, Steps]] = []
         self.slots: dict[int, tuple[Flight, int]] = {}  # with the step
@@ -82,10 +81,11 @@ class ModelStage:
     def use(self, version: int, included: int) -> None:
         if version == self.version:
             return
-        assert self.spare is not None
-        assert self.spare[0].version == version, "the weights were overwritten before they were adopted"
+        shared = self.world.pulled
+        assert shared is not None
+        assert shared[0].version == version, "the weights were overwritten before they were adopted"
         self.waves = [wave for wave in self.waves if wave[0] > included]
-        self.weights = self.spare[1].union(self.wave, *(steps for _, steps in self.waves))
+        self.weights = shared[1].union(self.wave, *(steps for _, steps in self.waves))
         self.version = version
         self.world.controls_up[self.number].append(("adopted", version))
 
@@ -173,8 +173,8 @@ class World:
         self.down: list[deque[tuple[Forward | Settle, Flight | None]]] = [deque() for _ in self.stages]
         self.up: list[deque[tuple[Backward, Flight]]] = [deque() for _ in self.stages]
         self.controls_up: list[deque[tuple[str, int | None]]] = [deque() for _ in self.stages]
-        self.controls_down: list[deque[Weights]] = [deque() for _ in self.stages]
-        self.pulled, self.pushed = Memory(), Memory()
+        self.pulled: tuple[Weights, Steps] | None = None  # in the memory that all stages read
+        self.pushed = Memory()
         self.answers: Counter[tuple[str, int | None]] = Counter()
         self.orders: deque[tuple[Submitted, Weights]] = deque()
         self.in_stages: deque[Flight] = deque()
@@ -294,9 +294,8 @@ class World:
             self.seen["weights missing"] += 1
             self.do(self.core.pulled(weights, is_there=False))
             return
-        self.pulled.take(weights)
-        for control in self.controls_down:
-            control.append(weights)
+        self.pulled = (weights, self.published[weights.key])
+        self.do(self.core.pulled(weights, is_there=True))
 
     def start(self, message: Forward, flight: Flight) -> None:
         assert len(self.in_flight) < self.n, "p starts before p - N_m is complete"
@@ -402,12 +401,7 @@ class World:
         if self.answers[what, which] < self.k:
             return
         del self.answers[what, which]
-        if what == "pulled":
-            weights = self.pulled.user
-            assert isinstance(weights, Weights)
-            self.pulled.free()
-            self.do(self.core.pulled(weights, is_there=True))
-        elif what == "adopted":
+        if what == "adopted":
             assert which is not None
             self.do(self.core.adopted(which))
         elif which is None:
@@ -432,7 +426,7 @@ class World:
         """One message, of any link; whether there was one."""
         choices: list[tuple[str, int]] = [
             (kind, number)
-            for kind in ("down", "up", "controls_up", "controls_down")
+            for kind in ("down", "up", "controls_up")
             for number, queue in enumerate(getattr(self, kind))
             if queue
         ]
@@ -447,10 +441,6 @@ class World:
             self.stages[number].take(*self.down[number].popleft())
         elif kind == "controls_up":
             self.hear(number)
-        elif kind == "controls_down":
-            weights = self.controls_down[number].popleft()
-            self.stages[number].spare = (weights, self.published[weights.key])
-            self.controls_up[number].append(("pulled", weights.version))
         else:
             message, flight = self.up[number].popleft()
             if number:

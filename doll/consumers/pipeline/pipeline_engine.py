@@ -40,8 +40,6 @@ from doll.pipeline.runtime.messages import (
     Failed,
     Forward,
     Leaving,
-    Pull,
-    Pulled,
     Settle,
     Stored,
     decode,
@@ -147,7 +145,6 @@ class PipelineGradientEngine:
         self._returned: deque[Backward] = deque()  # that wait for an inspection
         self._suspect: tuple[Flight, Backward] | None = None
         self._is_inspecting = False
-        self._pulling: Weights | None = None
         self._answers: dict[tuple[str, int | None], set[int]] = {}  # stages that have answered, until all have
         self._keys: dict[int, str] = {}  # of waves, by the batch below which they end
         self._storing: Wave | None = None
@@ -302,9 +299,6 @@ class PipelineGradientEngine:
 
     def _hear(self, message: AnyMessage) -> None:
         match message:
-            case Pulled(stage=stage, version=version):
-                if self._all_have(stage, "pulled", version) and self._pulling is not None:
-                    self._do(self._core.pulled(self._pulling, is_there=True))
             case Adopted(stage=stage, version=version):
                 if self._all_have(stage, "adopted", version):
                     self._do(self._core.adopted(version))
@@ -364,16 +358,9 @@ class PipelineGradientEngine:
     def _pull(self, weights: Weights) -> None:
         numel = self._computer.weights.size
         values = stored_weights(self._blobs, weights.key, job=self._scope, version=weights.version, numel=numel)
-        if values is None:
-            self._do(self._core.pulled(weights, is_there=False))
-            return
-        self._stages.shared.pulled[:] = values
-        self._pulling = weights
-        for number, link in enumerate(self._stages.controls):
-            try:
-                link.send(encode(Pull(version=weights.version)))
-            except LinkClosedError as exc:
-                raise self._stages.why_closed(number) from exc
+        if values is not None:
+            self._stages.shared.pulled[:] = values  # which all stages have read that were to use those before
+        self._do(self._core.pulled(weights, is_there=values is not None))
 
     def _stored(self, until: int | None) -> None:
         if until is None:

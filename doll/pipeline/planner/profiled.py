@@ -15,10 +15,10 @@ from doll.pipeline.profiling.profile import Device, Network, Profile
 from doll.pipeline.runtime.virtual_worker import MAX_WAVES_BEHIND
 
 # Arrays of the size of the stage's weights, beside the weights themselves and the copies for minibatches in flight: the
-# gradient, one layer's on its way into it, the optimizer's sum, the version that is pulled, the steps of the wave under
-# way, those of the waves that the version in use does not hold yet, and what the worker shares with it: half of the
-# memory for versions that are pulled, and of that for steps that are pushed.
-_COPIES: Final = 6 + MAX_WAVES_BEHIND + 1
+# gradient (where the optimizer's sum is too), one layer's on its way into it, the steps of the wave under way, those of
+# the waves that the version in use does not hold yet, and what the worker shares with it: half of the memory for
+# versions that are pulled, and of that for steps that are pushed.
+_COPIES: Final = 4 + MAX_WAVES_BEHIND + 1
 # Of the largest input or output of a layer, beside what is kept for the backward pass: the output, gradients on their
 # way through a layer (3), and two messages in each direction on both links, of which the neighbours have half (4).
 _TEMPORARIES: Final = 8

@@ -108,12 +108,6 @@ class Backward(_Message, frozen=True):
     tasks: tuple[StageTask, ...] = ()
 
 
-class Pull(_Message, frozen=True):
-    """Weights of `version` are in the shared memory: copy them beside those in use."""
-
-    version: int
-
-
 class Stop(_Message, frozen=True):
     pass
 
@@ -125,13 +119,8 @@ class Ready(_Message, frozen=True):
     fingerprint: str
 
 
-class Pulled(_Message, frozen=True):
-    stage: int
-    version: int
-
-
 class Adopted(_Message, frozen=True):
-    """The weights that were pulled are in use: others may be."""
+    """The weights in the shared memory are in use at this stage: it does not read them there again."""
 
     stage: int
     version: int
@@ -165,8 +154,8 @@ class Failed(_Message, frozen=True):
 
 
 Down: TypeAlias = Forward | Settle
-ToStage: TypeAlias = Pull | Stop
-FromStage: TypeAlias = Ready | Pulled | Adopted | Stored | Alive | Leaving | Failed
+ToStage: TypeAlias = Stop
+FromStage: TypeAlias = Ready | Adopted | Stored | Alive | Leaving | Failed
 AnyMessage: TypeAlias = Down | Backward | ToStage | FromStage
 
 _encoder = msgspec.msgpack.Encoder()

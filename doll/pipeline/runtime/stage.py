@@ -121,7 +121,7 @@ class _InFlight:
 
 
 class Stage:
-    """The layers of one stage. Not thread-safe, except `pull`."""
+    """The layers of one stage. Not thread-safe."""
 
     def __init__(
         self, task: Task, whole: FlatModel, layers: Sequence[torch.nn.Module], *, training: TrainingConfig, slots: int,
@@ -144,18 +144,16 @@ class Stage:
         module = module.to(device.name)
         self._local = FlatModel(module, device=device.name, may_be_empty=True)
         self.ranges: tuple[VectorRange, ...] = ranges_of(self._local, homes)
-        self._optimizer = Optimizer(self._local, training.optimizer)
+        self._optimizer = Optimizer(self._local, training.optimizer, sum_in=self._local.grad)
         # One backward pass at a time: they share the gradient.
         self._replicas = [
             FlatModel(_replica(module), device=device.name, may_be_empty=True, grad=self._local.grad)
             for _ in range(slots)
         ]
-        self._spare = torch.empty_like(self._local.flat)
         self._in_flight: dict[int, _InFlight] = {}
         self._buffer_squares: dict[int, float] = {}
         self._wave: torch.Tensor | None = None  # steps of the wave under way
         self._waves: deque[_Wave] = deque()  # whole ones that the weights in use need not hold
-        self._free: list[torch.Tensor] = []
         _warm_up()
 
     @property
@@ -165,23 +163,19 @@ class Stage:
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    def pull(self, shared: npt.NDArray[np.float32]) -> None:
-        """Copy this stage's part of `shared`, float32, shape (numel of the whole model,), beside what is in use. May be
-        called from another thread."""
-        for part in self.ranges:
-            source = torch.from_numpy(shared[part.there : part.there + part.length])
-            self._spare[part.here : part.here + part.length].copy_(source)
-
-    def adopt(self, included: int) -> None:
-        """Use what was pulled, with the own steps that it does not hold.
+    def adopt(self, shared: npt.NDArray[np.float32], included: int) -> None:
+        """Use this stage's part of `shared`, with the own steps that it does not hold.
 
         Args:
+            shared: float32, shape (numel of the whole model,).
             included: how many batches of this worker's stream it holds.
         """
         flat = self._local.flat.detach()
-        flat.copy_(self._spare)
+        for part in self.ranges:
+            source = torch.from_numpy(shared[part.there : part.there + part.length])
+            flat[part.here : part.here + part.length].copy_(source)
         while self._waves and self._waves[0].until <= included:
-            self._free.append(self._waves.popleft().steps)
+            self._waves.popleft()
         n = self._local.num_parameters
         for wave in self._waves:
             flat[:n] += wave.steps[:n]
@@ -195,20 +189,17 @@ class Stage:
             DivergedError: a number of the weights or of the optimizer's state is not finite.
         """
         if commit.scale and commit.slot >= 0:
-            replica, n = self._replicas[commit.slot], self._local.num_parameters
-            weights, contribution = self._local.flat.detach(), replica.flat.detach()
-            before = self._local.grad
-            before.copy_(weights)
-            self._optimizer.apply([contribution], commit.scale, commit.num_samples)
-            floats = self._local.num_floats
-            torch.sub(weights[:n], before[:n], out=before[:n])
-            before[n:] = contribution[n:]
+            replica, n, floats = self._replicas[commit.slot], self._local.num_parameters, self._local.num_floats
+            weights, step = self._local.flat.detach(), replica.flat.detach()
+            self._optimizer.add(step)  # a copy, in the memory of the gradient: the slot is free
+            step[:n] = weights[:n]
+            self._optimizer.apply([], commit.scale, commit.num_samples)
+            torch.sub(weights[:n], step[:n], out=step[:n])
             if self._wave is None:
-                self._wave = self._free.pop() if self._free else torch.empty_like(weights)
-                self._wave.copy_(before)
+                self._wave = step.clone()
             else:
-                self._wave[:floats] += before[:floats]
-                self._wave[floats:] = before[floats:]
+                self._wave[:floats] += step[:floats]
+                self._wave[floats:] = step[floats:]
         if commit.ends_wave and self._wave is not None:
             self._waves.append(_Wave(commit.batch + 1, self._wave))
             self._wave = None
@@ -216,10 +207,8 @@ class Stage:
     def forget(self, batch: int) -> None:
         """The steps of this batch and later ones are void. The weights are right again when a version is adopted."""
         while self._waves and self._waves[-1].until > batch:
-            self._free.append(self._waves.pop().steps)
-        if self._wave is not None:
-            self._free.append(self._wave)
-            self._wave = None
+            self._waves.pop()
+        self._wave = None
 
     def store(self, until: int, shared: npt.NDArray[np.float32]) -> None:
         """Write the sum of the steps of the wave below `until` to its places in `shared`."""

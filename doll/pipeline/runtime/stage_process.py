@@ -29,8 +29,6 @@ from doll.pipeline.runtime.messages import (
     Failed,
     Forward,
     Leaving,
-    Pull,
-    Pulled,
     Ready,
     Settle,
     StageTask,
@@ -169,12 +167,7 @@ class StageProcess:
 
     def _deliver(self, header: bytes, arrays: list[Array]) -> None:
         message = decode(header)
-        if isinstance(message, Pull):
-            # Here, so that it does not wait for what is being computed.
-            self._stage.pull(self._shared.pulled)
-            self._links.control.send(encode(Pulled(stage=self._number, version=message.version)))
-        else:
-            self._inbox.put((message, arrays))
+        self._inbox.put((message, arrays))
 
     # --- the thread that computes -----------------------------------------------------------------------------------
 
@@ -187,7 +180,7 @@ class StageProcess:
             case Settle():
                 self._settle(message)
             case _:
-                raise ValueError(f"expected Forward, Backward, Settle, Pull or Stop, got {type(message).__name__}")
+                raise ValueError(f"expected Forward, Backward, Settle or Stop, got {type(message).__name__}")
 
     def _forward(self, message: Forward, arrays: list[Array]) -> None:
         for commit in message.commits:
@@ -219,7 +212,7 @@ class StageProcess:
 
     def _use(self, version: int, included: int) -> None:
         if version != self._version:
-            self._stage.adopt(included)
+            self._stage.adopt(self._shared.pulled, included)
             self._version = version
             self._links.control.send(encode(Adopted(stage=self._number, version=version)))
 

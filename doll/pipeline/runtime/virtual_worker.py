@@ -53,7 +53,7 @@ class WaveSplitError(DollError):
 
 @dataclass(frozen=True, slots=True)
 class PullWeights:
-    """Bring these weights to all stages; report `pulled`."""
+    """Bring these weights into the memory that all stages read; report `pulled`. No stage reads older ones there."""
 
     weights: Weights
 
@@ -155,7 +155,7 @@ class VirtualWorkerCore:
         self._last: tuple[Submitted, int] | None = None  # that was committed, and its version
         self._forget_from: int | None = None
         self._known: Weights | None = None  # the newest of this term
-        self._spare: Weights | None = None  # at all stages, not in use
+        self._spare: Weights | None = None  # in the memory that the stages read, not in use
         self._base: Weights | None = None  # of the minibatch that started last
         self._pulling: Weights | None = None
         self._is_adopted = True
@@ -271,7 +271,7 @@ class VirtualWorkerCore:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def pulled(self, weights: Weights, *, is_there: bool) -> list[Action]:
-        """All stages have these weights; or the blob store does not have them any more."""
+        """The memory that all stages read holds these weights; or the blob store does not have them any more."""
         self._pulling = None
         if is_there and weights.term == self._term and self._known is not None:
             self._spare = weights

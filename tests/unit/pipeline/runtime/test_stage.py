@@ -62,8 +62,7 @@ class Chain:
 
     def adopt(self, weights: Array, included: int = 0) -> None:
         for stage in self.stages:
-            stage.pull(weights)
-            stage.adopt(included)
+            stage.adopt(weights, included)
 
     def weights(self) -> Array:
         for stage in self.stages:
