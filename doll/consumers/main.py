@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -258,12 +259,14 @@ class _WorkerProcess:
             compressor = Compressor(scope, model.num_parameters, tables)
         local_model: CachedVersion | StepModel
         contribution: SetContribution
+        background = ThreadPoolExecutor(1, thread_name_prefix="weights")  # its thread starts with the first offer
         if sends_steps:
             local_model = contribution = StepModel(
-                scope, blobs, config.training, model, computer, takes_steps=task.defines_step, rows=rows
-            )
+                scope, blobs, config.training, model, computer, takes_steps=task.defines_step, rows=rows,
+                background=background,
+            )  # fmt: skip
         else:
-            local_model, contribution = CachedVersion(scope, blobs, computer), computer.new_sum()
+            local_model, contribution = CachedVersion(scope, blobs, computer, background), computer.new_sum()
         handler = GrantHandler(
             config,
             local_model=local_model,
@@ -275,7 +278,7 @@ class _WorkerProcess:
             rows=rows,
             scope=scope,
         )
-        return ThreadGradientEngine(handler.handle, handler.offer, handler.store_rest)
+        return ThreadGradientEngine(handler.handle, handler.offer, handler.store_rest, background)
 
 
 def process_name() -> str:

@@ -45,6 +45,7 @@ from doll.storage.contributions import Compressor
 from doll.tables.rows import Ids, Rows
 from doll.task.base import Task, load_task
 from expected_model import LR, Added, Vector
+from manual_executor import ManualExecutor
 
 if TYPE_CHECKING:
     from channel_world import World
@@ -215,8 +216,9 @@ class Process(worlds.Process):
         self.local: Any
         if self.sends_steps:
             self.local = inner = StepModel(
-                config.job, world.blobs, config.training, self.model, self.computer, rows=self.tables
-            )
+                config.job, world.blobs, config.training, self.model, self.computer, rows=self.tables,
+                background=ManualExecutor(at_once=True),
+            )  # fmt: skip
         else:
             self.local, inner = CachedVersion(config.job, world.blobs, self.computer), self.computer.new_sum()  # type: ignore[assignment]
         is_sparse = self.sends_steps or bool(shapes)

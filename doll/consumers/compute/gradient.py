@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from doll.consumers.compute.weights_ahead import WeightsAhead
 from doll.consumers.protocol.worker_core import grant_id_of
 from doll.errors import BlobError, IllegalEventError
 from doll.model.flat_model import FlatModel
@@ -308,7 +310,11 @@ class Refreshed(NamedTuple):
 class CachedVersion:
     """`LocalModel` that keeps the version it fetched last, while grants allow it and no newer one was offered."""
 
-    def __init__(self, job: str, blobs: Blobs, computer: GradientComputer) -> None:
+    def __init__(
+        self, job: str, blobs: Blobs, computer: GradientComputer, background: Executor | None = None
+    ) -> None:  # fmt: skip
+        """`background`: of one thread, which reads what is offered; None: it is read when the next batch begins."""
+        self._ahead = None if background is None else WeightsAhead(self._stored, background)
         self._job = job
         self._blobs = blobs
         self._computer = computer
@@ -319,6 +325,8 @@ class CachedVersion:
         before = self._offered
         if before is None or (before.term, before.version) < (weights.term, weights.version):
             self._offered = weights
+            if self._ahead is not None and self._cached < (weights.term, weights.version):
+                self._ahead.offer(weights)
 
     def load(self, grant: Grant) -> int | None:
         refreshed = self.refresh(grant)
@@ -347,10 +355,15 @@ class CachedVersion:
         return Refreshed(version) if is_allowed else None
 
     def _read(self, source: Grant | NewVersion) -> bool:
-        numel = self._computer.weights.size
-        weights = stored_weights(self._blobs, source.key, job=self._job, version=source.version, numel=numel)
+        weights = None if self._ahead is None else self._ahead.take(source)
+        if weights is None:
+            weights = self._stored(source)
         if weights is None:
             return False
         self._cached = _NONE
         self._computer.load(weights)
         return True
+
+    def _stored(self, source: Grant | NewVersion) -> npt.NDArray[np.float32] | None:
+        numel = self._computer.weights.size
+        return stored_weights(self._blobs, source.key, job=self._job, version=source.version, numel=numel)

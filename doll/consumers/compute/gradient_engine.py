@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -90,8 +90,13 @@ class ThreadGradientEngine:
         handle: Handle,
         offer: Callable[[NewVersion], object] = lambda weights: None,
         store_rest: Callable[[int], GradientDone] = lambda until: GradientDone("", 0, ()),
+        background: Executor | None = None,
     ) -> None:
-        """`offer`: see `GradientEngine.offer`; called from the caller's thread."""
+        """Args:
+        offer: see `GradientEngine.offer`; called from the caller's thread.
+        background: what reads weights beside the computation; it is shut down with this engine.
+        """
+        self._background = background
         self._handle = handle
         self._offer = offer
         self._store_rest = store_rest
@@ -112,6 +117,8 @@ class ThreadGradientEngine:
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._background is not None:
+            self._background.shutdown(wait=True, cancel_futures=True)
 
 
 class SetContribution(Protocol):

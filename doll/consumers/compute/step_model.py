@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from typing import NamedTuple
 
 import numpy as np
@@ -43,13 +44,14 @@ class StepModel:
 
     def __init__(
         self, job: str, blobs: Blobs, training: TrainingConfig, model: FlatModel, computer: GradientComputer,
-        *, takes_steps: bool = False, rows: TableRows | None = None,
+        *, takes_steps: bool = False, rows: TableRows | None = None, background: Executor | None = None,
     ) -> None:  # fmt: skip
         """Args:
         takes_steps: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
         rows: of the model's tables, with their optimizer; None: the model has no tables.
+        background: as of `CachedVersion`.
         """
-        self._weights = CachedVersion(job, blobs, computer)  # below the own steps
+        self._weights = CachedVersion(job, blobs, computer, background)  # below the own steps
         self._model = model
         self._computer = computer
         # Rows of tables are clipped together with the rest.

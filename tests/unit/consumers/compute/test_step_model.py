@@ -11,12 +11,13 @@ import torch
 from doll.config import TrainingConfig
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.step_model import StepModel
-from doll.errors import IllegalEventError
+from doll.errors import IllegalEventError, ServiceUnavailableError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.task.base import Task
+from manual_executor import ManualExecutor
 from memory_stores import MemoryBlobs
 from worker_records import grant
 
@@ -277,3 +278,36 @@ def test_the_filter_falls_with_the_round_and_not_with_the_workers_own_batches(ba
     is_significant = np.abs(step) > 0.5 / np.sqrt(version + 1) * np.abs(rig.view)
     assert np.array_equal(sent != 0, is_significant)
     assert is_significant.any()
+
+
+def test_weights_that_were_offered_are_read_while_the_worker_computes_and_never_change_a_batch() -> None:
+    rig, background = Rig(), ManualExecutor()
+    rig.steps = StepModel("unit", rig.blobs, rig.training, rig.model, rig.computer, background=background)
+    rig.load(rig.publish(1))
+    order = rig.publish(2)
+    rig.steps.offer(NewVersion(term=3, worker=1, version=2, key=order.key))
+    before = rig.view
+    background.run()
+    assert (rig.view == before).all(), "a batch that is computed keeps its weights"
+    rig.learn(5)
+    pushed(rig)
+    rig.blobs.wipe()  # the next batch does not read the store
+    assert rig.load(rig.publish(1, first=6, min_version=0)) == 2
+    rig.blobs.wipe()
+    step = rig.view - 2
+    other = Rig()
+    other.load(other.publish(1))
+    other.learn(5)
+    assert np.allclose(step, pushed(other), atol=1e-6), "its own step is on top: these weights do not hold it"
+
+
+def test_an_offer_that_was_not_read_ahead_is_read_with_the_next_batch() -> None:
+    rig, background = Rig(), ManualExecutor()
+    rig.steps = StepModel("unit", rig.blobs, rig.training, rig.model, rig.computer, background=background)
+    rig.load(rig.publish(1))
+    order = rig.publish(2)
+    rig.steps.offer(NewVersion(term=3, worker=1, version=2, key=order.key))
+    assert rig.load(rig.publish(1, first=6, min_version=0)) == 2
+    rig.blobs.fail_next(ServiceUnavailableError("down"))
+    background.run()
+    assert (rig.view == 2).all()
