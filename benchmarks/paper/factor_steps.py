@@ -68,6 +68,7 @@ class FactorSteps:
             return weights + np.sum(list(own.values()), axis=0) if own else weights.copy()
 
     def compute(self, worker: int, batch: int, version: int) -> float:
+        self._own[worker].pop(batch, None)  # where it is computed again
         step = self.step(worker, batch, self.view(worker, version))
         self._own[worker][batch] = step
         self._steps[worker, batch] = step

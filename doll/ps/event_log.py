@@ -17,7 +17,7 @@ from doll.config import JobConfig
 from doll.errors import RecordError
 from doll.model.flat_model import build, fingerprint
 from doll.ps.checkpointing import encode_snapshot
-from doll.ps.engine.events import ApplyUpdate, Event, GradientFetched, StoreCheckpoint
+from doll.ps.engine.events import ApplyUpdate, DropGradient, Event, GradientFetched, StoreCheckpoint
 from doll.ps.model.updater import ContributionBuffer, ModelParts, make_parts
 from doll.ps.start import Start, make_engine
 from doll.records.bounded import short
@@ -131,6 +131,8 @@ def replay(
                     contributions.apply(action)
                     if on_update is not None:
                         on_update(action.version, parts)
+                case DropGradient(held=number) if number:
+                    contributions.drop(number)
                 case StoreCheckpoint():
                     yield Checkpoint(
                         job=config.job, fingerprint=job_fingerprint, term=start.term, version=action.version,

@@ -346,7 +346,7 @@ class ParameterServer:
                 )
             case ev.DropGradient():
                 log.info("gradient_dropped", key=action.key, reason=action.reason)
-                self._host.drop(action.key)
+                self._host.drop(action.key, action.held)
             case ev.RollBack():
                 raise RolledBackError(
                     f"{action.reason}: this server ends, and the next one begins again from version "

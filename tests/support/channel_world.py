@@ -137,8 +137,8 @@ class World(worlds.World[Process]):
                 self.expected.check_update(self.term, action, *self._model())
             case ev.ReleaseWeights(version):
                 host.release(version)
-            case ev.DropGradient(key):
-                host.drop(key)
+            case ev.DropGradient(key, _, held):
+                host.drop(key, held)
             case ev.RepublishWeights(version):
                 host.republish(version)
             case ev.StoreCheckpoint(version, snapshot):

@@ -223,6 +223,13 @@ class World(worlds.World[Process]):
         super().handle(event)
         if self.is_serving:
             self._tidy()
+            self.check_held()
+
+    def check_held(self) -> None:
+        """What the host keeps is what the engine holds: it applies or drops the rest."""
+        held = {grant.pushed.number for grant in self.engine._grants._standing.values() if grant.held and grant.pushed}
+        ends = self.engine.stopping is not None
+        assert ends or self.host._waiting.keys() <= held | self.rest_numbers, "a gradient that was held is applied"
 
     def _key(self, version: int) -> str:
         return weights_key("", self.term, version)
@@ -257,8 +264,10 @@ class World(worlds.World[Process]):
                     self.rest_numbers.add(grant_id)
                 self.host.put(grant_id, np.array([grant_id], np.float32), in_order=in_order)
                 return ev.GradientFetched(grant_id=grant_id, max_change=self.max_change(key))
-            case ev.DropGradient(key, _):
+            case ev.DropGradient(key, _, held):
                 self.blobs.discard(key)
+                if held:
+                    self.host.drop(held)
             case ev.ApplyUpdate(version=version, sets=sets):
                 members = tuple(
                     (item.push.worker, batch.pushed.batch, used_version(item.push, batch.pushed))
@@ -294,8 +303,6 @@ class World(worlds.World[Process]):
             batches = tuple((push.worker, batch.batch, used_version(push, batch)) for batch in push.batches)
             assert batches == self.contents[item.push.key], "the sum is of these batches and of no other"
         self.host.apply(update)  # refuses what was added too early
-        ends = self.engine.stopping is not None
-        assert ends or self.host._waiting.keys() <= self.rest_numbers, "a gradient that was held is applied"
 
     def store_checkpoint(self) -> None:
         if self.saving and self.is_serving:

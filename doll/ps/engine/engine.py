@@ -583,7 +583,7 @@ class Engine:
         """No grant stands that `event` answers. Where only a time limit has passed since, and nobody else has its
         batches, it answers their next grants: else a batch that takes longer than the limit would never be learned.
 
-        Not where a part of the steps stays at the worker: that may have been asked for since.
+        Not where the policy says so: what a worker holds back may have been asked for since, or its view is too old.
         """
         partition = worker.partition
         if partition.late is not None and partition.late.push.batches == event.batches:
@@ -592,7 +592,7 @@ class Engine:
         grants = partition.answered_late(event) if event.term == self.term else ()
         if grants:
             self._limits.learn(worker, (self._now - partition.timed_out_since_s) / len(grants))
-            if not self.policy.holds_back:
+            if self.policy.takes_late_pushes:
                 partition.timed_out, partition.late = (), LatePush(event, grants)
                 return
         longest_s = max(item.compute_s for item in event.batches)
@@ -687,6 +687,10 @@ class Engine:
             if self._offered_version != self.version:
                 self._offered_version = self.version
                 self._offer()
+            if void := self.policy.void(self):
+                self._send_all_grants(granted)
+                self._compute_again(void)
+                continue
             if group := self.policy.collect(self) or self._end_of_dry_round():
                 self._send_all_grants(granted)
                 self._apply(group)
@@ -706,6 +710,15 @@ class Engine:
         if self._settling.is_under_way and self._settling.is_settled:
             self._settling.end()
             self._advance()  # the checkpoint is ordered: the next round can start
+
+    def _compute_again(self, batches: Sequence[BatchId]) -> None:
+        """Return held batches to the queue: their gradients are not applied."""
+        for batch_id in batches:
+            pushed = self._grants.give_back(batch_id)
+            self.counters["requeued"] += 1
+            self.counters["requeued_void"] += 1
+            if pushed.push.key:
+                self._actions.append(DropGradient(pushed.push.key, "void", pushed.number))
 
     def _offer(self) -> None:
         """Send the current version to the workers that the policy names, before a grant asks for it."""

@@ -127,10 +127,15 @@ class FetchGradient(Action, frozen=True):
 
 
 class DropGradient(Action, frozen=True):
-    """A gradient that will not be applied: delete its blob."""
+    """A gradient that will not be applied: delete its blob, and forget its values.
+
+    Attributes:
+        held: number of the set whose values are at the server; 0: they are not.
+    """
 
     key: str
     reason: str
+    held: int = 0
 
 
 class AppliedBatch(msgspec.Struct, frozen=True):

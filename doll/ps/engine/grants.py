@@ -109,6 +109,24 @@ class Grants:
         self.note_change(worker)
         return taken
 
+    def give_back(self, batch_id: BatchId) -> PushedSet:
+        """Return a held batch to the queue; returns its set.
+
+        Raises:
+            IllegalEventError: the batch is not the last one under way of its worker, or others are in its set.
+        """
+        worker = self._owners[batch_id.partition]
+        grant = worker.partition.give_back(batch_id.number)
+        if grant is None or grant.pushed is None or len(grant.pushed.grants) > 1:
+            raise IllegalEventError(
+                f"policy {self._policy_name} voids batch {batch_id.number} of partition {batch_id.partition}: expected "
+                "the last one under way, pushed by itself"
+            )
+        del self._standing[grant.number], self._held[grant.number]
+        self.num_held -= 1
+        self.note_change(worker)
+        return grant.pushed
+
     def apply(self, group: Iterable[BatchId]) -> list[PushedSet]:
         """Count these batches as applied; returns their sets in the order of their first grants.
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from doll.ps.engine.events import EngineAction, SendHello
 from doll.ps.engine.partition_state import Partition
+from doll.ps.policies.base import BatchId
 from doll.records.control import Fence, Join
 
 # Sessions handed out by one parameter server lie in [term << 20, (term + 1) << 20): a later server's are always
@@ -52,6 +53,15 @@ class Worker:
     @property
     def held(self) -> int:
         return self.partition.held
+
+    @property
+    def first_held(self) -> BatchId:
+        return BatchId(self.partition.number, self.partition.held_grants[0].batch)
+
+    @property
+    def held_change(self) -> float:
+        grants = self.partition.held_grants
+        return grants[0].pushed.max_change if grants and grants[0].pushed is not None else 0.0
 
     @property
     def computing(self) -> int:

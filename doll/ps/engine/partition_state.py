@@ -204,6 +204,14 @@ class Partition:
             grants.append(grant)
         return grants
 
+    def give_back(self, batch: int) -> ActiveGrant | None:
+        """Return a held batch to the front of the queue; None: it is not the last one under way."""
+        if self.computing_grants or not self.held_grants or self.held_grants[-1].batch != batch:
+            return None
+        grant = self.held_grants.pop()
+        self.waiting.appendleft(grant.queue_position)
+        return grant
+
     def answered_late(self, push: Push) -> tuple[ActiveGrant, ...]:
         """The void grants that `push` answers: the first of those whose time limit has passed, with no other grant of
         their batches since; none: it answers others."""

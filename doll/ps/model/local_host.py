@@ -188,7 +188,9 @@ class LocalModelHost:
         if self._rows is not None:
             self._rows.forget(worker)
 
-    def drop(self, key: str) -> None:
+    def drop(self, key: str, held: int = 0) -> None:
+        if held:
+            self._contributions.drop(held)
         self._blobs.delete(key)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:

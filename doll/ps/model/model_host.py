@@ -115,8 +115,8 @@ class ModelHost(HoldsTensors, Protocol):
     def forget_rows(self, worker: int) -> None:
         """A new process of `worker` has asked for no rows."""
 
-    def drop(self, key: str) -> None:
-        """Delete the blob of a gradient that will not be applied."""
+    def drop(self, key: str, held: int = 0) -> None:
+        """Delete the blob of a gradient that will not be applied; forget the set `held`, where that is not 0."""
         ...
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:

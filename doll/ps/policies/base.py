@@ -45,6 +45,17 @@ class WorkerCounters(Protocol):
         ...
 
     @property
+    def first_held(self) -> BatchId:
+        """The batch of its first held gradient; only while `held` is not 0."""
+        ...
+
+    @property
+    def held_change(self) -> float:
+        """How far its first held contribution will move any one number of the model at most: its largest absolute
+        value; 0 while it holds none. Only where its policy's section says `sends_steps`."""
+        ...
+
+    @property
     def moved(self) -> float:
         """Bound of how far this worker's contributions of this term have moved any one number of the model: the sum
         of their largest absolute values. Only where its policy's section says `sends_steps`."""
@@ -129,7 +140,7 @@ class Offer:
 class Policy(ABC):
     """A consistency model: decides which batches start and which gradients are applied together.
 
-    After every event the engine calls `changed`, `collect` and `start` in turn, until the last two return nothing.
+    After every event the engine calls `changed`, `void`, `collect` and `start` in turn, until they return nothing.
     Answers must depend on the view, on what `changed` was given and on `state` only: a replay of the same events gives
     the same updates. Work per call must be proportional to what has changed, never to the number of workers.
     """
@@ -137,6 +148,7 @@ class Policy(ABC):
     name: ClassVar[str]
     exact_version: ClassVar[bool]  # gradients applied together were all computed at the version they are applied to
     holds_back: ClassVar[bool] = False  # a push may leave a part of its batches' steps at the worker
+    takes_late_pushes: bool = True  # a push behind its time limit may answer the next grants of its batches
     sends_versions: ClassVar[bool] = False  # `recipients` may name workers
     batches_per_push: int = 1  # as in its section
 
@@ -153,6 +165,14 @@ class Policy(ABC):
     @abstractmethod
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
         """Held gradients that make the next update, or nothing. Asked again after every update."""
+
+    def void(self, view: PolicyView) -> Sequence[BatchId]:
+        """Held batches whose gradients must not be applied: they go back to the queue, and are computed again.
+
+        Each was pushed by itself, with nothing held back, and is the last one under way of its worker. Asked before
+        `collect`, and again when these batches are back in the queue; default: none.
+        """
+        return ()
 
     def min_version(self, view: PolicyView, worker: int) -> int:
         """The oldest version that the next grant of `worker` may be computed on; default: the current one."""

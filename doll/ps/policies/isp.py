@@ -41,6 +41,7 @@ class Isp(Bsp):
 
     name: ClassVar[str] = "isp"
     holds_back: ClassVar[bool] = True
+    takes_late_pushes = False  # what it holds back may have been asked for since
 
 
 SPEC = PolicySpec("isp", IspPolicyConfig, lambda config: Isp())

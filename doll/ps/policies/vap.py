@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection
-from typing import ClassVar, Final, Literal
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
-from doll.ps.policies.asp import Asp, AsynchronousConfig
-from doll.ps.policies.base import PolicySpec, PolicyView
-
-_MAX_MISSED: Final = 256  # a view that misses so many updates is never allowed: no grant looks at more of them
+from doll.ps.policies.asp import AsynchronousConfig
+from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
 
 
 class VapPolicyConfig(AsynchronousConfig):
@@ -32,70 +32,146 @@ class VapPolicyConfig(AsynchronousConfig):
         return True
 
 
-class Vap(Asp):
-    """Every step is an update of its own, every worker computes on the newest weights that it can get, and one whose
-    weights miss too much of the others' steps does not compute before it has newer ones.
+@dataclass(slots=True)
+class _View:
+    """What one batch under way is computed on.
 
-    The paper sends every version to every worker: N messages for an update. A worker reads weights when it begins a
-    batch, and then the newest that it knows of, which is its grant's if any has been offered since the last one. So
-    each worker is offered the first version behind its join and each of its grants, and no other before its next grant:
-    it computes on the same weights, with one message for each batch (docs/decisions/0034).
+    Attributes:
+        place: in the order of grants.
+        applied: `Vap._applied` when it was granted: the view holds all of that.
+        step: largest absolute value of its step; until that is known, of its worker's last one.
+        is_held: its step is at the server, and not applied.
+    """
 
-    What is missed is bounded by the sum, over the updates that it misses, of their largest absolute values: it is never
-    less than the largest absolute value of the sum, so the paper's condition (1) holds. The sum is over all other
-    workers together; a bound for each of them apart would let a view be P - 1 times as far off (docs/decisions/0034).
+    place: int
+    applied: float
+    step: float
+    is_held: bool = False
+
+
+class Vap(Policy):
+    """Each step is an update of its own, and a worker whose step would take another worker's view beyond v_t waits.
+
+    Each batch is computed on the newest weights. While a worker computes, its view misses the steps that are applied
+    meanwhile: they are in transit until it begins its next batch. Condition (1) of the paper holds when a step is
+    applied: no number of what the view of that step misses is larger than v_t = v_0 / sqrt(t), t being the number of
+    this update. Three rules keep it:
+
+    - Steps are applied in the order of their grants as they come, each only where no older view misses more than v_t
+      then. Otherwise it waits until the steps of these views are applied.
+    - A step whose own view misses more than v_t, because a step of an older view had to be applied, is not applied: its
+      batch is computed again (`void`).
+    - A batch is granted only where the steps under way are expected to keep the bound, each as large as the last one of
+      its worker. So a smaller v_0 makes workers wait longer before they begin, and few batches are computed again.
+
+    The oldest view is never behind a step of a younger one that it may not miss, so a step always can be applied: a
+    worker that is slow, or is lost, is waited for until its step comes or its time limit passes.
+
+    What a view misses is measured by the sum of the largest absolute values of the steps of all other workers that it
+    misses: never less than the largest absolute value of their sum, so the bound holds in every coordinate. A bound for
+    the steps of each worker apart, as in the paper's text, would let a view be P - 1 times as far off
+    (docs/decisions/0062).
     """
 
     name: ClassVar[str] = "vap"
-    sends_versions: ClassVar[bool] = True
+    exact_version: ClassVar[bool] = False
 
     def __init__(self, value_bound: float) -> None:
         """`value_bound`: v_0 > 0; may be infinite."""
         if not value_bound > 0:
             raise ValueError(f"expected a value bound v_0 > 0, got {value_bound}")
-        super().__init__()
         self.value_bound = value_bound
-        self._live: set[int] = set()
-        self._to_offer: set[int] = set()  # live workers that were offered nothing since they joined or were granted
-        self._computing: set[int] = set()
-        self._moved: dict[int, float] = {}  # of each worker, see WorkerCounters
-        # (version, worker, how far its step has moved any one number at most) of the newest updates
-        self._steps: deque[tuple[int, int, float]] = deque(maxlen=_MAX_MISSED)
+        # A late push answers a later grant than the one that its view was made for: what that view misses is not known.
+        self.takes_late_pushes = math.isinf(value_bound)
+        self._applied = 0.0  # sum of the largest absolute values of the steps applied
+        self._moved: dict[int, float] = {}  # of each worker, see `WorkerCounters`
+        self._views: OrderedDict[int, _View] = OrderedDict()  # by worker, in the order of their grants
+        self._under_way = 0.0  # sum of the steps of `_views`
+        self._held: list[tuple[int, int]] = []  # heap of (place, worker): held steps, and some that were
+        self._last_step: dict[int, float] = {}  # of each worker
+        self._places = 0
+        self._idle: OrderedDict[int, None] = OrderedDict()  # may be granted a batch, the longest waiting first
 
     def bound(self, version: int) -> float:
-        """v_t = v_0 / sqrt(t), t being the number of the next update."""
-        return self.value_bound / math.sqrt(version + 1)
+        """v_t = v_0 / sqrt(t) of the update that makes `version`, which is t."""
+        return self.value_bound / math.sqrt(version)
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
-        super().changed(view, workers)
         for number in workers:
             worker = view.worker(number)
-            if not worker.is_live:
-                self._to_offer.discard(number)
-            elif (worker.computing and number not in self._computing) or number not in self._live:
-                self._to_offer.add(number)
-            (self._live.add if worker.is_live else self._live.discard)(number)
-            (self._computing.add if worker.computing else self._computing.discard)(number)
             if (step := worker.moved - self._moved.get(number, 0.0)) > 0:
                 self._moved[number] = worker.moved
-                self._steps.append((view.version, number, step))
+                self._applied += step
+            mine = self._views.get(number)
+            if mine is not None and worker.held and not mine.is_held:
+                mine.is_held = True
+                heappush(self._held, (mine.place, number))
+                self._under_way += worker.held_change - mine.step
+                mine.step = self._last_step[number] = worker.held_change
+            elif mine is not None and not worker.held and not worker.computing:  # applied, void, or lost
+                self._under_way -= mine.step
+                del self._views[number]
+                if not self._views:
+                    self._under_way = 0.0  # without what rounding has left
+            if not worker.waiting or number in self._views:
+                self._idle.pop(number, None)
+            elif number not in self._idle:
+                self._idle[number] = None
 
-    def min_version(self, view: PolicyView, worker: int) -> int:
-        if math.isinf(self.value_bound):
-            return 0
-        missed, bound = 0.0, self.bound(view.version)
-        for version, other, step in reversed(self._steps):
-            missed += step if other != worker else 0.0
-            if missed > bound:
-                return version
-        is_full = len(self._steps) == _MAX_MISSED
-        return self._steps[0][0] if is_full else 0
+    def start(self, view: PolicyView) -> Sequence[int]:
+        started: list[int] = []
+        oldest = next(iter(self._views.values()), None)
+        while self._idle:
+            number = next(iter(self._idle))
+            step = self._last_step.get(number, 0.0)
+            if oldest is None:
+                oldest = _View(0, self._applied, step)
+            elif self._will_miss(oldest, step) > self.bound(view.version + len(self._views) + len(started) + 1):
+                break
+            del self._idle[number]
+            self._under_way += step
+            started.append(number)
+        started.sort()  # the order in which they are granted
+        for number in started:
+            self._places += 1
+            self._views[number] = _View(self._places, self._applied, self._last_step.get(number, 0.0))
+        return started
 
-    def recipients(self, view: PolicyView) -> Collection[int]:
-        if not self._to_offer:
+    def void(self, view: PolicyView) -> Sequence[BatchId]:
+        number = self._first_held()
+        if number is None or self._misses(number) <= self.bound(view.version + 1):
             return ()
-        offered, self._to_offer = self._to_offer, set()  # a new set: as in `Asp.start`
-        return sorted(offered)
+        return (view.worker(number).first_held,)
+
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
+        number = self._first_held()
+        if number is None:
+            return ()
+        oldest = next(iter(self._views))
+        # Behind this update, the oldest view can be applied at the next one at the earliest.
+        if oldest != number and self._misses(oldest, number) > self.bound(view.version + 2):
+            return ()
+        return (view.worker(number).first_held,)
+
+    def _will_miss(self, oldest: _View, step: float) -> float:
+        """What a view misses at most, once all steps under way and then another one, `step`, are applied: the oldest
+        view, or that of the other one."""
+        return max(self._under_way, self._applied - oldest.applied + self._under_way - oldest.step + step)
+
+    def _misses(self, number: int, behind: int | None = None) -> float:
+        """What the view of this worker misses; with `behind`, once the held step of that worker is applied."""
+        step = 0.0 if behind is None else self._views[behind].step
+        return self._applied - self._views[number].applied + step
+
+    def _first_held(self) -> int | None:
+        """Of the workers whose steps are held, the one that was granted its batch first."""
+        while self._held:
+            place, number = self._held[0]
+            mine = self._views.get(number)
+            if mine is not None and mine.place == place:
+                return number
+            heappop(self._held)
+        return None
 
 
 SPEC = PolicySpec("vap", VapPolicyConfig, lambda config: Vap(config.value_bound))

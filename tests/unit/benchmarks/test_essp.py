@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import pytest
@@ -106,9 +107,40 @@ def test_essp_that_sends_weights_seldom_diverges_as_ssp_does() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", [vap_bound.PerWorkerVap, ConstantBound])
 def test_a_wrong_bound_on_values_is_seen(mutant: type[Vap]) -> None:
-    for adversary in (False, True):
-        assert vap_bound.simulate(Vap, 2.0, adversary=adversary, seeds=range(1)).beyond == 0
-    assert vap_bound.simulate(mutant, 2.0, adversary=True, seeds=range(1)).beyond > 0
+    for adversary, slow in vap_bound.SETTINGS:
+        found = vap_bound.simulate(Vap, 2.0, adversary=adversary, slow=slow, seeds=range(1), clocks=40)
+        assert found.beyond == 0
+        assert found.shares.max() > 0.9
+    assert vap_bound.simulate(mutant, 5.0, adversary=True, seeds=range(1)).beyond > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [1.0, vap_bound.SLOW])
+def test_a_smaller_bound_on_values_blocks_workers_longer(slow: float) -> None:
+    blocked = [
+        vap_bound.simulate(Vap, bound, adversary=True, slow=slow, seeds=range(1), clocks=40).blocked_share
+        for bound in (0.5, 2.0, 5.0, math.inf)
+    ]
+    assert blocked == sorted(blocked, reverse=True)
+    assert blocked[0] > 0.8
+    assert blocked[-1] < 0.2
+
+
+class Hasty(Vap):
+    """Applies each step as it comes, whatever an older view then misses: that view is void, so the bound holds."""
+
+    def _misses(self, number: int, behind: int | None = None) -> float:
+        return 0.0 if behind is not None else super()._misses(number)
+
+
+@pytest.mark.slow
+def test_steps_wait_rather_than_make_the_view_of_a_slow_worker_void() -> None:
+    ours, hasty = (
+        vap_bound.simulate(policy, 5.0, adversary=False, slow=vap_bound.SLOW, seeds=range(1)) for policy in (Vap, Hasty)
+    )
+    assert ours.beyond == hasty.beyond == 0
+    assert ours.voided < 0.04
+    assert hasty.voided > 1.5 * ours.voided
 
 
 def test_the_policies_of_the_simulation_are_the_live_ones_but_for_the_grants_under_way() -> None:

@@ -125,6 +125,9 @@ class NotCheckingWhatIsApplied(LedgerWorld):
     def add_up(self, update: ev.ApplyUpdate) -> None:
         """Its host keeps what the engine has forgotten; here only the books must notice."""
 
+    def check_held(self) -> None:
+        """As `add_up`."""
+
     def acknowledge(self, process: Process, until: int) -> None:
         """The world itself notices when an acknowledgement runs ahead; here only the books must."""
 
