@@ -108,9 +108,9 @@ def test_essp_that_sends_weights_seldom_diverges_as_ssp_does() -> None:
 @pytest.mark.parametrize("mutant", [vap_bound.PerWorkerVap, ConstantBound])
 def test_a_wrong_bound_on_values_is_seen(mutant: type[Vap]) -> None:
     for adversary, slow in vap_bound.SETTINGS:
-        found = vap_bound.simulate(Vap, 2.0, adversary=adversary, slow=slow, seeds=range(1), clocks=40)
-        assert found.beyond == 0
-        assert found.shares.max() > 0.9
+        views = vap_bound.simulate(Vap, 2.0, adversary=adversary, slow=slow, seeds=range(1), clocks=40)
+        assert views.beyond == 0
+        assert views.shares.max() > 0.9
     assert vap_bound.simulate(mutant, 5.0, adversary=True, seeds=range(1)).beyond > 0
 
 
