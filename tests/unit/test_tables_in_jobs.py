@@ -125,6 +125,9 @@ class Watched:
 
         def watched_begin(table_rows: TableRows, grant: Grant, is_wanted: Any) -> None:
             grants[id(table_rows)] = grant
+            # A batch that is computed again has no step: what was void is taken back.
+            for batch in [batch for batch in self.steps[grant.worker] if batch >= grant.first]:
+                del self.steps[grant.worker][batch]
             begin(table_rows, grant, is_wanted)
 
         def watched_look_up(table_rows: TableRows, name: str, ids: Ids) -> Floats:
