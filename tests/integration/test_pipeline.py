@@ -88,9 +88,10 @@ def test_adam_on_packed_records_with_more_batches_than_workers(make_pipeline: An
 @pytest.mark.parametrize("policy", [name for name in POLICIES.built_in if name != "doll"])
 def test_other_policies_and_batch_norm(make_pipeline: Any, tmp_path: Path, policy: str) -> None:
     (tmp_path / "bn.py").write_text(BATCH_NORM_TASK)
+    sizes = {"wsp": ", wave_batches: 2", "diloco": ", local_batches: 1"}
     job = make_pipeline(
         "stop.updates=30",
-        f"training.policy={{name: {policy}{', wave_batches: 2' if policy == 'wsp' else ''}}}",
+        f"training.policy={{name: {policy}{sizes.get(policy, '')}}}",
         "task.class=bn.py:WithBatchNorm",
         "task.args={features: 4}",
     )
@@ -104,6 +105,9 @@ def test_other_policies_and_batch_norm(make_pipeline: Any, tmp_path: Path, polic
         elif policy in ("bsp", "isp"):
             assert sorted(member.worker for member in update.members) == [0, 1]
             assert all(member.base_version == update.version - 1 for member in update.members)
+        elif policy == "diloco":
+            workers = [member.worker for member in update.members]
+            assert sorted(workers) == sorted(set(workers)), "of each worker of the round, one wave"
         else:
             assert len(update.members) == (2 if policy == "wsp" else 1)
     assert any(update.settled for update in job.updates) == (policy == "isp")
