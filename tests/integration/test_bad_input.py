@@ -386,7 +386,7 @@ def test_an_update_of_nothing_but_bad_records_fits_into_its_topic(make_pipeline:
 
 @pytest.mark.parametrize("codec", ["zstd", "gzip"])
 def test_a_batch_that_unpacks_to_too_much_is_dead_and_the_job_goes_on(make_pipeline: Any, codec: str) -> None:
-    """The client bounds zstd by itself, gzip where the broker packs it anew: what docs/security.md says of it."""
+    """The client bounds zstd by itself, gzip where the broker packs it again: what docs/security.md says of it."""
     job = make_pipeline()
     if codec != "zstd":
         set_topic(job, "samples", "compression.type", "zstd")

@@ -36,8 +36,8 @@ class DilocoPolicyConfig(PolicyConfig):
         default=0.5,
         gt=0,
         le=1,
-        description="a change that comes late counts this much less for each outer step that it was computed before; "
-        "1: as much as the others",
+        description="factor of a change that comes late, for each outer step that was made since its weights; 1: it "
+        "counts as much as the others",
     )
 
     @property

@@ -11,6 +11,7 @@ from doll.ps.policies.diloco import Diloco, DilocoPolicyConfig
 from doll.theory.checks import Floats
 
 H = 4
+NO_BATCH = BatchId(0, 0)
 
 
 @dataclass
@@ -19,6 +20,8 @@ class Counters:
     session: int = 1
     applied: int = 0
     held: int = 0
+    held_change: float = 0.0
+    first_held: BatchId = NO_BATCH
     moved: float = 0.0
     computing: int = 0
     waiting: int = 0

@@ -280,12 +280,18 @@ def test_the_filter_falls_with_the_round_and_not_with_the_workers_own_batches(ba
     assert is_significant.any()
 
 
-def test_weights_that_were_offered_are_read_while_the_worker_computes_and_never_change_a_batch() -> None:
+def offered() -> tuple[Rig, ManualExecutor]:
+    """A worker at version 1 that was offered version 2, and what reads it beside the computation."""
     rig, background = Rig(), ManualExecutor()
     rig.steps = StepModel("unit", rig.blobs, rig.training, rig.model, rig.computer, background=background)
     rig.load(rig.publish(1))
     order = rig.publish(2)
     rig.steps.offer(NewVersion(term=3, worker=1, version=2, key=order.key))
+    return rig, background
+
+
+def test_weights_that_were_offered_are_read_while_the_worker_computes_and_never_change_a_batch() -> None:
+    rig, background = offered()
     before = rig.view
     background.run()
     assert (rig.view == before).all(), "a batch that is computed keeps its weights"
@@ -302,11 +308,7 @@ def test_weights_that_were_offered_are_read_while_the_worker_computes_and_never_
 
 
 def test_an_offer_that_was_not_read_ahead_is_read_with_the_next_batch() -> None:
-    rig, background = Rig(), ManualExecutor()
-    rig.steps = StepModel("unit", rig.blobs, rig.training, rig.model, rig.computer, background=background)
-    rig.load(rig.publish(1))
-    order = rig.publish(2)
-    rig.steps.offer(NewVersion(term=3, worker=1, version=2, key=order.key))
+    rig, background = offered()
     assert rig.load(rig.publish(1, first=6, min_version=0)) == 2
     rig.blobs.fail_next(ServiceUnavailableError("down"))
     background.run()
