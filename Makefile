@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets compose-check bench-large bench-links bench-stages bench-accuracy paper build lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets compose-check bench-large bench-links bench-stages bench-accuracy paper paper-live build lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -146,6 +146,9 @@ bench-fleets: setup ## measure one server with 8, 64 and 256 stub workers (6 min
 
 paper: setup ## reproduce the papers' figures and tables, write docs/results.md (PAPER=--quick: a minute, no docs)
 	@$(BIN)/python -m benchmarks.paper $(PAPER)
+
+paper-live: setup ## the papers' experiments on real jobs and the papers' data (ONLY=name,name; WRITE=1: docs/live.md; LIVE=--list)
+	@$(BIN)/python -m benchmarks.live $(if $(ONLY),--only $(ONLY)) $(if $(WRITE),--write) $(LIVE)
 
 build: setup ## build the wheel and the source archive into dist/
 	@$(BIN)/python -m build --no-isolation

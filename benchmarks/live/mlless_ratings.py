@@ -1,6 +1,4 @@
-"""MLLess's filter on its own main workload, live: PMF of MovieLens 1M under `isp` with several thresholds v.
-
-    python -m benchmarks.live.mlless_ratings [--values 0,0.3,0.7,1] [--ratings RATINGS.csv.gz]
+"""MLLess's filter on its own main workload: PMF of MovieLens 1M under `isp` with several thresholds v.
 
 Each v is a whole `doll up` of the example `ratings`, to its `stop.loss`. The table shows time, updates, and bytes both
 ways: what workers push, and what they fetch. The network is this machine's own, without a limit.
@@ -8,19 +6,19 @@ ways: what workers push, and what they fetch. The network is this machine's own,
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from doll.config import load
 
-JOB = Path(__file__).parents[2] / "examples" / "ratings" / "job.yaml"
-VALUES = "0,0.3,0.7,1"
+from benchmarks.live.experiment import JOBS, Options, Report, mean_sd, up
+from benchmarks.tables import Table
+
+NAME: Final = "mlless_ratings"
+PAPER: Final = "MLLess, sections 4.2 and 6.3"
+SETTINGS: Final = {"values": "0,0.3,0.7,1", "samples": ""}  # thresholds v; end of a run that does not reach the loss
+JOB: Final = JOBS / "ratings" / "job.yaml"
 
 
 class Row(NamedTuple):
@@ -42,60 +40,59 @@ class Row(NamedTuple):
         time_s, updates = report["training_seconds"], report["updates"]
         return cls(significance, is_reached, time_s, updates, best, sent["pushed"], sent["fetched"])
 
-
-def table(rows: Sequence[Row]) -> str:
-    """A line for each run; the last two columns compare with the first run."""
-    lines = ["   v  reached   time s  updates  best loss  pushed MB  fetched MB  both MB  fewer bytes  more updates"]
-    for row in rows:
-        both, first = row.pushed_bytes + row.fetched_bytes, rows[0]
-        fewer = (first.pushed_bytes + first.fetched_bytes) / max(both, 1)
-        more = 100 * (row.updates / max(first.updates, 1) - 1)
-        loss = "?" if row.loss is None else f"{row.loss:.4f}"
-        lines.append(
-            f"{row.significance:4g}  {'yes' if row.is_reached else 'no':>7}  {row.time_s:7.1f}  {row.updates:7}"
-            f"  {loss:>9}  {row.pushed_bytes / 1e6:9.1f}  {row.fetched_bytes / 1e6:10.1f}  {both / 1e6:7.1f}"
-            f"  {fewer:9.2f} x  {more:+10.1f} %"
-        )
-    return "\n".join(lines)
+    @property
+    def both_bytes(self) -> int:
+        return self.pushed_bytes + self.fetched_bytes
 
 
-def run(folder: str, changes: Sequence[str]) -> dict[str, Any]:
-    """One `doll up`; its report.
+def table(rows: Sequence[Row]) -> Table:
+    """A line for each v, means over its runs; the last two columns compare with the first v."""
+    columns = ("v", "reached", "time, s", "updates", "best loss", "pushed MB", "fetched MB", "both MB")
+    result = Table("To the held-out loss of the job", (*columns, "fewer bytes", "more updates"))
+    values = list(dict.fromkeys(row.significance for row in rows))
+    first = [row for row in rows if row.significance == values[0]]
+    for value in values:
+        mine = [row for row in rows if row.significance == value]
+        # Each run beside that of the same seed; a value whose last seeds are still to come has fewer.
+        pairs = list(zip(first, mine, strict=False))
+        losses = [row.loss for row in mine if row.loss is not None]
+        result.rows.append(
+            [
+                f"{value:g}", f"{sum(row.is_reached for row in mine)} of {len(mine)}",
+                mean_sd([row.time_s for row in mine], 1), mean_sd([row.updates for row in mine], 0),
+                mean_sd(losses, 4) if losses else "?",
+                *(mean_sd([getattr(row, f"{name}_bytes") / 1e6 for row in mine], 1)
+                  for name in ("pushed", "fetched", "both")),
+                mean_sd([zero.both_bytes / max(row.both_bytes, 1) for zero, row in pairs], 2) + " x",
+                mean_sd([100 * (row.updates / max(zero.updates, 1) - 1) for zero, row in pairs], 1) + " %",
+            ]
+        )  # fmt: skip
+    return result
 
-    Raises:
-        subprocess.CalledProcessError: the run has failed.
-    """
-    options = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "doll", "up", str(JOB), "--json", "--parent-folder", folder, *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--values", default=VALUES, help=f"v of each run, with commas [{VALUES}]")
-    parser.add_argument("--ratings", type=Path, help="the file of MovieLens 1M [the one that the job file names]")
-    parser.add_argument("--samples", type=int, help="end of a run that does not reach the loss [that of the job file]")
-    asked = parser.parse_args()
+def run(folder: Path, options: Options) -> Report:
+    ratings = options.file("movielens_1m/ratings.csv.gz", "the ratings of MovieLens 1M (user,item,rating,timestamp)")
     job = load(JOB)
-    assert job.source.kind == "ratings", "the example has such a source"
-    assert job.source.path is not None, "and names its file"
-    path = job.path(job.source.path) if asked.ratings is None else asked.ratings.resolve()
-    if not path.is_file():
-        sys.exit(f"{path}: expected the ratings of MovieLens 1M; name another file with --ratings")
     # The steps of a round are added, and a group of `doll` takes the mean: the same step for the model.
     rate = job.training.optimizer.lr / job.data.workers
-    changes = [f"training.optimizer.lr={rate!r}", f"source.path={path}", f"task.args.ratings_path={path}"]
-    if asked.samples is not None:
-        changes.append(f"stop.samples={asked.samples}")
+    changes = [f"training.optimizer.lr={rate!r}", f"source.path={ratings}", f"task.args.ratings_path={ratings}"]
+    if samples := "100000" if options.quick else options.settings["samples"]:
+        changes.append(f"stop.samples={samples}")
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for word in asked.values.split(","):
-            policy = f"training.policy={{name: isp, significance: {float(word)!r}}}"
-            rows.append(Row.of(float(word), run(folder, [policy, *changes]), job.stop.loss))
-            print(table(rows), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    for seed in options.seeds:
+        for value in [float(word) for word in options.settings["values"].split(",")]:
+            policy = f"training.policy={{name: isp, significance: {value!r}}}"
+            rows.append(Row.of(value, up(JOB, folder, [policy, f"seed={seed}", *changes]), job.stop.loss))
+            print(table(rows).text(), flush=True)
+    count = len(options.seeds)
+    spread = (
+        "one run each, so the spread is not known" if count == 1 else f"± is the standard deviation of {count} runs"
+    )
+    return Report(
+        "MLLess: the significance filter on MovieLens 1M",
+        [table(rows)],
+        options.seeds,
+        spread,
+        notes=["The network is this machine's own, without a limit."],
+        data={"rows": [row._asdict() for row in rows]},
+    )

@@ -19,8 +19,18 @@ def test_a_run_has_reached_the_loss_of_the_job_or_not(best: float | None, is_rea
     assert row(0.0, updates=1, pushed=1, best=best).is_reached == is_reached
 
 
-def test_runs_are_compared_with_the_first() -> None:
+def test_runs_are_compared_with_the_first_value() -> None:
     rows = [row(0.0, updates=100, pushed=4_000_000, best=0.76), row(0.7, updates=120, pushed=1_000_000, best=0.8)]
-    first, second = table(rows).splitlines()[1:]
-    assert first.split() == ["0", "yes", "2.5", "100", "0.7600", "4.0", "1.0", "5.0", "1.00", "x", "+0.0", "%"]
-    assert second.split() == ["0.7", "no", "2.5", "120", "0.8000", "1.0", "1.0", "2.0", "2.50", "x", "+20.0", "%"]
+    first, second = table(rows).rows
+    assert first == ["0", "1 of 1", "2.5", "100", "0.7600", "4.0", "1.0", "5.0", "1.00 x", "0.0 %"]
+    assert second == ["0.7", "0 of 1", "2.5", "120", "0.8000", "1.0", "1.0", "2.0", "2.50 x", "20.0 %"]
+
+
+def test_runs_of_one_seed_are_compared_with_each_other() -> None:
+    rows = [
+        row(0.0, updates=100, pushed=4_000_000, best=0.76), row(0.7, updates=120, pushed=1_000_000, best=0.76),
+        row(0.0, updates=200, pushed=9_000_000, best=0.76), row(0.7, updates=260, pushed=3_000_000, best=None),
+    ]  # fmt: skip
+    [_, second] = table(rows).rows
+    assert second[1] == "1 of 2"
+    assert second[-2:] == ["2.50 ± 0.00 x", "25.0 ± 7.1 %"]
