@@ -411,6 +411,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     row_bytes: int = 0  # of tables' rows that workers were sent, as sent
     row_request_bytes: int = 0  # of the ids that workers have asked for
     plain_row_bytes: int = 0  # the same before coding: 8 bytes for each key
+    void_batches: int = 0  # that the policy let be computed again (`doll.ps.policies.base.Policy.void`)
 
 
 class ServerStatus(Record, frozen=True):

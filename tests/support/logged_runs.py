@@ -1,4 +1,4 @@
-"""One parameter server with an event log, without Kafka: random gradients, lost blobs, workers that come again."""
+"""One parameter server with an event log, without Kafka: random contributions, lost blobs, workers that come again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from doll.config import JobConfig, parse
 from doll.model.flat_model import build, fingerprint
-from doll.optim.optimizer import Optimizer
 from doll.ps.engine import events as ev
 from doll.ps.event_log import FileEventLog
 from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.updater import make_parts
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records.control import Announce, AnyRecord, Grant, Join, ServerStatus, Welcome
@@ -55,7 +55,11 @@ class Outbox:
 
 
 class LoggedRun:
-    """One server with random gradients, random order of answers, lost blobs and workers that come again."""
+    """One server with random gradients, random order of answers, lost blobs and workers that come again.
+
+    Where workers send steps, some of these are a hundred times as large as others: what a worker's last step was tells
+    a policy that bounds values little about the next one.
+    """
 
     def __init__(self, folder: Path, store: MemoryCheckpointStore, *overrides: str, seed: int = 0) -> None:
         self.config: JobConfig = parse(JOB, overrides)
@@ -63,19 +67,19 @@ class LoggedRun:
         self.store, self.blobs, self.outbox, self.now = store, MemoryBlobs(), Outbox(), 5.0
         model = build(self.config, load_task(self.config))
         mark = fingerprint(self.config, model)
-        self.optimizer = Optimizer(model, self.config.training.optimizer)
+        self.updater = make_parts(self.config.training, model).updater
         term = store.claim_term()
         held = store.load_newest(mark)
         start = Start(term, self.now, (0, 10, 20)) if held is None else Start.resume(term, self.now, held)
         self.path = folder / f"ps-{term}.log"
         self.log = FileEventLog(self.path, start)
-        host = LocalModelHost(self.config, term, self.optimizer, self.blobs)
+        host = LocalModelHost(self.config, term, self.updater, self.blobs)
         self.server = ParameterServer(
             self.config, engine=make_engine(self.config, start, host, mark), host=host, store=store, outbox=self.outbox,
             clock=self.clock, event_log=self.log,
         )  # fmt: skip
         self.server.open()
-        self.weights = {self.server.engine.version: self.optimizer.weights.tobytes()}
+        self.weights = {self.server.engine.version: self.updater.weights.tobytes()}
         self.sessions = [0] * self.config.data.workers
         self.sizes: Counter[int] = Counter()  # batches of the pushes
         for worker in range(self.config.data.workers):
@@ -113,7 +117,9 @@ class LoggedRun:
         fate = self.rng.random()
         key = gradient_key(self.config.job, grant.term, grant.grant_ids[0]) if fate > 0.1 else ""
         if fate > 0.3:
-            gradient = self.numbers.normal(size=self.optimizer.weights.size).astype(np.float32)
+            gradient = self.numbers.normal(size=self.updater.weights.size).astype(np.float32)
+            if self.config.training.policy.sends_steps:
+                gradient *= np.float32(self.rng.choice((0.01, 0.1, 1.0)))
             self.blobs.put(key, encode_blob(gradient, job=self.config.job, kind="g", version=grant.version), 600.0)
         if self.rng.random() < 0.1:  # the channel of grants and pushes breaks
             self.server.feed(ev.GrantsLost(worker=grant.worker))
@@ -121,7 +127,7 @@ class LoggedRun:
         self.sizes[len(push.batches)] += 1
         for _ in range(self.rng.choice((1, 1, 1, 2))):
             self.server.feed(push)
-        self.weights[self.server.engine.version] = self.optimizer.weights.tobytes()
+        self.weights[self.server.engine.version] = self.updater.weights.tobytes()
         return structs.replace(whole, first=whole.first + count, grant_ids=whole.grant_ids[count:])
 
     def terminate(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from doll.monitor.state.formats import byte_size, known, number
+from doll.monitor.state.formats import byte_size, known, number, of
 from doll.records.control import Measures
 from doll.theory.staleness import Histogram
 
@@ -58,6 +58,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
         blocked_s: time for which workers held a complete batch, were idle and had no grant, added up over the workers.
         computing_s: time for which they read weights, computed and stored gradients.
         idle_s: the rest of their time, between two pushes of a process: blocked, or without a batch.
+        void_batches: computed again, since their weights missed more than the policy allows.
     """
 
     staleness: Staleness
@@ -65,6 +66,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
     computing_s: float
     idle_s: float
     bytes: BytesSent
+    void_batches: int = 0
 
     @classmethod
     def of(cls, measures: Iterable[Measures]) -> Self | None:
@@ -88,6 +90,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
                 rows_plain=sum(part.plain_row_bytes for part in parts),
                 row_requests=sum(part.row_request_bytes for part in parts),
             ),
+            void_batches=sum(part.void_batches for part in parts),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,6 +118,11 @@ class PolicySummary(msgspec.Struct, frozen=True):
         return f"{100 * share:.0f} %" if known(share) else "?"
 
     @property
+    def void_text(self) -> str:
+        """Behind the blocked time; "" where no batch was void, as under most policies."""
+        return f", {of(self.void_batches, None)} batches void" if self.void_batches else ""
+
+    @property
     def bytes_text(self) -> str:
         """Gradients as sent, and before coding where that is more."""
         sent = byte_size(self.bytes.gradients)
@@ -131,6 +139,6 @@ class PolicySummary(msgspec.Struct, frozen=True):
     def text(self) -> str:
         """In one line."""
         return (
-            f"staleness {self.staleness_text}, workers blocked {self.blocked_text} of the time, gradients "
-            f"{self.bytes_text}, weights {self.weights_text}"
+            f"staleness {self.staleness_text}, workers blocked {self.blocked_text} of the time{self.void_text}, "
+            f"gradients {self.bytes_text}, weights {self.weights_text}"
         )

@@ -235,7 +235,7 @@ class Comparison:
             "-" if summary is None or not summary.bytes.gradients_dense else summary.bytes_text,
             "-" if summary is None or not summary.bytes.weights else summary.weights_text,
             "-" if summary is None or not summary.staleness.reads else summary.staleness_text,
-            "-" if summary is None or not known(summary.blocked_share) else summary.blocked_text,
+            "-" if summary is None or not known(summary.blocked_share) else summary.blocked_text + summary.void_text,
             usd(run.usd) if known(run.usd) else "-",
         )
 
@@ -256,7 +256,7 @@ class Comparison:
 
     def _plain(self, run: PolicyRun) -> dict[str, Any]:
         reached = self.reached(run)
-        measures = dict.fromkeys(("staleness", "blocked_s", "blocked_share", "computing_s", "idle_s", "bytes"))
+        names = ("staleness", "blocked_s", "blocked_share", "computing_s", "idle_s", "void_batches", "bytes")
         to_loss = dict.fromkeys(Reached._fields) if reached is None else reached._asdict()
         return {
             "policy": run.label,
@@ -264,7 +264,7 @@ class Comparison:
             **{f"{name}_to_loss": value for name, value in to_loss.items()},
             "final_loss": run.loss(self.kind).last,
             "best_loss": run.loss(self.kind).best,
-            **(measures if run.summary is None else run.summary.to_dict()),
+            **(dict.fromkeys(names) if run.summary is None else run.summary.to_dict()),
         }
 
 

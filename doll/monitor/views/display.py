@@ -141,7 +141,7 @@ def _fields(snapshot: JobSnapshot, stop: StopConfig) -> list[tuple[str, str]]:
         ("samples sent", "?" if snapshot.sent is None else of(snapshot.sent, None)),
         ("send rate", f"{number(snapshot.send_rate_per_s)} /s"),
         ("staleness", "?" if policy is None else policy.staleness_text),
-        ("workers blocked", "?" if policy is None else policy.blocked_text),
+        ("workers blocked", "?" if policy is None else policy.blocked_text + policy.void_text),
     ]
 
 

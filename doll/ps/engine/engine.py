@@ -80,6 +80,7 @@ from doll.storage.blobs import scope_of, weights_key
 # Longer than `doll.ps.engine.stopping.STALL_REPORT_S`: workers that wait for a stream without records are reported
 # first.
 DRY_ROUND_S: Final = 15.0
+VOID: Final = "requeued_void"  # the counter of batches that the policy let be computed again
 _RECENT_EVENTS: Final = 30
 
 
@@ -716,7 +717,7 @@ class Engine:
         for batch_id in batches:
             pushed = self._grants.give_back(batch_id)
             self.counters["requeued"] += 1
-            self.counters["requeued_void"] += 1
+            self.counters[VOID] += 1
             if pushed.push.key:
                 self._actions.append(DropGradient(pushed.push.key, "void", pushed.number))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from doll.ps.engine.engine import Engine
+from doll.ps.engine.engine import VOID, Engine
 from doll.ps.engine.events import AppliedSet, ApplyUpdate
 from doll.records.control import Measures
 from doll.storage.sections import WireSize
@@ -131,4 +131,5 @@ class PolicyMeasures:
             row_bytes=self._row_bytes,
             plain_row_bytes=self._plain_row_bytes,
             row_request_bytes=self._row_request_bytes,
+            void_batches=self._engine.counters[VOID] - self._engine.start.counters.get(VOID, 0),
         )

@@ -16,8 +16,8 @@ from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
 
 
 class VapPolicyConfig(AsynchronousConfig):
-    """Asynchronous, with a bound on the values that a worker may miss: no number of its weights is more than
-    value_bound / sqrt(t) away from the model's, t being the number of updates."""
+    """Asynchronous, with a bound on the values that a worker may miss: when its step is applied as update t, no number
+    of the weights that it was computed on is more than value_bound / sqrt(t) away from the model's."""
 
     name: Literal["vap"] = "vap"
     value_bound: PositiveFloat = Field(

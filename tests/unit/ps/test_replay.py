@@ -36,15 +36,16 @@ def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
         ("training.policy={name: asp}", "training.optimizer={name: adam}"),
         ("training.policy={name: bsp}", "training.reduction=sum", "training.optimizer.lr=0.001"),
         ("training.policy.group_size=7", "training.optimizer={name: adam}"),
+        ("training.policy={name: vap, value_bound: 4.0}",),
     ],
-    ids=["doll", "asp-adam", "bsp-sum", "doll-sets"],
+    ids=["doll", "asp-adam", "bsp-sum", "doll-sets", "vap-voids"],
 )
 def test_the_replay_of_a_run_and_of_its_successor_is_equal(
     tmp_path: Path, overrides: tuple[str, ...], seed: int
 ) -> None:
     """The first server dies after its last checkpoint; the second begins from that checkpoint, momentum included."""
     store = MemoryCheckpointStore("replayed", keep=100)
-    lost, sizes = 0, Counter[int]()
+    lost, sizes, voided = 0, Counter[int](), 0
     for part in (1, 2):
         run = LoggedRun(tmp_path, store, *overrides, seed=10 * seed + part)
         run.play(20)
@@ -63,7 +64,9 @@ def test_the_replay_of_a_run_and_of_its_successor_is_equal(
         assert_equal(ordered[held.version], held)
         lost += run.server.engine.counters["requeued_blob_lost"]
         sizes += run.sizes
+        voided += run.server.engine.counters["requeued_void"]
     assert lost > 0
+    assert voided > 0 or run.config.training.policy.name != "vap"
     assert set(sizes) >= {1, 2, 3} or run.config.group_size != 7
 
 

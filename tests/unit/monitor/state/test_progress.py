@@ -294,18 +294,26 @@ def test_what_the_policy_cost_is_added_up_over_the_terms() -> None:
     assert model.snapshot(1.0).policy is None
     model.feed(term_started(1))
     counted = Measures(
-        staleness={-1: 3, 0: 1}, staleness_total=-3, blocked_s=1.0, computing_s=1.0, idle_s=1.0, gradient_bytes=50
-    )
+        staleness={-1: 3, 0: 1}, staleness_total=-3, blocked_s=1.0, computing_s=1.0, idle_s=1.0, gradient_bytes=50,
+        void_batches=1_200,
+    )  # fmt: skip
     for measures in (Measures(staleness={-1: 1}, staleness_total=-1), counted):  # the newest of a term counts
         model.feed(server_status(measures=measures))
     model.feed(term_started(2, 10))
-    model.feed(server_status(term=2, measures=Measures(staleness={-5: 4}, staleness_total=-20, computing_s=2.0)))
+    model.feed(
+        server_status(
+            term=2, measures=Measures(staleness={-5: 4}, staleness_total=-20, computing_s=2.0, void_batches=34)
+        )
+    )
     policy = model.snapshot(1.0).policy
     assert policy is not None
     assert policy.staleness.histogram == {-5: 4, -1: 3, 0: 1}
     assert policy.staleness.mean == pytest.approx(-23 / 8)
     assert (policy.blocked_share, policy.bytes.gradients) == (0.25, 50)
-    assert policy.text() == "staleness -2.88 (p99 -5), workers blocked 25 % of the time, gradients 50 B, weights 0 B"
+    assert policy.text() == (
+        "staleness -2.88 (p99 -5), workers blocked 25 % of the time, 1 234 batches void, gradients 50 B, weights 0 B"
+    )
+    assert policy.to_dict()["void_batches"] == 1_234
     model.feed(term_started(3, generation=3))
     assert model.snapshot(1.0).policy is None, "another run"
 

@@ -13,6 +13,7 @@ from doll.ps.engine.measures import PolicyMeasures
 from doll.ps.policies import make_policy
 from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.bsp import BspPolicyConfig
+from doll.ps.policies.vap import VapPolicyConfig
 from doll.records.control import Join, Measures
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
@@ -139,3 +140,19 @@ def test_every_policy_can_be_measured(name: str) -> None:
     assert measures.older_reads == 0
     assert measures.computing_s > 0
     assert measures.blocked_s >= 0
+
+
+def test_void_batches_are_counted_from_the_beginning_of_the_term() -> None:
+    """The engine's own counter goes on from the checkpoint; several terms' measures are added up."""
+    settings = EngineSettings(
+        num_workers=1, records_per_batch=1, max_pending_batches=8, lease_s=8.0, grant_timeout_s=8.0,
+        checkpoint_every_updates=8, checkpoint_every_s=8.0,
+    )  # fmt: skip
+    policy = VapPolicyConfig()
+    fresh = Engine(settings, make_policy(policy), term=1, now=0.0, origins=[0]).snapshot(0.0)
+    snapshot = msgspec.structs.replace(fresh, counters={"requeued_void": 5})
+    engine = Engine(settings, make_policy(policy), term=2, now=0.0, snapshot=snapshot)
+    measures = PolicyMeasures(engine)
+    assert measures.report().void_batches == 0
+    engine.counters["requeued_void"] += 2
+    assert measures.report().void_batches == 2
