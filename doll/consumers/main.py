@@ -18,6 +18,7 @@ from doll.config import JobConfig
 from doll.config.fingerprint import difference
 from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import JobEndedError, WorkerChannel
+from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, GradientComputer
 from doll.consumers.compute.gradient_engine import GradientEngine, GrantHandler, SetContribution, ThreadGradientEngine
 from doll.consumers.compute.guard import Guard
@@ -53,6 +54,7 @@ from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.blobs import Blobs, scope_of
 from doll.storage.contributions import Compressor
+from doll.storage.deltas import Layout
 from doll.storage.stores import open_blobs
 from doll.task.base import Task, load_task
 from doll.telemetry import get_logger
@@ -257,16 +259,19 @@ class _WorkerProcess:
         if sends_steps or model.tables is not None:
             tables = {} if model.tables is None else model.tables.shapes
             compressor = Compressor(scope, model.num_parameters, tables)
+        deltas = None
+        if config.training.policy.publishes_deltas:
+            deltas = DeltaReader(scope, blobs, Layout(computer.weights.size, model.num_parameters))
         local_model: CachedVersion | StepModel
         contribution: SetContribution
         background = ThreadPoolExecutor(1, thread_name_prefix="weights")  # its thread starts with the first offer
         if sends_steps:
             local_model = contribution = StepModel(
                 scope, blobs, config.training, model, computer, takes_steps=task.defines_step, rows=rows,
-                background=background,
+                background=background, deltas=deltas,
             )  # fmt: skip
         else:
-            local_model, contribution = CachedVersion(scope, blobs, computer, background), computer.new_sum()
+            local_model, contribution = CachedVersion(scope, blobs, computer, background, deltas), computer.new_sum()
         handler = GrantHandler(
             config,
             local_model=local_model,

@@ -90,6 +90,7 @@ class Push(Record, frozen=True):
     key: str  # blob key; "" when no batch holds a usable sample (the gradient is zero)
     batches: tuple[PushedBatch, ...]  # in the order of their numbers; none where it is the answer to a Settle
     fetch_s: float = 0.0  # weights, of the whole set
+    delta_bytes: int = 0  # of what was read instead of the whole weights of `version`; 0: the whole was read
     store_s: float = 0.0  # gradient, of the whole set
     market: str = ""
     holds_back: bool = False  # a part of the steps of these batches, or of earlier ones, is still at the worker

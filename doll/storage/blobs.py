@@ -25,7 +25,7 @@ from doll.errors import BlobError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Kind: TypeAlias = Literal["w", "g"]
-BytesKind: TypeAlias = Literal["p", "q", "r"]
+BytesKind: TypeAlias = Literal["d", "p", "q", "r"]
 
 MAGIC: Final = b"DLBB"
 SCHEMA_VERSION: Final = 2
@@ -35,7 +35,7 @@ MAX_BLOB_BYTES: Final = 500_000_000  # Redis refuses a string above 512 MB
 _HEADER: Final = struct.Struct("<4sBcBB96sqQII")
 HEADER_BYTES: Final = _HEADER.size
 _JOB_BYTES: Final = 96
-_KINDS: Final = {"w": "weights", "g": "gradient", "p": "push", "q": "row request", "r": "rows"}
+_KINDS: Final = {"w": "weights", "g": "gradient", "d": "delta", "p": "push", "q": "row request", "r": "rows"}
 
 
 class Blobs(Protocol):
@@ -81,6 +81,11 @@ def scope_of(job: str, run_id: str) -> str:
 def weights_key(job: str, term: int, version: int) -> str:
     """Key of the weights of `version`. By the term, a fenced server never overwrites its successor's weights."""
     return f"doll:{job}:w:{term}:{version}"
+
+
+def delta_key(job: str, term: int, version: int) -> str:
+    """Key of what has changed in the weights of `version`: see `doll.storage.deltas`."""
+    return f"doll:{job}:d:{term}:{version}"
 
 
 def gradient_key(job: str, term: int, grant_id: int) -> str:

@@ -1,7 +1,8 @@
 """Blobs with several sections: what a worker pushes, and the rows of tables that it asks for. Pure.
 
-A *push* (kind `p`) holds any vectors, dense or as some of their values, and rows of any tables. A *row request* (`q`)
-holds ids, its answer (`r`) rows. The header and its checksums are as in every blob (`doll.storage.blobs`).
+A *push* (kind `p`) holds any vectors, dense or as some of their values, and rows of any tables; a *delta* (`d`) holds
+what is other in a version than in an older one, in the same form. A *row request* (`q`) holds ids, its answer (`r`)
+rows. The header and its checksums are as in every blob (`doll.storage.blobs`).
 
 The body, little-endian: u32 number of sections, u32 0; then each section:
 
@@ -174,14 +175,12 @@ def encode_push(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str
     Raises:
         ValueError: ids that do not increase strictly, or values of another shape than `shapes` says.
     """
-    sections = []
-    for name, piece in pieces.items():
-        shape = _table_shape(shapes[name])
-        if not isinstance(piece, Rows):
-            sections.append(_Section("d", name, shape, 0, None, piece.reshape(-1, 1)))
-        else:
-            sections.append(_Section("r", name, shape, 0, *piece))
-    return _encode(sections, job=job, kind="p", version=version)
+    return _encode(_sections(pieces, shapes, since=0), job=job, kind="p", version=version)
+
+
+def encode_delta(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str, since: int, version: int) -> Encoded:
+    """The blob of what is in `version` other than it was in version `since`; as `encode_push`."""
+    return _encode(_sections(pieces, shapes, since=since), job=job, kind="d", version=version)
 
 
 def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict[str, Vector | Rows]:
@@ -195,15 +194,20 @@ def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict
         NotFiniteError: a value of some row is NaN or infinite.
     """
     body, _ = decode_bytes(data, job=job, kind="p", version=version)
-    pieces: dict[str, Vector | Rows] = {}
-    for section in _decode(body, shapes, forms="dr"):
-        if section.name in pieces:
-            raise BlobError(f"section {section.name!r}: expected it once, got it dense and as rows")
-        if section.ids is not None:
-            pieces[section.name] = _rows(section)
-        elif section.values is not None:
-            pieces[section.name] = section.values.reshape(-1)
-    return pieces
+    return _pieces(body, shapes)[0]
+
+
+def decode_delta(data: Buffer, shapes: Shapes, *, job: str, version: int) -> tuple[dict[str, Vector | Rows], int]:
+    """What `encode_delta` was given, and the version that it is compared with; raises as `decode_push`.
+
+    Raises:
+        BlobError: also where it is not compared with one version below its own.
+    """
+    body, _ = decode_bytes(data, job=job, kind="d", version=version)
+    pieces, sinces = _pieces(body, shapes)
+    if len(sinces) != 1 or not 0 <= (since := sinces.pop()) < version:
+        raise BlobError(f"delta of version {version}: expected one version below it that it is compared with")
+    return pieces, since
 
 
 def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, job: str, version: int) -> Encoded:
@@ -263,6 +267,32 @@ def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version:
             parts += [part, bytes(-len(part) % _ALIGNMENT)]
     blob = encode_bytes([part for part in parts if len(part)], job=job, kind=kind, version=version)
     return Encoded(blob, WireSize(plain, sum(map(len, blob))))
+
+
+def _sections(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, since: int) -> list[_Section]:
+    sections = []
+    for name, piece in pieces.items():
+        shape = _table_shape(shapes[name])
+        if not isinstance(piece, Rows):
+            sections.append(_Section("d", name, shape, since, None, piece.reshape(-1, 1)))
+        else:
+            sections.append(_Section("r", name, shape, since, *piece))
+    return sections
+
+
+def _pieces(body: memoryview, shapes: Shapes) -> tuple[dict[str, Vector | Rows], set[int]]:
+    """The pieces by name; what their sections say of `since`."""
+    pieces: dict[str, Vector | Rows] = {}
+    sinces = set()
+    for section in _decode(body, shapes, forms="dr"):
+        if section.name in pieces:
+            raise BlobError(f"section {section.name!r}: expected it once, got it dense and as rows")
+        if section.ids is not None:
+            pieces[section.name] = _rows(section)
+        elif section.values is not None:
+            pieces[section.name] = section.values.reshape(-1)
+        sinces.add(section.since)
+    return pieces, sinces
 
 
 def _coded(name: str, ids: Ids, num_rows: int) -> npt.NDArray[np.uint8]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, GradientComputer, LocalModel
 from doll.consumers.compute.gradient_engine import GoesOn, GradientEngine, Handle, ThreadGradientEngine
 from doll.consumers.intake.dead_letters import Decoder
@@ -18,6 +19,7 @@ from doll.model.flat_model import FlatModel
 from doll.records.control import Grant
 from doll.storage.blobs import decode_blob, encode_blob
 from doll.storage.contributions import Compressor
+from doll.storage.deltas import Layout
 from doll.task.base import Task
 from memory_stores import MemoryBlobs
 from worker_records import grant
@@ -201,6 +203,9 @@ def test_the_thread_computes_one_at_a_time() -> None:
 
 LOCAL_MODELS: dict[str, Callable[[MemoryBlobs, GradientComputer], LocalModel]] = {
     "cached version": lambda blobs, computer: CachedVersion("unit", blobs, computer),
+    "cached version, with deltas": lambda blobs, computer: CachedVersion(
+        "unit", blobs, computer, deltas=DeltaReader("unit", blobs, Layout(computer.weights.size, 12))
+    ),
 }
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from doll.config import JobConfig, parse
 from doll.config.policy import POLICIES as REGISTERED
 from doll.config.policy import policy_section
+from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
 from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import GuardedGradient
@@ -42,6 +43,7 @@ from doll.records.control import (
 )
 from doll.simulation import world as worlds
 from doll.storage.contributions import Compressor
+from doll.storage.deltas import Layout
 from doll.tables.rows import Ids, Rows
 from doll.task.base import Task, load_task
 from expected_model import LR, Added, Vector
@@ -214,10 +216,14 @@ class Process(worlds.Process):
                 optimizer=row_optimizer(config.training.optimizer) if self.sends_steps else None,
             )  # fmt: skip
         self.local: Any
+        deltas = None
+        if config.training.policy.publishes_deltas:
+            layout = Layout(self.computer.weights.size, self.num_parameters)
+            deltas = DeltaReader(config.job, world.blobs, layout)
         if self.sends_steps:
             self.local = inner = StepModel(
                 config.job, world.blobs, config.training, self.model, self.computer, rows=self.tables,
-                background=ManualExecutor(at_once=True),
+                background=ManualExecutor(at_once=True), deltas=deltas,
             )  # fmt: skip
         else:
             self.local, inner = CachedVersion(config.job, world.blobs, self.computer), self.computer.new_sum()  # type: ignore[assignment]
@@ -271,6 +277,11 @@ class Process(worlds.Process):
         self.local.offer(weights)
         if self.tables is not None:
             self.tables.offer(weights)
+
+    @property
+    def delta_bytes(self) -> int:
+        """`LocalModel`."""
+        return int(self.local.delta_bytes)
 
     def load(self, grant: Grant) -> int | None:
         """`LocalModel`."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.weights_ahead import WeightsAhead
 from doll.consumers.protocol.worker_core import grant_id_of
 from doll.errors import BlobError, IllegalEventError
@@ -288,6 +289,10 @@ class LocalModel(Protocol):
     def offer(self, weights: NewVersion) -> None:
         """The server has published these for workers to use: `load` does not keep older ones."""
 
+    @property
+    def delta_bytes(self) -> int:
+        """That the last read took instead of those of the whole weights; 0: it took the whole."""
+
     def load(self, grant: Grant) -> int | None:
         """Bring weights that `grant` allows into the replica.
 
@@ -311,14 +316,20 @@ class CachedVersion:
     """`LocalModel` that keeps the version it fetched last, while grants allow it and no newer one was offered."""
 
     def __init__(
-        self, job: str, blobs: Blobs, computer: GradientComputer, background: Executor | None = None
+        self, job: str, blobs: Blobs, computer: GradientComputer, background: Executor | None = None,
+        deltas: DeltaReader | None = None,
     ) -> None:  # fmt: skip
-        """`background`: of one thread, which reads what is offered; None: it is read when the next batch begins."""
+        """Args:
+        background: of one thread, which reads what is offered; None: it is read when the next batch begins.
+        deltas: reads what has changed, where the server publishes that; None: whole weights are read.
+        """
+        self._deltas = deltas
         self._ahead = None if background is None else WeightsAhead(self._stored, background)
         self._job = job
         self._blobs = blobs
         self._computer = computer
         self._cached = _NONE  # in the replica
+        self.delta_bytes = 0  # that the last read took instead of those of the whole; 0: it took the whole
         self._offered: NewVersion | None = None  # the newest that the server has sent; set by another thread
 
     def offer(self, weights: NewVersion) -> None:
@@ -355,14 +366,21 @@ class CachedVersion:
         return Refreshed(version) if is_allowed else None
 
     def _read(self, source: Grant | NewVersion) -> bool:
-        weights = None if self._ahead is None else self._ahead.take(source)
+        weights = None if self._deltas is None else self._deltas.read(source)
+        self.delta_bytes = 0 if self._deltas is None or weights is None else self._deltas.num_bytes
         if weights is None:
-            weights = self._stored(source)
+            weights = self._whole(source)
+            if weights is not None and self._deltas is not None:
+                self._deltas.keep(weights, source)
         if weights is None:
             return False
         self._cached = _NONE
         self._computer.load(weights)
         return True
+
+    def _whole(self, source: Grant | NewVersion) -> npt.NDArray[np.float32] | None:
+        weights = None if self._ahead is None else self._ahead.take(source)
+        return self._stored(source) if weights is None else weights
 
     def _stored(self, source: Grant | NewVersion) -> npt.NDArray[np.float32] | None:
         numel = self._computer.weights.size

@@ -249,7 +249,7 @@ class GrantHandler:
         """
         started_s = time.perf_counter()
         version: int | None = None
-        fetch_s = add_s = 0.0
+        fetch_s, add_s, delta_bytes = 0.0, 0.0, 0
         computed: list[ComputedBatch] = []
         if not self._contribution.begin(grant):
             log.warning("grant_void", batch=grant.first, reason="its step is in the model already")
@@ -270,6 +270,7 @@ class GrantHandler:
                 version = self._local_model.load(grant)
                 if version is None:
                     return None
+                delta_bytes = self._local_model.delta_bytes
                 fetch_s = time.perf_counter() - begun_s
             else:
                 self._contribution.keep()
@@ -288,7 +289,7 @@ class GrantHandler:
             computed.append(item)
         version = grant.version if version is None else version
         self._last = (grant.term, grant.grant_ids[0], version)
-        done = GradientDone("", version, tuple(computed), fetch_s, add_s)
+        done = GradientDone("", version, tuple(computed), fetch_s, add_s, delta_bytes=delta_bytes)
         if (batches[len(computed) - 1].number + 1) % self._batches_per_push:
             return replace(done, is_kept=True)
         if len(computed) > 1:

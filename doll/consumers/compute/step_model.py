@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import TrainingConfig
+from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
 from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.protocol.worker_core import grant_id_of
@@ -45,13 +46,14 @@ class StepModel:
     def __init__(
         self, job: str, blobs: Blobs, training: TrainingConfig, model: FlatModel, computer: GradientComputer,
         *, takes_steps: bool = False, rows: TableRows | None = None, background: Executor | None = None,
+        deltas: DeltaReader | None = None,
     ) -> None:  # fmt: skip
         """Args:
         takes_steps: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
         rows: of the model's tables, with their optimizer; None: the model has no tables.
-        background: as of `CachedVersion`.
+        background, deltas: as of `CachedVersion`.
         """
-        self._weights = CachedVersion(job, blobs, computer, background)  # below the own steps
+        self._weights = CachedVersion(job, blobs, computer, background, deltas)  # below the own steps
         self._model = model
         self._computer = computer
         # Rows of tables are clipped together with the rest.
@@ -76,6 +78,10 @@ class StepModel:
 
     def offer(self, weights: NewVersion) -> None:
         self._weights.offer(weights)
+
+    @property
+    def delta_bytes(self) -> int:
+        return self._weights.delta_bytes
 
     def load(self, grant: Grant) -> int | None:
         refreshed = self._weights.refresh(grant)

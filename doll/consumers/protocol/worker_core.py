@@ -221,6 +221,7 @@ class GradientDone:
     is_kept: bool = False
     holds_back: bool = False  # a part of the steps stays in the worker (`doll.ps.engine.durability`)
     holds: tuple[tuple[int, int], ...] = ()
+    delta_bytes: int = 0  # see `Push`
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -524,8 +525,8 @@ class WorkerCore:
         # Where only a part of them is void the server takes none, and grants the others again: it must hear of it.
         push = Push(
             worker=self.worker, session=self.session, term=self.term, version=done.version, key=done.key,
-            batches=batches, fetch_s=done.fetch_s, store_s=done.store_s, market=self.market,
-            holds_back=done.holds_back,
+            batches=batches, fetch_s=done.fetch_s, delta_bytes=done.delta_bytes, store_s=done.store_s,
+            market=self.market, holds_back=done.holds_back,
         )  # fmt: skip
         self._held_back_until = batches[-1].batch + 1 if done.holds_back else 0
         self._grants.answer(push)

@@ -48,7 +48,7 @@ class PolicyMeasures:
         self.blocked_s = 0.0
         self.computing_s = 0.0
         self.idle_s = 0.0
-        self._gradient_bytes = self._gradient_values = self._dense_gradient_bytes = self._versions_read = 0
+        self._gradient_bytes = self._gradient_values = self._dense_gradient_bytes = self._read_bytes = 0
         self._row_bytes = self._plain_row_bytes = self._row_request_bytes = 0
 
     def joined(self, worker: int) -> None:
@@ -75,7 +75,7 @@ class PolicyMeasures:
 
     def sent_version(self, worker: int, version: int) -> None:
         """A worker is sent a version before a grant asks for it."""
-        self._versions_read += 1
+        self._read_bytes += self._weights_bytes
         self._read[worker] = version
 
     def applied(self, update: ApplyUpdate) -> None:
@@ -96,7 +96,7 @@ class PolicyMeasures:
             self._add_times(item)
             if push.version > self._read.get(push.worker, _FIRST_READ):
                 self._read[push.worker] = push.version
-                self._versions_read += 1
+                self._read_bytes += push.delta_bytes or self._weights_bytes
         for item in update.sets:
             if item.push.batches and item.batches[0].count == 1:
                 self._meter.applied(item.push.worker, update.version, item.push.batches[-1].batch + 1)
@@ -127,7 +127,7 @@ class PolicyMeasures:
             gradient_bytes=self._gradient_bytes,
             gradient_values=self._gradient_values,
             dense_gradient_bytes=self._dense_gradient_bytes,
-            weights_bytes=self._versions_read * self._weights_bytes,
+            weights_bytes=self._read_bytes,
             row_bytes=self._row_bytes,
             plain_row_bytes=self._plain_row_bytes,
             row_request_bytes=self._row_request_bytes,

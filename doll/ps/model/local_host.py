@@ -14,6 +14,7 @@ from doll.errors import BlobError, NotFiniteError
 from doll.optim.optimizer import diverged
 from doll.process.fault_points import fault_point
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
+from doll.ps.model.delta_writer import DeltaWriter
 from doll.ps.model.model_host import FetchOutcome
 from doll.ps.model.updater import ContributionBuffer, ModelParts, Updater
 from doll.ps.tables.row_server import RowServer, StoredRows
@@ -23,6 +24,7 @@ from doll.storage.blobs import (
     HEADER_BYTES,
     Blobs,
     Latest,
+    delta_key,
     encode_blob,
     encode_latest,
     finish_blob,
@@ -69,6 +71,9 @@ class LocalModelHost:
         self._table_shapes = {} if tables is None else tables.shapes
         self._rows = None if tables is None else RowServer(config, self._scope, term, tables, blobs)
         self._contributions = ContributionBuffer(updater, tables)
+        self._deltas: DeltaWriter | None = None
+        if config.training.policy.publishes_deltas:
+            self._deltas = DeltaWriter(self._scope, term, blobs, config.blobs.ttl_s, updater.num_parameters)
         self._published: deque[int] = deque()  # the newest
         self._older: dict[int, None] = {}  # that grants name, the oldest first
         self._max_older = config.data.workers
@@ -145,6 +150,8 @@ class LocalModelHost:
         if version in self._older:
             del self._older[version]
             self._unused.append(weights_key(self._scope, self._term, version))
+            if self._deltas is not None:
+                self._unused.append(delta_key(self._scope, self._term, version))
 
     def tidy(self, named: Container[int] = ()) -> None:
         if self._published and (version := self._published[-1]) != self._pointed_at:
@@ -162,6 +169,8 @@ class LocalModelHost:
             self._blobs.delete(*unused)
 
     def _put_weights(self, key: str, version: int) -> None:
+        if self._deltas is not None:
+            self._deltas.put(self._updater.weights, version)
         memory, self._unpublished = self._unpublished, None
         if memory is None:
             parts = encode_blob(self._updater.weights, job=self._scope, kind="w", version=version)

@@ -16,6 +16,7 @@ class IspPolicyConfig(LockstepConfig):
     """Bulk synchronous, with a significance filter: a worker sends a change of a number once it is larger than
     significance / sqrt(t) of that number in round t, and keeps the rest of its steps until it is."""
 
+    publishes_deltas: ClassVar[bool] = True
     supports_tables: ClassVar[bool] = False  # the filter compares a change with the whole vector of weights
 
     name: Literal["isp"] = "isp"

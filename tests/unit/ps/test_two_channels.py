@@ -13,6 +13,8 @@ from pathlib import Path
 
 import channel_process
 import doll.consumers.protocol.worker_core
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from channel_process import POLICIES
@@ -25,6 +27,7 @@ from doll.consumers.protocol.worker_core import Grants, StoreRest, WorkerAction,
 from doll.ps.engine.durability import Settling
 from doll.ps.engine.engine import Engine
 from doll.records.control import Grant, Push, Settle
+from doll.storage.deltas import Delta
 from expected_model import Difference
 from fuzzing import SEED, SHARE
 from paths import SUPPORT
@@ -130,6 +133,16 @@ def test_what_holds_the_steps_refuses_late_copies_by_itself(monkeypatch: pytest.
 
 def test_a_view_that_lacks_what_is_held_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Residual, "add_to", lambda self, weights: None)
+    assert found("isp", 100, is_difference("view"))
+
+
+def test_weights_that_lack_a_change_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_to = Delta.write_to
+
+    def without_the_first(delta: Delta, weights: npt.NDArray[np.float32]) -> None:
+        write_to(delta._replace(ids=delta.ids[1:], values=delta.values[1:]), weights)
+
+    monkeypatch.setattr(Delta, "write_to", without_the_first)
     assert found("isp", 100, is_difference("view"))
 
 
