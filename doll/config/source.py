@@ -104,7 +104,7 @@ class JsonlSource(SourceSection):
 
 
 class TextSource(SourceSection):
-    """The texts of a file, one in each line, as JSON objects `{"text": "..."}`; line i goes to stream i mod N."""
+    """The texts of a file, a line each, as JSON objects `{"text": "..."}`; line i goes to stream i mod N each time."""
 
     kind: Literal["text"]
     path: Path
@@ -116,6 +116,8 @@ class TextSource(SourceSection):
     """number of lines to skip at the beginning, for a held-out set"""
     repeat: bool = False
     """start again at the end of the file, behind the skipped lines"""
+    numbered: bool = False
+    """give each record a `number`, the same one in each repetition: record k of stream n has k N + n"""
 
     def position_identity(self) -> list[Any] | None:
         return ["text", str(self.path), self.fields, self.tokens_per_record, self.skip]

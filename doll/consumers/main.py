@@ -251,7 +251,7 @@ class _WorkerProcess:
         if model.tables is not None and row_client is not None:
             rows = TableRows(
                 row_client, config.worker.row_cache_bytes,
-                optimizer=row_optimizer(config.training.optimizer) if sends_steps else None,
+                optimizer=row_optimizer(config.training.optimizer) if sends_steps and not task.defines_step else None,
                 report=self._channel.report,
             )  # fmt: skip
             model.tables.connect(rows.look_up)

@@ -156,7 +156,8 @@ def build(config: JobConfig, task: Task, *, with_rows: bool = True) -> FlatModel
     """
     if task.defines_step and not config.training.policy.sends_steps:
         raise ConfigError(
-            f"{config.task.cls} defines step(): expected a training.policy whose workers send steps (ssp, essp, vap, "
+            f"{config.task.cls} defines {'step_rows' if task.steps_rows else 'step'}(): expected a training.policy "
+            "whose workers send steps (ssp, essp, vap, "
             f"isp, wsp, or bsp and asp with contribution: step), got {config.training.policy.name}"
         )
     torch.manual_seed(config.seed)
@@ -191,10 +192,10 @@ def _take_tables(config: JobConfig, task: Task, module: torch.nn.Module) -> Embe
             f"training.policy {policy.name}: expected a model without tables, but {config.task.cls} has {names}: use "
             "doll, bsp, asp, ssp, essp, vap or wsp, or build its embeddings with sparse=False"
         )
-    if task.defines_step:
+    if task.defines_step and not task.steps_rows:
         raise ConfigError(
-            f"{config.task.cls} defines step(): expected a model without tables, got {names}: build its embeddings "
-            "with sparse=False"
+            f"{config.task.cls} defines step(): expected a model without tables, got {names}: define step_rows(), or "
+            "build its embeddings with sparse=False"
         )
     return tables
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,10 +20,8 @@ import torch
 from torch.nn import functional
 
 from doll.errors import ConfigError
-from doll.tables.rows import Floats, Ids, Rows, TableShape, add_in_order, add_where_equal
+from doll.tables.rows import Floats, Ids, LookUp, Rows, TableShape, add_in_order, add_where_equal
 
-# Name of the table and ids, strictly increasing -> their rows, float32, shape (n, width), which may be changed.
-LookUp: TypeAlias = Callable[[str, Ids], Floats]
 Layer: TypeAlias = torch.nn.Embedding | torch.nn.EmbeddingBag
 
 
@@ -113,6 +111,17 @@ class EmbeddingTables:
         self._initial, self._weights = {}, {}
         self._look_up = look_up
 
+    def look_up(self, name: str, ids: Ids) -> Floats:
+        """Rows `ids` of table `name`, strictly increasing, float32, shape (n, width): a copy.
+
+        Raises:
+            KeyError: there is no such table.
+            ValueError: the ids are not strictly increasing numbers of rows.
+        """
+        if problem := self.shapes[name].problem(ids):
+            raise ValueError(f"table {name!r}: {problem}")
+        return self._rows_of(name, ids)
+
     def reset(self) -> None:
         """Begin a gradient: forget the forward passes so far."""
         self._uses.clear()
@@ -175,8 +184,6 @@ class EmbeddingTables:
         self, name: str, input: torch.Tensor, padding_idx: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """The distinct rows of `input`, where in them each of its ids is, and where the padding row is."""
-        if self._look_up is None:
-            raise RuntimeError(f"table {name!r}: expected connect() before a forward pass")
         if input.is_nested or input.dtype not in (torch.int32, torch.int64):
             kind = "a nested tensor" if input.is_nested else str(input.dtype)
             raise TypeError(
@@ -188,9 +195,7 @@ class EmbeddingTables:
         shape = self.shapes[name]
         if len(ids) and not (ids[0] >= 0 and ids[-1] < shape.num_rows):
             raise IndexError(f"table {name!r}: expected ids of 0 to {shape.num_rows - 1}, got {ids[0]} to {ids[-1]}")
-        values = self._look_up(name, ids) if len(ids) else np.zeros((0, shape.width), np.float32)
-        if values.shape != (len(ids), shape.width):
-            raise ValueError(f"table {name!r}: expected rows of shape {(len(ids), shape.width)}, got {values.shape}")
+        values = self._rows_of(name, ids)
         if name in self._steps:
             add_where_equal(ids, values, self._steps[name])
         padding = None
@@ -200,6 +205,15 @@ class EmbeddingTables:
         if rows.requires_grad:
             self._uses.append(_Use(name, ids, rows, padding))
         return rows, places, padding
+
+    def _rows_of(self, name: str, ids: Ids) -> Floats:
+        if self._look_up is None:
+            raise RuntimeError(f"table {name!r}: expected connect() before a forward pass")
+        width = self.shapes[name].width
+        values = self._look_up(name, ids) if len(ids) else np.zeros((0, width), np.float32)
+        if values.shape != (len(ids), width):
+            raise ValueError(f"table {name!r}: expected rows of shape {(len(ids), width)}, got {values.shape}")
+        return values
 
 
 def norm(gradients: Mapping[str, Rows]) -> float:

@@ -6,14 +6,16 @@ of hashed features, counts. Only the rows that a batch uses travel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+# Name of the table and ids, strictly increasing -> their rows, float32, shape (n, width), which may be changed.
+LookUp: TypeAlias = Callable[[str, Ids], Floats]
 
 
 class TableShape(NamedTuple):
@@ -21,6 +23,14 @@ class TableShape(NamedTuple):
 
     num_rows: int
     width: int
+
+    def problem(self, ids: Ids) -> str:
+        """What keeps `ids` from being rows of this table in their order; "" where nothing does."""
+        if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1):
+            return "expected ids as an int64 array of one dimension"
+        if len(ids) and not (ids[0] >= 0 and ids[-1] < self.num_rows and (np.diff(ids) > 0).all()):
+            return f"expected strictly increasing ids of 0 to {self.num_rows - 1}"
+        return ""
 
 
 class Rows(NamedTuple):

@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import ConfigError, SampleError
+from doll.tables.rows import LookUp, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -166,10 +167,36 @@ class Task:
         """
         raise NotImplementedError(f"{type(self).__name__} must define step(weights, x, y, rng)")
 
+    def step_rows(
+        self,
+        weights: npt.NDArray[np.float32],
+        look_up: LookUp,
+        x: npt.NDArray[Any],
+        y: npt.NDArray[Any],
+        rng: np.random.Generator,
+    ) -> tuple[npt.NDArray[np.float32], Mapping[str, Rows]]:
+        """Optional, as `step`, for a model with tables (embeddings with `sparse=True`).
+
+        Args:
+            weights: of what is not in a table, as for `step`.
+            look_up: name of a table's parameter, as in `named_parameters()`, and ids, int64, strictly increasing -> a
+                copy of these rows, float32, shape (n, width). They have all steps of this worker's earlier batches.
+            x, y, rng: as for `step`.
+
+        Returns:
+            The change of the weights, as of `step`; and the change of rows, by table. The server adds both.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define step_rows(weights, look_up, x, y, rng)")
+
+    @property
+    def steps_rows(self) -> bool:
+        """Whether `step_rows` takes the place of the gradient."""
+        return type(self).step_rows is not Task.step_rows
+
     @property
     def defines_step(self) -> bool:
-        """Whether `step` takes the place of the gradient."""
-        return type(self).step is not Task.step
+        """Whether `step` or `step_rows` takes the place of the gradient."""
+        return type(self).step is not Task.step or self.steps_rows
 
     def holdout(self) -> Iterable[Sample]:
         """Held-out samples, never in the stream. Default: none; then only prequential error is shown."""

@@ -44,6 +44,7 @@ ENGLISH: Final = frozenset(_ENGLISH.split())
 
 class _Text(msgspec.Struct):
     text: str
+    number: int = -1
 
 
 _TEXT: Final = msgspec.json.Decoder(_Text)
@@ -54,32 +55,31 @@ def tokens(text: str) -> list[str]:
     return _LETTERS.findall(text.lower())
 
 
-def read_lines(path: Path, *, skip: int = 0, repeat: bool = False, max_bytes: int) -> Iterator[bytes]:
+def read_lines(path: Path, *, skip: int = 0, max_bytes: int) -> Iterator[bytes]:
     """The lines of `path` in order, without blank ones.
 
     Args:
-        skip: leave out so many lines at the beginning, in every repetition.
-        repeat: begin again at the end.
+        skip: leave out so many lines at the beginning.
         max_bytes: as in `lines.read_file`.
 
     Raises:
         ConfigError: immediately when the file cannot be read, or has no line behind `skip`; later when it is damaged
             further on.
     """
-
-    def once() -> Iterator[bytes]:
-        return itertools.islice(lines.read_file(path, max_bytes=max_bytes), skip, None)
-
-    documents = once()
+    documents = itertools.islice(lines.read_file(path, max_bytes=max_bytes), skip, None)
     first = next(documents, None)
     if first is None:
         raise ConfigError(f"source.skip: expected fewer than the lines of {path}, got {skip}")
-    again = (once() for _ in itertools.count()) if repeat else ()
-    return itertools.chain((first,), documents, itertools.chain.from_iterable(again))
+    return itertools.chain((first,), documents)
 
 
 def records(
-    documents: Iterable[bytes], fields: Sequence[str], *, tokens_per_record: int, max_bytes: int
+    documents: Iterable[bytes],
+    fields: Sequence[str],
+    *,
+    tokens_per_record: int,
+    max_bytes: int,
+    numbers: Iterator[int] | None = None,
 ) -> Iterator[bytes]:
     """The records of these lines, in order.
 
@@ -90,6 +90,7 @@ def records(
         fields: of the JSON object in each line, whose texts are joined; none: a line is plain text in UTF-8.
         tokens_per_record: a document with more tokens is cut into as few pieces as possible, of equal length except for
             one token.
+        numbers: of the records that are texts; None: they have none.
     """
     for line in documents:
         text = _text(line, fields) if len(line) <= max_bytes else None
@@ -100,7 +101,8 @@ def records(
         pieces = -(-len(document) // tokens_per_record)
         for piece in range(pieces):
             part = document[piece * len(document) // pieces : (piece + 1) * len(document) // pieces]
-            yield msgspec.json.encode({"text": " ".join(part)})
+            number = {} if numbers is None else {"number": next(numbers)}
+            yield msgspec.json.encode({"text": " ".join(part), **number})
 
 
 def _text(line: bytes, fields: Sequence[str]) -> str | None:
@@ -175,12 +177,15 @@ class Vocabulary:
 class TextTask(Task):
     """A task on texts. A record is a JSON object with the text in `text`, as the source `text` sends it.
 
-    x of a sample: int32, shape (max_tokens,): ids of the tokens in order, `PADDING` behind the last. y: their number.
-    Tokens that are stop words, or not in the vocabulary, are left out. A text may have no token left.
+    x of a sample: int32, shape (max_tokens,): ids of the tokens in order, `PADDING` behind the last. y: how many they
+    are; with `texts`, the number of the text. Tokens that are stop words, or not in the vocabulary, are left out. A
+    text may have no token left.
 
     Args:
         vocabulary_size: number of ids that tokens are hashed to. Tokens of one id are one to the model.
         vocabulary_file: `Vocabulary.from_file`, in place of a hash.
+        texts: each record has the number of its text in `number`, 0 .. texts - 1, as with `source.numbered`; 0: it has
+            none.
         max_tokens: a record of more tokens is refused; at least `source.tokens_per_record`.
         stop_words: tokens to leave out; `english`: the tokens of `ENGLISH`.
         holdout_path: a file as that of the source.
@@ -193,6 +198,7 @@ class TextTask(Task):
         *,
         vocabulary_size: int | None = None,
         vocabulary_file: str | None = None,
+        texts: int = 0,
         max_tokens: int = 256,
         stop_words: Sequence[str] | str = (),
         holdout_path: str | None = None,
@@ -207,30 +213,36 @@ class TextTask(Task):
             raise ValueError(f"stop_words: expected english or a list of words, got {stop_words!r}")
         if (vocabulary_size is not None and vocabulary_size < 1) or max_tokens < 1:
             raise ValueError(f"expected vocabulary_size and max_tokens above 0, got {vocabulary_size} and {max_tokens}")
+        if texts < 0:
+            raise ValueError(f"expected texts >= 0, got {texts}")
         if (holdout_path is None) != (holdout_lines == 0) or holdout_lines < 0:
             raise ValueError(f"expected holdout_path and holdout_lines or none of both, got {holdout_lines} lines")
         if vocabulary_file is not None:
             self.vocabulary = Vocabulary.from_file(Path(vocabulary_file))
         else:
             self.vocabulary = Vocabulary(vocabulary_size or 0)
+        self.texts = texts
         self.max_tokens = max_tokens
         self.input_shape = (max_tokens,)
         self._stop_words = ENGLISH if isinstance(stop_words, str) else frozenset(stop_words)
         self._holdout = (holdout_path, holdout_lines, tuple(fields))
 
     def decode(self, record: bytes) -> Sample:
-        ids = self._ids(record)
+        ids, y = self._parsed(record)
         x = np.full(self.max_tokens, PADDING, np.int32)
         x[: len(ids)] = ids
-        return Sample(x, len(ids))
+        return Sample(x, y)
 
     def decode_many(self, values: Sequence[bytes]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        texts, bad = list[list[int]](), list[int]()
+        texts, ys, bad = list[list[int]](), list[int](), list[int]()
         for at, value in enumerate(values):
             try:
-                texts.append(self._ids(value))
+                ids, y = self._parsed(value)
             except SampleError:
                 bad.append(at)
+            else:
+                texts.append(ids)
+                ys.append(y)
         if bad:
             raise BadRecordsError(bad)
         lengths = np.array(list(map(len, texts)), np.int64)
@@ -238,16 +250,16 @@ class TextTask(Task):
         x[np.arange(self.max_tokens) < lengths[:, None]] = np.fromiter(
             itertools.chain.from_iterable(texts), np.int32, int(lengths.sum())
         )
-        return x, lengths
+        return x, np.array(ys, np.int64)
 
-    def _ids(self, record: bytes) -> list[int]:
-        """The ids of a record's tokens.
+    def _parsed(self, record: bytes) -> tuple[list[int], int]:
+        """The ids of a record's tokens, and y.
 
         Raises:
-            SampleError: it is not such a record, or has too many tokens.
+            SampleError: it is not such a record, has too many tokens, or lacks a number.
         """
         try:
-            text = _TEXT.decode(record).text
+            text, number = msgspec.structs.astuple(_TEXT.decode(record))
         except (ValueError, RecursionError) as exc:
             raise SampleError(f'expected a JSON object with a text in "text": {exc}, in {record[:40]!r}') from None
         words = tokens(text)
@@ -256,16 +268,23 @@ class TextTask(Task):
                 f"expected at most {self.max_tokens} tokens (max_tokens of the task), got {len(words)}: send a long "
                 "text in several records, as the source `text` does (source.tokens_per_record)"
             )
+        if self.texts and not 0 <= number < self.texts:
+            got = "none" if number == -1 else number
+            raise SampleError(f'expected a "number" of 0 to {self.texts - 1} (texts of the task), got {got}')
         if self._stop_words:
             words = [word for word in words if word not in self._stop_words]
-        return self.vocabulary.ids(words)
+        ids = self.vocabulary.ids(words)
+        return ids, number if self.texts else len(ids)
 
     def holdout(self) -> Iterable[Sample]:
         path, count, fields = self._holdout
         if path is None:
             return ()
         held_out = itertools.islice(read_lines(Path(path), max_bytes=_LONGEST_LINE_BYTES), count)
-        pieces = records(held_out, fields, tokens_per_record=self.max_tokens, max_bytes=_LONGEST_LINE_BYTES)
+        numbers = itertools.repeat(0) if self.texts else None  # they are never learned from
+        pieces = records(
+            held_out, fields, tokens_per_record=self.max_tokens, max_bytes=_LONGEST_LINE_BYTES, numbers=numbers
+        )
         return [self.decode(piece) for piece in pieces]
 
     def add_checksum(self, model: torch.nn.Module) -> None:

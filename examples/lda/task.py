@@ -1,10 +1,15 @@
 """Topics of a stream of texts: latent Dirichlet allocation by collapsed Gibbs sampling.
 
-The model is two tables of counts. A worker samples the topics of a batch's tokens, and its step is what they add to the
-counts. The sum of all steps is the counts of all documents, in whatever order they come.
+The model is counts: a table `word_topic` with a row for each word, and `topic`, its sum over words. A worker samples
+the topics of a batch's tokens, and its step is what they change in the counts. The sum of all steps is the counts of
+all texts, in whatever order they come.
 
-T. Griffiths, M. Steyvers: Finding scientific topics, PNAS 101 (2004), equation 5. Each document of the stream is
-sampled once, given the counts of all documents before it; then its own counts are added, and stay.
+T. Griffiths, M. Steyvers: Finding scientific topics, PNAS 101 (2004), equation 5. Without `texts`, each text of the
+stream is sampled once, given the counts of all texts before it; then its own counts are added, and stay. With `texts`,
+a stream may send its texts again and again: the topics of a text's tokens are kept in a table `text_topics`, and when
+the text is sampled again its old counts are withdrawn, token by token. Then more passes are more sweeps of the sampler,
+and a text counts once however often it has come. Only its own stream may send a text (`source.numbered`): a worker sees
+its own steps at once, and other workers' steps late.
 
 Documents that are sampled side by side do not see each other's topics of the same place. Nor do batches on several
 workers: approximate distributed LDA (D. Newman, A. Asuncion, P. Smyth, M. Welling, JMLR 10 (2009), section 3.1).
@@ -21,13 +26,20 @@ import numpy.typing as npt
 import torch
 from doll import TextTask
 from doll.errors import TaskError
+from doll.tables.rows import LookUp, Rows
 from doll.task.text import PADDING
 from torch import nn
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
+_WORD_TOPIC: Final = "word_topic.weight"
+_TEXT_TOPICS: Final = "text_topics.weight"
 _COMPLETED_TOGETHER: Final = 64  # documents; more need more memory than a cache has
+# Topic k of a token is kept as k + 1 times this; 0: it has none. Each change is less than 1, the least change of a
+# count, so a policy that bounds changes (vap) bounds those of counts. Exact in float32.
+_UNIT: Final = 2.0**-12
+MAX_TOPICS: Final = 4095
 
 
 class Counts(NamedTuple):
@@ -49,7 +61,8 @@ class Change(NamedTuple):
 
     Attributes:
         words: int64, shape (u,): the words of the batch, rising.
-        word_topic: float64, shape (u, K): whole numbers >= 0, added to the rows of `words`.
+        word_topic: float64, shape (u, K): whole numbers, added to the rows of `words`; negative where more tokens have
+            lost a topic than have got it.
         topic: float64, shape (K,): the sum of `word_topic` over its rows.
     """
 
@@ -59,7 +72,7 @@ class Change(NamedTuple):
 
 
 class Topics(TextTask):
-    """Learns topics: `word_topic`, shape (V, K), tokens of each word by topic, and `topic`, shape (K,), their sums.
+    """Learns topics: `word_topic`, V rows of K, tokens of each word by topic, and `topic`, shape (K,), their sums.
 
     It has no gradient: it needs a policy whose contribution is a step. Loss is the mean negative log-likelihood of a
     token in nats, by document completion (`completion`); the metric `perplexity` is its exponential.
@@ -71,57 +84,77 @@ class Topics(TextTask):
     Args:
         topics: K.
         alpha, beta: priors of a document's topics and of a topic's words (`Prior`).
-        sweeps: times that the topic of each token of a batch is drawn.
-        text: as in `TextTask`.
+        sweeps: times that the topic of each token of a batch is drawn, whenever it comes.
+        text: as in `TextTask`. With `texts`, `text_topics` has a row of `max_tokens` for each text: the topics of its
+            tokens, in units of 2^-12.
     """
 
     def __init__(
         self, topics: int = 50, *, alpha: float = 0.05, beta: float = 0.1, sweeps: int = 5, **text: Any
     ) -> None:
-        if topics < 1 or sweeps < 1 or not (0 < alpha < math.inf and 0 < beta < math.inf):
-            raise ValueError(
-                f"expected topics, sweeps, alpha and beta above 0, got {topics}, {sweeps}, {alpha} and {beta}"
-            )
+        if not 1 <= topics <= MAX_TOPICS:
+            raise ValueError(f"expected 1 to {MAX_TOPICS} topics, got {topics}")
+        if sweeps < 1 or not (0 < alpha < math.inf and 0 < beta < math.inf):
+            raise ValueError(f"expected sweeps, alpha and beta above 0, got {sweeps}, {alpha} and {beta}")
         super().__init__(**text)
         self.num_topics = topics
         self.sweeps = sweeps
         self.prior = Prior(alpha, beta)
 
     def build_model(self) -> nn.Module:
-        counts = nn.Module()
-        shape = (self.vocabulary.size, self.num_topics)
-        counts.register_parameter("word_topic", nn.Parameter(torch.zeros(shape)))
-        counts.register_parameter("topic", nn.Parameter(torch.zeros(self.num_topics)))
-        self.add_checksum(counts)
-        return counts
+        model = nn.Module()
+        model.word_topic = _zero_table(self.vocabulary.size, self.num_topics)
+        model.topic = nn.Parameter(torch.zeros(self.num_topics))
+        if self.texts:
+            model.text_topics = _zero_table(self.texts, self.max_tokens)
+        self.add_checksum(model)
+        return model
 
-    def step(
-        self, weights: npt.NDArray[np.float32], x: npt.NDArray[Any], y: npt.NDArray[Any], rng: np.random.Generator
-    ) -> npt.NDArray[np.float32]:
-        """What a batch of documents adds to the counts `weights`: whole numbers >= 0, float32, shape (numel,).
+    def step_rows(
+        self,
+        weights: npt.NDArray[np.float32],
+        look_up: LookUp,
+        x: npt.NDArray[Any],
+        y: npt.NDArray[Any],
+        rng: np.random.Generator,
+    ) -> tuple[npt.NDArray[np.float32], Mapping[str, Rows]]:
+        """What a batch of documents changes in the counts: whole numbers; and in the topics of its texts.
+
+        A text that stands in the batch several times is sampled once.
 
         Args:
-            weights: of the model, laid out as `doll.model.flat_model` says.
+            weights: `topic`, shape (K,).
             x: the documents, shape (n, max_tokens).
-            y: not used.
+            y: the numbers of the texts, shape (n,), if the task has `texts`.
 
         Raises:
-            TaskError: a count is negative or not finite.
+            TaskError: a count is negative or not finite, or a text is not the one whose topics are kept under its
+                number.
         """
-        counts = self._counts(weights)
-        values = np.append(counts.topic, counts.word_topic[np.unique(x[x >= 0])])
+        words = np.unique(x[x >= 0]).astype(np.int64)
+        counts = Counts(look_up(_WORD_TOPIC, words), weights)
+        values = np.append(counts.topic, counts.word_topic)
         good = np.isfinite(values) & (values >= 0)
         if not good.all():
             raise TaskError(
                 f"expected finite counts >= 0, got {values[~good][0]}: the model of topics changes by adding steps "
                 "only; choose a policy that adds each step as it is (no gradients, no weight decay)"
             )
-        change = batch_change(counts, x, self.prior, sweeps=self.sweeps, rng=rng)
-        step = np.zeros_like(weights)
-        word_topic, topic = self._counts(step)
-        word_topic[change.words] = change.word_topic
-        topic[:] = change.topic
-        return step
+        kept = None
+        if self.texts:
+            numbers, first = np.unique(y.astype(np.int64), return_index=True)
+            x, kept = x[first], look_up(_TEXT_TOPICS, numbers)
+        documents = np.where(x >= 0, np.searchsorted(words, np.maximum(x, 0)), PADDING)
+        before = None if kept is None else kept_topics(kept, documents)
+        sampler = Sampler(counts, documents, self.prior, num_words=self.vocabulary.size, topics=before)
+        for _ in range(self.sweeps):
+            sampler.sweep(rng)
+        change = sampler.change()
+        is_changed = change.word_topic.any(axis=1)
+        rows = {_WORD_TOPIC: Rows(words[change.words[is_changed]], change.word_topic[is_changed].astype(np.float32))}
+        if kept is not None:
+            rows[_TEXT_TOPICS] = Rows(numbers, ((sampler.topics + 1) * _UNIT - kept).astype(np.float32))
+        return change.topic.astype(np.float32), rows
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """For each document, the log-likelihood of every second token in nats, and their number: float64, (n, 2).
@@ -134,8 +167,8 @@ class Topics(TextTask):
         ids = x.numpy()
         words, places = np.unique(np.maximum(ids, 0), return_inverse=True)
         documents = np.where(ids >= 0, places.reshape(ids.shape), PADDING)  # in `words`: other rows are not needed
-        word_topic, topic = (model.get_parameter(name).detach().numpy() for name in ("word_topic", "topic"))
-        counts = Counts(word_topic[words], topic)
+        word_topic = model.get_submodule("word_topic")(torch.from_numpy(words)).numpy()
+        counts = Counts(word_topic, model.get_parameter("topic").detach().numpy())
         probabilities = word_probabilities(counts, self.prior, self.vocabulary.size)
         likelihoods, numbers = completion(probabilities, documents, self.prior.alpha)
         return torch.from_numpy(np.stack([likelihoods, numbers.astype(np.float64)], axis=1))
@@ -147,12 +180,31 @@ class Topics(TextTask):
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> Mapping[str, float]:
         return {"perplexity": math.exp(float(self.loss(output, target)))}
 
-    def _counts(self, weights: npt.NDArray[np.float32]) -> Counts:
-        """Views into a vector of the model's layout."""
-        size = self.vocabulary.size * self.num_topics
-        if weights.shape != (size + self.num_topics,):
-            raise ValueError(f"expected weights of shape ({size + self.num_topics},), got {weights.shape}")
-        return Counts(weights[:size].reshape(self.vocabulary.size, self.num_topics), weights[size:])
+
+def _zero_table(num_rows: int, width: int) -> nn.Embedding:
+    table = nn.Embedding(num_rows, width, sparse=True)
+    nn.init.zeros_(table.weight)
+    return table
+
+
+def kept_topics(rows: npt.NDArray[np.float32], documents: npt.NDArray[Any]) -> Integers:
+    """The topics that `text_topics` has of these documents' tokens, -1 without a topic, shape (n, L).
+
+    Args:
+        rows: of the documents, shape (n, L).
+        documents: as for `Sampler`.
+
+    Raises:
+        TaskError: they are topics of other texts: some tokens of a text have a topic and others not.
+    """
+    topics: Integers = np.rint(rows / _UNIT).astype(np.int64) - 1
+    has_topic, is_token = topics >= 0, documents >= 0
+    if not ((has_topic == is_token).all(axis=1) | ~has_topic.any(axis=1)).all():
+        raise TaskError(
+            "expected one text under each number, with as many tokens whenever it comes, in one stream: set "
+            "source.numbered, and keep the number of streams"
+        )
+    return topics
 
 
 def conditional(document: Floats, word: Floats, topic: Floats, prior: Prior, num_words: int) -> Floats:
@@ -175,21 +227,31 @@ class Sampler:
         counts: of everything before the batch; it is not written to.
         documents: ids 0 .. V - 1 of the tokens, -1 behind a document's last, shape (n, L).
         together: documents that are sampled side by side; 1: one token after the other, exactly equation 5. None: all.
+        num_words: V, where `counts.word_topic` has the rows of some words only, which `documents` number.
+        topics: of the tokens, which `counts` has, shape (n, L); -1: of a token that it has not. None: it has none.
 
     Raises:
         ValueError: an id is out of range, or -1 stands before a token.
     """
 
     def __init__(
-        self, counts: Counts, documents: npt.NDArray[Any], prior: Prior, *, together: int | None = None
+        self,
+        counts: Counts,
+        documents: npt.NDArray[Any],
+        prior: Prior,
+        *,
+        together: int | None = None,
+        num_words: int | None = None,
+        topics: npt.NDArray[Any] | None = None,
     ) -> None:
-        self._num_words, num_topics = counts.word_topic.shape
+        num_rows, num_topics = counts.word_topic.shape
+        self._num_words = num_words or num_rows
         is_token = documents >= 0
         lengths = is_token.sum(axis=1)
         if (is_token != (np.arange(documents.shape[1]) < lengths[:, None])).any():
             raise ValueError("expected the tokens of each document before its -1, got a -1 before a token")
-        if documents.max(initial=-1) >= self._num_words:
-            raise ValueError(f"expected ids below {self._num_words}, got {documents.max()}")
+        if documents.max(initial=-1) >= num_rows:
+            raise ValueError(f"expected ids below {num_rows}, got {documents.max()}")
         self._prior = prior
         self._together = together or max(1, len(documents))
         self._order = np.argsort(-lengths, kind="stable")  # longest first: texts that have a place are the first ones
@@ -197,37 +259,37 @@ class Sampler:
         self._words = np.zeros(documents.shape, np.int64)  # rows of `_word_topic`
         ids = documents[self._order][is_token].astype(np.int64)
         self._ids, self._words[is_token] = np.unique(ids, return_inverse=True)
-        self._topics = np.where(is_token, 0, -1)
+        self._topics = np.full(documents.shape, -1) if topics is None else np.where(is_token, topics[self._order], -1)
         self._before = Counts(counts.word_topic[self._ids].astype(np.float64), counts.topic.astype(np.float64))
         self._word_topic, self._topic = self._before.word_topic.copy(), self._before.topic.copy()
         self._document_topic = np.zeros((len(documents), num_topics))
-        self._drawn = False
+        rows, places = np.nonzero(self._topics >= 0)
+        np.add.at(self._document_topic, (rows, self._topics[rows, places]), 1.0)
 
     @property
     def topics(self) -> Integers:
-        """Topic of each token, -1 without a token, shape (n, L)."""
+        """Topic of each token, -1 without a token or before it is drawn, shape (n, L)."""
         topics = np.empty_like(self._topics)
         topics[self._order] = self._topics
         return topics
 
     def sweep(self, rng: np.random.Generator) -> None:
-        """Draw each token's topic once. In the first sweep, tokens that have no topic yet count nowhere."""
+        """Draw each token's topic once. Tokens that have no topic yet count nowhere."""
         for first in range(0, len(self._lengths), self._together):
             lengths = self._lengths[first : first + self._together]
             for place in range(int(lengths[0])):
-                self._draw(slice(first, first + int((lengths > place).sum())), place, rng)
-        self._drawn = True
+                self._draw(np.arange(first, first + int((lengths > place).sum())), place, rng)
 
     def change(self) -> Change:
         """What the batch adds to the counts."""
         before = self._before
         return Change(self._ids, self._word_topic - before.word_topic, self._topic - before.topic)
 
-    def _draw(self, here: slice, place: int, rng: np.random.Generator) -> None:
+    def _draw(self, here: Integers, place: int, rng: np.random.Generator) -> None:
         """Draw the topics of the tokens at one place of the documents `here`, given all tokens that are not there."""
-        words = self._words[here, place]
-        if self._drawn:
-            self._count(here, words, self._topics[here, place], -1.0)
+        words, before = self._words[here, place], self._topics[here, place]
+        has = before >= 0
+        self._count(here[has], words[has], before[has], -1.0)
         weights = conditional(
             self._document_topic[here], self._word_topic[words], self._topic, self._prior, self._num_words
         )
@@ -237,21 +299,11 @@ class Sampler:
         self._count(here, words, topics, 1.0)
         self._topics[here, place] = topics
 
-    def _count(self, here: slice, words: Integers, topics: Integers, sign: float) -> None:
+    def _count(self, here: Integers, words: Integers, topics: Integers, sign: float) -> None:
         """Count one token of each of the documents `here`, or take it out of the counts."""
-        self._document_topic[np.arange(here.start, here.stop), topics] += sign
+        self._document_topic[here, topics] += sign
         np.add.at(self._word_topic, (words, topics), sign)
         self._topic += sign * np.bincount(topics, minlength=len(self._topic))
-
-
-def batch_change(
-    counts: Counts, documents: npt.NDArray[Any], prior: Prior, *, sweeps: int, rng: np.random.Generator
-) -> Change:
-    """What a batch of documents adds to the counts, after so many sweeps over it (`Sampler`)."""
-    sampler = Sampler(counts, documents, prior)
-    for _ in range(sweeps):
-        sampler.sweep(rng)
-    return sampler.change()
 
 
 def word_probabilities(counts: Counts, prior: Prior, num_words: int | None = None) -> Floats:

@@ -14,6 +14,7 @@ from doll.consumers.compute.gradient import CachedVersion, GradientComputer
 from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.step_model import StepModel
+from doll.consumers.compute.task_steps import OwnSteps
 from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import Records
 from doll.consumers.protocol.worker_core import Batch, Compute, OfferWeights, Send, WorkerCore
@@ -56,12 +57,13 @@ class Worker:
         model = build(config, self.task, with_rows=False)
         computer = GradientComputer(self.task, model)
         self.rows: TableRows | None = None
+        optimizes = config.training.policy.sends_steps and not self.task.defines_step
         if model.tables is not None:
             self.client = RowClient(config, job.blobs, model.tables.shapes, job.scope)
             self.client.connect(lambda request: job.send_rows(self.client, request))
             self.rows = TableRows(
                 self.client, config.worker.row_cache_bytes,
-                optimizer=row_optimizer(config.training.optimizer) if config.training.policy.sends_steps else None,
+                optimizer=row_optimizer(config.training.optimizer) if optimizes else None,
             )  # fmt: skip
             model.tables.connect(self.rows.look_up)
         self.channel = FakeChannel()
@@ -70,15 +72,21 @@ class Worker:
         contribution: Any
         compressor: Any = Compressor(job.scope)
         if config.training.policy.sends_steps:
-            local = contribution = StepModel(job.scope, job.blobs, config.training, model, computer, rows=self.rows)
+            local = contribution = StepModel(
+                job.scope, job.blobs, config.training, model, computer, takes_steps=self.task.defines_step,
+                rows=self.rows,
+            )  # fmt: skip
         else:
             local, contribution = CachedVersion(job.scope, job.blobs, computer), computer.new_sum()
         if config.training.policy.sends_steps or model.tables is not None:
             tables = {} if model.tables is None else model.tables.shapes
             compressor = Compressor(job.scope, model.num_parameters, tables)
         self.local = local
+        guard = (
+            OwnSteps(config, self.task, model, number) if self.task.defines_step else Guard(config, self.task, computer)
+        )
         self.handler = GrantHandler(
-            config, local_model=local, guard=Guard(config, self.task, computer), compressor=compressor, blobs=job.blobs,
+            config, local_model=local, guard=guard, compressor=compressor, blobs=job.blobs,
             dead_letters=self.letters, contribution=contribution, rows=self.rows, scope=job.scope,
         )  # fmt: skip
         self.number = number
@@ -87,14 +95,20 @@ class Worker:
 
     def batch(self, number: int) -> Batch:
         """Its content depends on the worker and the number only."""
+        decoded = self.letters.decode(Records(range(8 * number, 8 * number + 8), self.values(number)))
+        return Batch(number, decoded, decoded.num_samples, 0.0)
+
+    def values(self, number: int) -> list[bytes]:
+        """The records of batch `number`."""
         rng = np.random.default_rng([self.number, number])
         make = getattr(self.task, "make", lambda rng, at: np.array([*rng.normal(size=6), at % 2], "<f4").tobytes())
-        decoded = self.letters.decode(Records(range(8 * number, 8 * number + 8), [make(rng, at) for at in range(8)]))
-        return Batch(number, decoded, decoded.num_samples, 0.0)
+        return [make(rng, at) for at in range(8)]
 
 
 class Job:
     """A server and its workers in one thread; which worker computes next is drawn from a seed."""
+
+    worker_class: type[Worker] = Worker
 
     def __init__(
         self, policy: str, seed: int, *, task: str = GAUSSIAN, training: str = SGD, workers: int = WORKERS,
@@ -113,7 +127,7 @@ class Job:
         parts = make_parts(self.config.training, model)
         self.host = LocalModelHost(self.config, 1, parts.updater, self.blobs, parts.tables, run_id=run_id)
         self.engine = make_engine(self.config, Start(1, 0.0, (0,) * workers, run_id=run_id), self.host)
-        self.workers = [Worker(self, number) for number in range(workers)]
+        self.workers = [self.worker_class(self, number) for number in range(workers)]
         for worker in self.workers:
             self.feed(Join(worker=worker.number, process=f"p{worker.number}"))
         for number in range(BATCHES):
@@ -129,6 +143,14 @@ class Job:
         if busy := [worker for worker in self.workers if worker.orders]:
             self.compute(self._rng.choice(busy))
         return bool(busy)
+
+    def replace(self, number: int, process: str) -> None:
+        """Worker `number` is lost with all that it has, and a new process takes its place."""
+        worker = self.workers[number] = self.worker_class(self, number)
+        self.feed(Join(worker=number, process=process))
+        assert worker.core is not None
+        for batch in range(worker.core.next_batch, BATCHES):
+            self.do(worker, worker.core.batch_ready(worker.batch(batch)))
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:

@@ -169,8 +169,7 @@ class StepModel:
     def _step_rows(self, gradients: Mapping[str, Rows], scale: float, batch: int) -> Mapping[str, Rows]:
         if self._rows is None:
             return {}
-        seen = {name: self._rows.look_up(name, rows.ids) for name, rows in gradients.items()}
-        steps = {name: self._rows.steps[name].step(seen[name], rows, scale) for name, rows in gradients.items()}
+        steps = gradients if self._optimizer is None else self._rows.step(gradients, scale)
         if not all(np.isfinite(rows.values).all() for rows in steps.values()):
             raise diverged("after the step the rows of a table are")
         self._rows.inc(steps)

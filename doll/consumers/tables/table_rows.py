@@ -116,6 +116,16 @@ class TableRows:
 
     # --- own steps ----------------------------------------------------------------------------------------------------
 
+    def step(self, gradients: Mapping[str, Rows], scale: float) -> dict[str, Rows]:
+        """What the optimizer changes in these rows, by table; nothing is changed yet.
+
+        Raises:
+            BlobError: the rows have not come.
+            TaskError: there is no room for the state of so many rows.
+        """
+        seen = {name: self.look_up(name, rows.ids) for name, rows in gradients.items()}
+        return {name: self.steps[name].step(seen[name], rows, scale) for name, rows in gradients.items()}
+
     def inc(self, steps: Mapping[str, Rows]) -> None:
         """Add own steps to the rows, by table."""
         for name, rows in steps.items():

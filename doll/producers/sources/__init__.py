@@ -161,11 +161,24 @@ def _open_text(config: JobConfig, source: TextSource, start: StreamStarts) -> li
     path, longest, count = config.path(source.path), config.data.max_record_bytes, config.data.workers
 
     def records_of(stream: int) -> Iterator[bytes]:
-        lines = text.read_lines(path, skip=source.skip, repeat=source.repeat, max_bytes=longest)
+        lines = text.read_lines(path, skip=source.skip, max_bytes=longest)
         own = itertools.islice(lines, stream, None, count)
-        return text.records(own, source.fields, tokens_per_record=source.tokens_per_record, max_bytes=longest)
+        numbers = itertools.count(stream, count) if source.numbered else None
+        return text.records(
+            own, source.fields, tokens_per_record=source.tokens_per_record, max_bytes=longest, numbers=numbers
+        )
 
-    return [itertools.islice(records_of(n), start.positions[n], None) for n in range(count)]
+    def stream_of(stream: int) -> Iterator[bytes]:
+        first = records_of(stream)
+        if not source.repeat:
+            return first
+        head = next(first, None)
+        if head is None:
+            raise ConfigError(f"{path}: expected a text for each of {count} streams, got none for stream {stream}")
+        again = (records_of(stream) for _ in itertools.count())
+        return itertools.chain((head,), first, itertools.chain.from_iterable(again))
+
+    return [itertools.islice(stream_of(n), start.positions[n], None) for n in range(count)]
 
 
 def _open_synthetic(config: JobConfig, source: SyntheticSource, start: StreamStarts) -> list[Iterator[bytes]]:

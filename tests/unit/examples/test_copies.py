@@ -14,6 +14,7 @@ import torch
 from doll import config as job_config
 from doll.config import JobConfig
 from doll.config.source import DigitsSource
+from doll.consumers.compute.task_steps import OwnSteps
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.model.flat_model import build
 from doll.producers import sources
@@ -60,8 +61,14 @@ def test_a_copy_loads_decodes_its_source_and_computes_a_gradient(name: str, tmp_
     decoded = decode_records(task, Records(range(100), records), samples_per_record=1, max_record_bytes=10_000)
     assert (decoded.num_samples, decoded.refused) == (100, [])
     if task.defines_step:
-        weights = build(config, task).flat.detach().numpy()
-        assert task.step(weights, decoded.x, decoded.y, np.random.default_rng(0)).any()
+        flat = build(config, task)
+        assert flat.tables is not None
+        shapes = flat.tables.shapes
+        flat.tables.connect(lambda name, ids: np.zeros((len(ids), shapes[name].width), np.float32))
+        gradient, bad = OwnSteps(config, task, flat, 0).compute(decoded.x, decoded.y, batch=0)
+        assert not bad
+        assert gradient is not None
+        assert gradient.values.any()
     else:
         model = task.build_model()
         loss = task.loss(task.forward(model, torch.from_numpy(decoded.x)), torch.from_numpy(decoded.y))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from examples.lda import task as lda
-from examples.lda.task import Counts, Prior, Sampler, batch_change, completion, conditional, word_probabilities
+from examples.lda.task import Counts, Prior, Sampler, completion, conditional, word_probabilities
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,7 +88,7 @@ def test_a_chain_visits_states_as_the_posterior_says() -> None:
 @pytest.mark.parametrize("table", ["_document_topic", "_word_topic", "_topic"])
 def test_a_sampler_that_counts_the_token_itself_is_seen(table: str) -> None:
     class CountsItself(Sampler):
-        def _count(self, here: slice, words: lda.Integers, topics: lda.Integers, sign: float) -> None:
+        def _count(self, here: lda.Integers, words: lda.Integers, topics: lda.Integers, sign: float) -> None:
             before = getattr(self, table).copy()
             super()._count(here, words, topics, sign)
             if sign < 0:
@@ -175,12 +175,38 @@ def test_a_batch_adds_each_of_its_tokens_once(seed: int, lengths: list[int], tog
     assert all((table == before).all() for table, before in zip(counts, kept, strict=True))
 
 
+def test_a_sampler_that_goes_on_from_topics_is_the_one_that_was_not_interrupted() -> None:
+    """Where all counts are there: those of the documents are withdrawn token by token."""
+    rng = np.random.default_rng(1)
+    documents = np.where(np.arange(12) < rng.integers(1, 13, (6, 1)), rng.integers(20, size=(6, 12)), -1)
+    word_topic = rng.integers(9, size=(20, 4)).astype(np.float64)
+    counts = Counts(word_topic, word_topic.sum(axis=0))
+    whole, generator = Sampler(counts, documents, PRIOR), np.random.default_rng(5)
+    whole.sweep(generator)
+    change, topics = whole.change(), whole.topics
+    whole.sweep(generator)
+    later = Counts(word_topic.copy(), counts.topic + change.topic)
+    later.word_topic[change.words] += change.word_topic
+    generator = np.random.default_rng(5)
+    generator.random((int((documents >= 0).sum()), 1))
+    rest = Sampler(later, documents, PRIOR, topics=topics)
+    rest.sweep(generator)
+    assert rest.topics.tolist() == whole.topics.tolist()
+    assert (rest.change().word_topic.sum(axis=1) == 0).all(), "as many tokens are withdrawn as are counted"
+    assert rest.change().word_topic.min() < 0
+
+
+def _change(counts: Counts, documents: npt.NDArray[np.int64], sweeps: int, seed: int) -> lda.Change:
+    sampler, rng = Sampler(counts, documents, PRIOR), np.random.default_rng(seed)
+    for _ in range(sweeps):
+        sampler.sweep(rng)
+    return sampler.change()
+
+
 def test_one_seed_draws_one_change() -> None:
     documents = np.random.default_rng(0).integers(30, size=(5, 20))
     counts = Counts(np.zeros((30, 4)), np.zeros(4))
-    changes = [
-        batch_change(counts, documents, PRIOR, sweeps=2, rng=np.random.default_rng(seed)) for seed in (1, 1, 2)
-    ]  # fmt: skip
+    changes = [_change(counts, documents, 2, seed) for seed in (1, 1, 2)]
     assert changes[0].word_topic.tobytes() == changes[1].word_topic.tobytes()
     assert changes[0].word_topic.tobytes() != changes[2].word_topic.tobytes()
 
@@ -193,7 +219,7 @@ def test_counts_above_2_to_the_24_are_rounded_and_still_sampled() -> None:
     rounded = conditional(np.ones(2), np.array([2.0**24, 5e6]), np.array([2.0**25, 3e7]), PRIOR, 100)
     np.testing.assert_allclose(rounded, exact, rtol=1e-6)
     counts = Counts(np.full((3, 2), large), np.full(2, 3 * large))
-    change = batch_change(counts, DOCUMENTS, PRIOR, sweeps=3, rng=np.random.default_rng(0))
+    change = _change(counts, DOCUMENTS, 3, 0)
     assert change.word_topic.sum() == 5  # in the sampler's float64 no token is lost
 
 

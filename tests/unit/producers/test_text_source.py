@@ -124,3 +124,24 @@ def test_another_cut_is_another_source() -> None:
     assert "" not in names
     same = job(text="source: {kind: text, path: a, repeat: true, limit_samples: 5}").source
     assert source_name(same) in names
+
+
+def test_each_text_goes_to_one_stream_and_has_one_number_in_each_repetition(tmp_path: Path) -> None:
+    path = tmp_path / "five.txt"
+    path.write_text("a b c d\n12\nc\nd\ne\n")  # 5 lines, no multiple of 2 streams; one has no token
+    config = job(
+        workers=2, folder=tmp_path,
+        text=f"source: {{kind: text, path: {path.name}, tokens_per_record: 3, repeat: true, numbered: true}}",
+    )  # fmt: skip
+    streams = [list(itertools.islice(stream, 8)) for stream in sources.open_streams(config, [0, 0])]
+    even, odd = ([tuple(json.loads(value).values()) for value in stream] for stream in streams)
+    assert even == [("a b", 0), ("c d", 2), ("c", 4), ("e", 6)] * 2
+    assert odd == [("d", 1)] * 8
+    later = sources.open_streams(config, [5, 5], (5, 5))[0]
+    assert json.loads(next(later)) == {"text": "c d", "number": 2}
+
+
+def test_a_stream_without_a_text_is_refused_where_it_would_look_for_one_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a\n")
+    with pytest.raises(ConfigError, match="expected a text for each of 2 streams, got none for stream 1"):
+        _streams(tmp_path / "one.txt", ", repeat: true")

@@ -170,6 +170,20 @@ def test_many_texts_are_decoded_in_one_call_that_names_the_bad_ones() -> None:
     assert refused.value.positions == (2, 4)
 
 
+def test_texts_with_numbers_have_them_as_targets() -> None:
+    task = TextTask(vocabulary_size=50, max_tokens=6, texts=8)
+    values = [b'{"text": "tea", "number": 7}', b'{"number": 0, "text": ""}']
+    assert [task.decode(value).y for value in values] == [7, 0]
+    assert task.decode_many(values)[1].tolist() == [7, 0]
+    bad = [_record("tea"), b'{"text": "tea", "number": 8}', b'{"text": "tea", "number": -2}']
+    for value, got in zip(bad, ("none", "8", "-2"), strict=True):
+        with pytest.raises(SampleError, match=rf'expected a "number" of 0 to 7 \(texts of the task\), got {got}'):
+            task.decode(value)
+    with pytest.raises(BadRecordsError) as refused:
+        task.decode_many([values[0], *bad])
+    assert refused.value.positions == (1, 2, 3)
+
+
 # --- arguments and held-out texts ------------------------------------------------------------------------------------
 
 
@@ -177,7 +191,7 @@ def test_many_texts_are_decoded_in_one_call_that_names_the_bad_ones() -> None:
     "arguments",
     [
         {}, {"vocabulary_size": 5, "vocabulary_file": "v"}, {"vocabulary_size": 0}, {"stop_words": "german"},
-        {"max_tokens": 0}, {"holdout_path": "d"}, {"holdout_lines": 5}, {"fields": "body"},
+        {"max_tokens": 0}, {"texts": -1}, {"holdout_path": "d"}, {"holdout_lines": 5}, {"fields": "body"},
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(arguments: dict[str, Any]) -> None:
