@@ -95,9 +95,9 @@ class ProvisionConfig(Section):
 
     every_s: PositiveFloat | None = None
     """seconds between two iterations; default: 30, or 1/200 of the deadline if that is less, but at least 1"""
-    rule: Literal["pace", "theorem"] = "pace"
-    """pace: use on-demand only as far as the deadline needs it now; theorem: the fixed mix of Theorem 4/5, planned
-    again each time"""
+    rule: Literal["pace", "theorem", "mix"] = "pace"
+    """pace: use on-demand only as far as the deadline needs it now; theorem: the mix of Theorem 4/5, planned again each
+    time; mix: the mix of Theorem 4/5, planned once at the start and kept, without a guard: to compare with"""
     deadline_guard: bool = True
     """keep enough workers on-demand to meet the deadline even if all spot machines were interrupted now"""
     spot_stable_s: float | None = Field(default=None, ge=0)

@@ -32,6 +32,7 @@ class Reason(enum.IntEnum):
     PRICE = 6
     LATE = 7
     DONE = 8
+    MIX = 9
 
 
 _TEXT = {
@@ -44,6 +45,7 @@ _TEXT = {
     Reason.PRICE: "on-demand: not cheaper on spot at the current prices",
     Reason.LATE: "on-demand: the deadline cannot be met any more, this is the soonest",
     Reason.DONE: "the work is done",
+    Reason.MIX: "as at the start: the rule is a fixed mix",
 }
 
 
@@ -55,7 +57,7 @@ class Plan:
         on_spot: bool, shape (N,): True for spot.
         moved: bool, shape (N,): slots whose market changes by this plan.
         reason_codes: int8, shape (N,): values of `Reason`.
-        binding: what decides: "none" (all is on spot), "deadline", "guard", "price", "late" or "done".
+        binding: what decides: "none" (all is on spot), "deadline", "guard", "price", "late", "mix" or "done".
         slack_s: time to spare if all were on-demand from now on, in seconds of the whole fleet; negative when late.
     """
 
@@ -86,6 +88,8 @@ def plan(state: PlannerState, settings: PlannerSettings) -> Plan:
     With `settings.guard`, and as long as on-demand workers boot in `boot_s`, streams keep their rates and the planner
     is asked every `replan_s`, a deadline that can be met at the first call is met.
     """
+    if settings.rule == "mix":
+        return _keep(state, settings)
     return _decide(state, settings, settings.boot_s)
 
 
@@ -95,6 +99,8 @@ def start(state: PlannerState, settings: PlannerSettings) -> Plan:
     `state.on_spot` and `state.up` are ignored: every slot may begin where it is best.
     """
     ones = np.ones(state.num_workers, dtype=np.bool_)
+    if settings.rule == "mix":
+        settings = replace(settings, rule="theorem", guard=False)
     chosen = _decide(replace(state, on_spot=ones, up=ones), settings, 0.0)
     begun = replace(state, on_spot=chosen.on_spot, up=ones)
     return replace(chosen, moved=~ones, _state=begun)
@@ -117,6 +123,15 @@ def slot_ranges(slots: Sequence[int], most: int = 12) -> str:
 
 
 _RULES = {"pace": market_rules.pace, "theorem": market_rules.theorem}
+
+
+def _keep(state: PlannerState, settings: PlannerSettings) -> Plan:
+    """Every slot stays where it is, whatever has become of the deadline and the price."""
+    slack = Slack.of(state, settings)
+    reason, binding = (Reason.DONE, "done") if slack.work <= 0 else (Reason.MIX, "mix")
+    if slack.work > 0 and slack.total_per_s * (settings.deadline_s - state.elapsed_s) < slack.work:
+        binding = "late"
+    return _plan(state, settings, slack, state.on_spot, np.full(state.num_workers, reason, np.int8), binding)
 
 
 def _decide(state: PlannerState, settings: PlannerSettings, move_s: float) -> Plan:

@@ -20,7 +20,7 @@ from doll.theory.cost import Prices
 
 Bools = npt.NDArray[np.bool_]
 Market = Literal["spot", "on_demand"]
-Rule = Literal["pace", "theorem"]
+Rule = Literal["pace", "theorem", "mix"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class PlannerSettings:
         boot_s: from a change of market to a worker that is ready.
         cycle_s: mean up + down time of a spot worker, for the spread of forecasts and for `risk`.
         rule: "pace" waits for spot while the slack allows and covers workers that are down when it does not;
-            "theorem" keeps Theorem 4/5's mix on the remaining work, as in the paper's adaptive provisioning.
+            "theorem" keeps Theorem 4/5's mix on the remaining work, as in the paper's adaptive provisioning; "mix" is
+            Theorem 4/5 once, at the start, as in the paper's a-priori plan: no slot moves later, and there is no guard.
         guard: keep so much on-demand that the deadline holds even if all of spot went down now.
         margin: fraction of the deadline held back, for noise in arrivals.
         slack_reserve: rule "pace": fraction of the slack of a uniform pace that is kept before spot's outages are

@@ -89,6 +89,24 @@ def test_slots_that_are_down_move_first() -> None:
     assert set(made.reason_codes[[5, 40, 63]]) == {Reason.COVER}
 
 
+def test_a_mix_begins_with_theorem_4_and_never_moves_a_slot() -> None:
+    mix = replace(paper(), rule="mix", guard=True)  # a guard would be against the rule
+    begun = start(state(), mix)
+    assert begun.on_spot.sum() == best_num_spot(SAMPLES, 125.0, 64, 0.9, 6720.0, PRICES) == 30
+    assert begun.moved.sum() == 0
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        up = rng.random(64) < rng.random()
+        prices = Prices(float(rng.uniform(0.0, 0.6)), 0.286)
+        clock, done = float(rng.uniform(0, 8000)), float(rng.uniform(0, 9999))
+        now = state(clock, done, on_spot=begun.on_spot, up=up, spot_available=up, prices=prices)
+        made = plan(now, mix)
+        assert (made.on_spot == begun.on_spot).all()
+        assert set(made.reason_codes) == {Reason.MIX}
+        assert made.feasible == (8000 * (6720 - clock) >= SAMPLES * (1 - done / 10_000))
+    assert plan(state(1.0, 10_000), mix).binding == "done"
+
+
 def test_dead_band_saves_moves_to_spot_but_never_the_other_way() -> None:
     on_spot = np.arange(64) < 29
     assert plan(state(on_spot=on_spot), paper(dead_band=0)).on_spot.sum() == 30
