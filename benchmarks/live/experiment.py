@@ -165,21 +165,22 @@ def _modules() -> Iterator[Experiment]:
                 yield Experiment.of(module)
 
 
-def up(job: Path | str, folder: Path, changes: Sequence[str] = (), *words: str) -> dict[str, Any]:
+def up(job: Path | str, folder: Path, changes: Sequence[str] = (), *words: str, command: str = "up") -> dict[str, Any]:
     """One `doll up`, in a process of its own; its report.json.
 
     Args:
         job: a job file, or the name of an example.
         folder: its run folder is created in it.
         changes: `key=value` of the job file.
-        words: further options of `doll up`.
+        words: further options of the command.
+        command: another one that runs a job and takes the same options, such as `spot`.
 
     Raises:
         subprocess.CalledProcessError: the run has failed; its log stands in its run folder.
     """
     options = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "doll", "up", str(job), "--json", "--parent-folder", str(folder), *options, *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    line = [sys.executable, "-m", "doll", command, str(job), "--json", "--parent-folder", str(folder), *options, *words]
+    done = subprocess.run(line, stdout=subprocess.PIPE, check=True, text=True)
     report: dict[str, Any] = json.loads(done.stdout)
     return report
 

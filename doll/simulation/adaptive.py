@@ -63,6 +63,8 @@ class Adaptive:
         self._on_s += job.tick_s * (on_spot & observation.up).sum(axis=1)
         self._off_s += job.tick_s * (on_spot & ~observation.up).sum(axis=1)
         alpha = self._on_s / (self._on_s + self._off_s)
+        if self.settings.rule == "mix":
+            alpha = job.pool_alpha  # a plan that is made once is made for a stated availability
         choice = self._choice.copy()
         moved = np.zeros(choice.shape, dtype=np.bool_)
         unfinished = observation.done < job.samples * (1 - 1e-9)

@@ -42,8 +42,9 @@ class Forecast:
 def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, slack: Slack) -> Forecast:
     """Forecast for the markets `on_spot`.
 
-    Rules "theorem" and "mix" keep the mix, so the end moves with spot's luck (Theorem 4, Eq. (15)-(16), (21)-(22)). Rule "pace"
-    covers what spot does not deliver in time, so the end is the deadline at the latest and luck moves the cost.
+    Rules "theorem" and "mix" keep the mix, so the end moves with spot's luck (Theorem 4, Eq. (15)-(16), (21)-(22)).
+    Rule "pace" covers what spot does not deliver in time, so the end is the deadline at the latest and luck moves the
+    cost.
     """
     if slack.work <= 0:
         return Forecast(state.spent_usd, 0.0, state.elapsed_s, 0.0, 0.0, False)

@@ -12,6 +12,7 @@ import pytest
 from doll.errors import ConfigError
 from doll.provisioner.planning import baselines
 from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, BacktestJob, MarketPolicy, Observation
+from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.traces.model import Pool, Series, TraceSet, constant
 from doll.provisioner.traces.recordings import load
 from doll.provisioner.traces.windows import Windows, clairvoyant_usd, sample, slots_up
@@ -280,3 +281,29 @@ def test_the_planner_holds_its_bars_on_the_shared_recordings() -> None:
     assert result.moves_share < 1 / 3
     assert result.ok
     assert json.loads(json.dumps(to_json(rows, BacktestSettings(windows=4))))["verdict"]["ok"] is True
+
+
+def test_rule_mix_is_theorem_4_for_the_recording_s_mean_availability() -> None:
+    rng = np.random.default_rng(8)
+    rule = PlannerSettings(
+        samples=1, batch_size=1, deadline_s=1.0, rule="mix", margin=0.0, cycle_s=HOUR_S, spot_stable_s=0.0
+    )
+    counts = set()
+    for _ in range(20):
+        market = windows((rng.random((8, 40)) < 0.8).astype(int).tolist(), tick_s=600.0)
+        shape = {"hours": 4.0, "deadline_hours": 4.0 * float(rng.uniform(1.02, 1.2))}
+        assert run(Adaptive("mix", rule), market, **shape).moves[0] == 0
+        # Slots of one rate are alike, so both may choose others, but not more or fewer.
+        mix = _spot_at_first(Adaptive("mix", rule), market, shape)
+        assert mix == _spot_at_first(baselines.Static(), market, shape)
+        counts.add(mix)
+    assert len(counts) > 3
+
+
+def _spot_at_first(policy: MarketPolicy, market: Windows, shape: dict[str, float]) -> int:
+    one = job(market, **shape)
+    policy.start(one)
+    up, zeros = market.up[:, 0], np.zeros(market.up[:, 0].shape)
+    choice = np.full(up.shape, SPOT)
+    chosen = policy.decide(Observation(0.0, np.zeros(1), zeros, up, choice, up, market.price[:, 0]))
+    return int((chosen == SPOT).sum())
