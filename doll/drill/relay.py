@@ -39,6 +39,7 @@ class Relay(ABC):
         cut: the kind of the current cut, if any.
         watch: called for each new connection, on the relays' thread; what it returns is called with the bytes that the
             service sends on it, in order.
+        bytes_per_s: how much passes in each direction, all connections together; None: as much as comes.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, listening: socket.socket) -> None:
@@ -51,6 +52,8 @@ class Relay(ABC):
         self._listening = loop.create_task(self._accept())
         self.cut: Cut | None = None
         self.watch: Callable[[], Callable[[bytes], None]] | None = None
+        self.bytes_per_s: float | None = None
+        self._free_at_s = [0.0, 0.0]  # when what was accepted before has passed, to the service and from it
 
     @abstractmethod
     def _target(self) -> tuple[socket.AddressFamily, Any] | None:
@@ -124,8 +127,8 @@ class Relay(ABC):
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.sock_connect(far, address)
             async with asyncio.TaskGroup() as directions:
-                directions.create_task(self._forward(near, far))
-                directions.create_task(self._forward(far, near, self.watch() if self.watch is not None else None))
+                directions.create_task(self._forward(near, far, 0))
+                directions.create_task(self._forward(far, near, 1, self.watch() if self.watch is not None else None))
             near.close()
             far.close()
         except* OSError:
@@ -135,15 +138,23 @@ class Relay(ABC):
             _reset(far)
 
     async def _forward(
-        self, source: socket.socket, sink: socket.socket, watch: Callable[[bytes], None] | None = None
+        self, source: socket.socket, sink: socket.socket, direction: int, watch: Callable[[bytes], None] | None = None
     ) -> None:
         while data := await self._loop.sock_recv(source, _CHUNK):
             if watch is not None:
                 watch(data)
+            if self.bytes_per_s is not None:
+                await self._pass(len(data) / self.bytes_per_s, direction)
             await self._open.wait()
             await self._loop.sock_sendall(sink, data)
         await self._open.wait()
         sink.shutdown(socket.SHUT_WR)
+
+    async def _pass(self, seconds: float, direction: int) -> None:
+        """Wait until what takes so long has passed, behind what came before it."""
+        now_s = self._loop.time()
+        until_s = self._free_at_s[direction] = max(now_s, self._free_at_s[direction]) + seconds
+        await asyncio.sleep(until_s - now_s)
 
 
 class TcpRelay(Relay):
