@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from doll.config import JobConfig, StopConfig, load
 from doll.drill.main import run_drill
 from doll.run.local.up import run_up
@@ -47,12 +48,19 @@ def job_of(example: Path, *, asap: bool, policy: str | None = None, changes: Seq
     return load(example, [*words, *changes])
 
 
-def samples_in(updates: Path, begin_s: float, seconds: float) -> int:
-    """Samples of the valid updates that were made within `seconds` after `begin_s` from the first one."""
+def samples_in(updates: Path, begin_s: float, seconds: float) -> float:
+    """Samples of the valid updates that were made within `seconds` after `begin_s` from the first one.
+
+    The samples of an update count evenly over the time since the update before it, so that a policy of few and large
+    updates is not measured in whole ones.
+    """
     with updates.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["void"] == "0"]
-    first_s = float(rows[0]["time_s"]) + begin_s
-    return sum(int(row["n_samples"]) for row in rows if first_s <= float(row["time_s"]) < first_s + seconds)
+    first_s = float(rows[0]["time_s"])
+    at_s = np.array([float(row["time_s"]) - first_s for row in rows])
+    total = np.cumsum([int(row["n_samples"]) for row in rows])
+    begin, end = np.interp([begin_s, begin_s + seconds], at_s, total)
+    return float(end - begin)
 
 
 def measure(config: JobConfig, seconds: float, every_s: float, seed: int, *, with_faults: bool) -> dict[str, Any]:
@@ -74,7 +82,7 @@ def measure(config: JobConfig, seconds: float, every_s: float, seed: int, *, wit
         raise RuntimeError(f"the run failed: {report['reason']}")
     audit = report["audit"]
     return {
-        "with_faults": with_faults, "samples": samples, "missing": audit["missing"], "twice": audit["duplicate"],
+        "with_faults": with_faults, "samples": round(samples), "missing": audit["missing"], "twice": audit["duplicate"],
         "faults": report.get("recoveries", 0), "recovery_s": report.get("recovery_s"),
     }  # fmt: skip
 

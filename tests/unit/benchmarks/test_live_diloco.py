@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
-from benchmarks.faults import job_of
+from benchmarks.faults import job_of, samples_in
 from benchmarks.live.diloco import SETTINGS_OF_POLICIES, Run, bytes_table, claims, crossing, shares, slow_claims
 from benchmarks.live.experiment import JOBS
 from doll.config.policy import POLICIES
@@ -73,3 +74,10 @@ def test_the_step_sizes_of_the_tables_are_of_the_grids() -> None:
 def test_faults_can_hit_a_job_of_each_policy(policy: str | None) -> None:
     job = job_of(JOBS / "digits" / "job.yaml", asap=True, policy=policy, changes=["data.batch_size=16"])
     assert (job.training.policy.name, job.arrivals.process, job.data.batch_size) == (policy or "doll", "asap", 16)
+
+
+def test_samples_of_an_update_count_over_the_time_since_the_one_before(tmp_path: Path) -> None:
+    rows = ["time_s,n_samples,void", "100,50,0", "104,400,0", "105,999,1", "108,400,0", "112,200,0"]
+    (tmp_path / "updates.csv").write_text("\n".join(rows))
+    assert samples_in(tmp_path / "updates.csv", 0, 12) == pytest.approx(1000)
+    assert samples_in(tmp_path / "updates.csv", 2, 8) == pytest.approx(200 + 400 + 100)
