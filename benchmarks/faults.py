@@ -1,7 +1,7 @@
 """Throughput that a job keeps under faults: `python -m benchmarks.faults` (or `make bench-faults`).
 
-The same job without faults and with a fault every 29 s (62 in 30 minutes), for the same time, in turn. The share is
-the samples learned with faults by those learned without. Meta's torchft reports 97.7 % with 62 faults in 30 minutes,
+The same job without faults and with a fault every 29 s (62 in 30 minutes), in turn. The share is the samples learned
+per second with faults by those learned without. Meta's torchft reports 97.7 % with 62 faults in 30 minutes,
 of replicas that train with DiLoCo; a drill also kills brokers, Redis and the parameter server, and cuts connections.
 `--asap`: the stream is faster than the workers, so that nothing can be caught up on. A shorter run with the same
 `--every` is a scaled one: `--seconds 240` has 8 faults.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import statistics
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from benchmarks.results import keep
 EVERY_S: Final = 29.0  # 62 faults in 30 minutes
 TARGET: Final = 0.977
 _WARM_UP_S: Final = 10.0  # after the first update
+_AFTER_S: Final = 15.0  # a job without faults goes on for so long: a large update may come late
 
 
 def job_of(example: Path, *, asap: bool, policy: str | None = None, changes: Sequence[str] = ()) -> JobConfig:
@@ -53,12 +55,17 @@ def samples_in(updates: Path, begin_s: float, seconds: float) -> float:
 
     The samples of an update count evenly over the time since the update before it, so that a policy of few and large
     updates is not measured in whole ones.
+
+    Raises:
+        ValueError: the run has ended before.
     """
     with updates.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["void"] == "0"]
     first_s = float(rows[0]["time_s"])
     at_s = np.array([float(row["time_s"]) - first_s for row in rows])
     total = np.cumsum([int(row["n_samples"]) for row in rows])
+    if at_s[-1] < begin_s + seconds:
+        raise ValueError(f"expected updates until {begin_s + seconds:g} s after the first, got {at_s[-1]:.1f} s")
     begin, end = np.interp([begin_s, begin_s + seconds], at_s, total)
     return float(end - begin)
 
@@ -67,12 +74,13 @@ def measure(config: JobConfig, seconds: float, every_s: float, seed: int, *, wit
     """One run; its samples, and what its audit says."""
     with tempfile.TemporaryDirectory(prefix="doll-faults-") as name:
         if with_faults:
-            faults = int((seconds + _WARM_UP_S) / every_s) + 1
+            # The last one comes behind the time that is measured: the job ends when it has recovered from it.
+            faults = math.ceil((seconds + _WARM_UP_S) / every_s) + 1
             report, failure = run_drill(config, Path(name), faults=faults, seed=seed, every_s=every_s)
             if failure:
                 raise RuntimeError(failure)
         else:
-            stop = StopConfig(seconds=seconds + _WARM_UP_S + 5.0)
+            stop = StopConfig(seconds=seconds + _WARM_UP_S + _AFTER_S)
             # As a drill: blobs go through Redis.
             blobs = config.blobs.model_copy(update={"kind": "redis"})
             report = run_up(config.model_copy(update={"stop": stop, "blobs": blobs}), Path(name))
@@ -82,7 +90,8 @@ def measure(config: JobConfig, seconds: float, every_s: float, seed: int, *, wit
         raise RuntimeError(f"the run failed: {report['reason']}")
     audit = report["audit"]
     return {
-        "with_faults": with_faults, "samples": round(samples), "missing": audit["missing"], "twice": audit["duplicate"],
+        "with_faults": with_faults, "seconds": seconds, "samples": round(samples),
+        "samples_per_s": samples / seconds, "missing": audit["missing"], "twice": audit["duplicate"],
         "faults": report.get("recoveries", 0), "recovery_s": report.get("recovery_s"),
     }  # fmt: skip
 
@@ -94,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--every", type=float, default=EVERY_S, help=f"seconds from fault to fault; default {EVERY_S:g}"
     )
+    parser.add_argument("--calm-seconds", type=float, help="of the run without faults [--seconds]")
     parser.add_argument("--pairs", type=int, default=1)
     parser.add_argument("--policy", help="a policy with its defaults [that of the job file]")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the job file")
@@ -103,12 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs: list[dict[str, Any]] = []
     for pair in range(args.pairs):
         for with_faults in (False, True) if pair % 2 == 0 else (True, False):
-            run = measure(config, args.seconds, args.every, pair, with_faults=with_faults)
+            seconds = args.seconds if with_faults else args.calm_seconds or args.seconds
+            run = measure(config, seconds, args.every, pair, with_faults=with_faults)
             runs.append({"pair": pair, **run})
             print(run, file=sys.stderr, flush=True)
     shares = [
-        next(run["samples"] for run in runs if run["pair"] == pair and run["with_faults"])
-        / next(run["samples"] for run in runs if run["pair"] == pair and not run["with_faults"])
+        next(run["samples_per_s"] for run in runs if run["pair"] == pair and run["with_faults"])
+        / next(run["samples_per_s"] for run in runs if run["pair"] == pair and not run["with_faults"])
         for pair in range(args.pairs)
     ]
     kept = statistics.median(shares)

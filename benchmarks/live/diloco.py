@@ -3,7 +3,7 @@
 Each run is a whole `doll up` of the example `emnist` with its small network (24 thousand numbers), with four workers
 and a stream that is faster than they are, to the same number of samples. Bytes are what workers push and fetch, as the
 parameter server counts them once a second. On the slow network each worker reaches Redis, which has weights and steps,
-through a relay of so many Mbit/s in each direction; samples and grants do not pass it.
+through a relay of `mbit_per_s` in each direction (0: no such runs); samples and grants do not pass it.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def run(folder: Path, options: Options) -> Report:
             for lr in setting.grid if is_grid else setting.lrs:
                 runs.append(measure(setting, lr, seed, job_of(setting, lr, seed, samples, paths), folder))
                 print(curves_table(runs[-1:]).text(), file=sys.stderr, flush=True)
-            if setting.is_slow and not is_grid:
+            if setting.is_slow and mbit_per_s > 0 and not is_grid:
                 job = job_of(setting, setting.lrs[0], seed, slow_samples, paths, blobs="redis")
                 runs.append(measure(setting, setting.lrs[0], seed, job, folder, mbit_per_s))
     return report_of(runs)

@@ -81,3 +81,5 @@ def test_samples_of_an_update_count_over_the_time_since_the_one_before(tmp_path:
     (tmp_path / "updates.csv").write_text("\n".join(rows))
     assert samples_in(tmp_path / "updates.csv", 0, 12) == pytest.approx(1000)
     assert samples_in(tmp_path / "updates.csv", 2, 8) == pytest.approx(200 + 400 + 100)
+    with pytest.raises(ValueError, match=r"until 12\.5 s"):  # the run was shorter than what is measured of it
+        samples_in(tmp_path / "updates.csv", 2, 10.5)
