@@ -346,7 +346,8 @@ def claims(runs: Sequence[Run]) -> list[Claim]:
             continue
         known = [share for share in means.values() if math.isfinite(share)]
         ours = f"{min(known):.3f} to {max(known):.3f} of doll's bytes, by loss" if known else "no loss is reached"
-        claim, paper = f"{label}: at most a tenth of doll's bytes to the same loss", f"H = {H}: a bar of this project"
+        claim = f"{label}, step size {lr:g}: at most a tenth of doll's bytes to the same loss"
+        paper = f"H = {H}: a bar of this project"
         if not above:
             found.append(Claim(claim, paper, ours, "reproduced"))
         else:
