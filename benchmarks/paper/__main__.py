@@ -2,7 +2,8 @@
 
     python -m benchmarks.paper [--quick] [--out FOLDER] [--processes N] [--only NAME ...]
 
-A whole run without --quick and --only updates the marked section of docs/results.md and the figures in docs/paper/.
+A whole run without --quick and --only updates the marked sections of docs/results.md and the figures in docs/paper/.
+The run fails where a verdict on a claim is not the one that its script declares.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import date
@@ -25,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.paper import harness
-from benchmarks.results import DOCS, commit, update_section
+from benchmarks.results import DOCS, update_section
 
 # In the order of the document.
 SCRIPTS = (
@@ -75,7 +77,13 @@ _PICTURES = (
     "hetpipe_fig1", "hetpipe_fig3", "hetpipe_fig4", "hetpipe_partition", "hetpipe_waiting", "hetpipe_staleness",
     "hetpipe_theorem1", "hetpipe_fig6",
 )  # fmt: skip
-MARK, COMMAND = "paper", "make paper"
+MARK, CLAIMS_MARK, COMMAND = "paper", "claims", "make paper"
+_PAPERS = {"mlless_": "MLLess", "essp_": "ESSP", "vap_": "ESSP", "hetpipe_": "HetPipe"}
+"""By the prefix of a script; all others are of DOLL."""
+_COUNTED = {
+    harness.REPRODUCED: "are reproduced", harness.NOT_REPRODUCED: "are not reproduced",
+    harness.CANNOT_BE_TRIED: "cannot be tried here",
+}  # fmt: skip
 
 
 def run_all(names: Sequence[str], folder: Path, quick: bool, processes: int, console: Console) -> list[dict[str, Any]]:
@@ -95,18 +103,58 @@ def run_all(names: Sequence[str], folder: Path, quick: bool, processes: int, con
     return [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in SCRIPTS if name in names]
 
 
-def markdown(results: Sequence[dict[str, Any]], when: str) -> str:
-    """The tables of docs/results.md.
+def claims_markdown(results: Sequence[dict[str, Any]], when: str) -> str:
+    """The table of all claims at the top of docs/results.md.
 
     Args:
         when: date and commit.
     """
-    checks = [check for result in results for check in result["checks"] if check["ok"] is not None]
-    passed = sum(check["ok"] for check in checks)
+    claims = [(result, check) for result in results for check in result["checks"] if check["paper"] is not None]
+    counts = Counter(check["verdict"] for _, check in claims)
+    own = [check for result in results for check in result["checks"] if check["paper"] is None and check["verdict"]]
+    passed = sum(check["is_expected"] for check in own)
     lines = [
-        f"{when}, `make paper`: {passed} of {len(checks)} checks pass. Costs are fractions of the cost with all "
-        "on-demand. “formula” is the corrected form of docs/theory.md or, where a criterion names it, the value of "
-        "a separate reference simulation.",
+        f"{when}, `{COMMAND}`: of {len(claims)} claims of the papers "
+        + ", ".join(f"{counts[verdict]} {_COUNTED[verdict]}" for verdict in harness.VERDICTS)
+        + f". Besides, {passed} of {len(own)} checks of this code against formulas and reference simulations pass; the "
+        "[sections below](#the-papers-figure-by-figure) have them. A run fails where a verdict is not the one that its "
+        "script declares, in either direction.",
+        "",
+        "| claim of the paper | paper | ours | verdict | cause |",
+        "|---|---|---|---|---|",
+    ]
+    for result, check in claims:
+        mark = harness.mark_of(check["verdict"], is_claim=True, is_expected=check["is_expected"])
+        if check["verdict"] == harness.NOT_REPRODUCED:
+            mark = f"**{mark}**"
+        what = f"{_source(result)}: {check['what']}"
+        lines.append(_row(what, harness.show(check["paper"]), harness.show(check["ours"]), mark, check["cause"]))
+    return "\n".join(lines)
+
+
+def _source(result: dict[str, Any]) -> str:
+    """Paper and figure.
+
+    >>> _source({"name": "fig3", "title": "Fig. 3a: equal rates"})
+    'DOLL, Fig. 3a'
+    >>> _source({"name": "hetpipe_fig1", "title": "HetPipe Fig. 1: order"})
+    'HetPipe, Fig. 1'
+    """
+    paper = next((paper for prefix, paper in _PAPERS.items() if result["name"].startswith(prefix)), "DOLL")
+    where = result["title"].partition(":")[0].removeprefix(paper).strip(" ,")
+    return f"{paper}, {where}" if where else paper
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """The tables of docs/results.md, figure by figure."""
+    lines = [
+        "Costs are fractions of the cost with all on-demand. “formula” is the corrected form of docs/theory.md or, "
+        "where a criterion names it, the value of a separate reference simulation. A line with a value of the paper is "
+        "a claim of the paper and has a verdict; the others compare this code with a formula.",
     ]
     for result in results:
         lines += ["", f"### {result['title']}", ""]
@@ -114,14 +162,11 @@ def markdown(results: Sequence[dict[str, Any]], when: str) -> str:
             lines += [f"![{result['title']}](paper/{result['name']}.png)", ""]
         lines += ["| | paper | formula | ours | criterion | |", "|---|---|---|---|---|---|"]
         for check in result["checks"]:
-            mark = {True: "pass", False: "**FAIL**", None: ""}[check["ok"]]
-            cells = (
-                check["what"],
-                *(harness.show(check[key]) for key in ("paper", "formula", "ours")),
-                check["criterion"],
-                mark,
+            mark = harness.mark_of(
+                check["verdict"], is_claim=check["paper"] is not None, is_expected=check["is_expected"]
             )
-            lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+            values = (harness.show(check[key]) for key in ("paper", "formula", "ours"))
+            lines.append(_row(check["what"], *values, check["criterion"], mark))
         lines += ["", *(f"- {note}" for note in result["notes"])]
     return "\n".join(lines)
 
@@ -142,19 +187,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = [json.loads((options.out / f"{name}.json").read_text(encoding="utf-8")) for name in SCRIPTS]
     else:
         results = run_all(options.only, options.out, options.quick, max(1, options.processes), console)
-    failed = [f"{result['name']}: {check['what']}" for result in results for check in result["checks"]
-              if check["ok"] is False]  # fmt: skip
-    console.print(f"{len(results)} scripts, files in {options.out}", markup=False, highlight=False)
-    for line in failed:
-        console.print(f"FAIL  {line}", markup=False, highlight=False)
+    checks = [(result["name"], check) for result in results for check in result["checks"]]
+    unexpected = [
+        f"{name}: {check['what']}: {check['verdict']}, declared {check['declared']}"
+        for name, check in checks
+        if not check["is_expected"]
+    ]
+    counts = Counter(check["verdict"] for _, check in checks if check["paper"] is not None)
+    console.print(f"{len(results)} scripts, files in {options.out}; claims of the papers: "
+                  + ", ".join(f"{counts[verdict]} {_COUNTED[verdict]}" for verdict in harness.VERDICTS),
+                  markup=False, highlight=False)  # fmt: skip
+    for line in unexpected:
+        console.print(f"UNEXPECTED  {line}", markup=False, highlight=False)
     if len(results) == len(SCRIPTS) and not any(result["quick"] for result in results):
-        when = f"{date.today()}, commit {commit()}"
-        update_section(DOCS / "results.md", MARK, COMMAND, markdown(results, when))
+        commits = sorted({result["commit"] for result in results})
+        when = f"{date.today()}, commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
+        update_section(DOCS / "results.md", CLAIMS_MARK, COMMAND, claims_markdown(results, when))
+        update_section(DOCS / "results.md", MARK, COMMAND, markdown(results))
         (DOCS / "paper").mkdir(exist_ok=True)
         for name in _PICTURES:
             shutil.copyfile(options.out / f"{name}.png", DOCS / "paper" / f"{name}.png")
         console.print("written: docs/results.md, docs/paper/")
-    return 1 if failed else 0
+    return 1 if unexpected else 0
 
 
 if __name__ == "__main__":

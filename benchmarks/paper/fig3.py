@@ -17,9 +17,10 @@ from doll.simulation.system import System
 from doll.theory.cost import cost_ratio
 
 from benchmarks.paper.formulas import best_num_spot, best_num_spot_at_risk, cost_usd, on_demand_runtime_s, runtime_s
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main
 from benchmarks.paper.setting import (
     CYCLE_S,
+    FEWER_UPDATES,
     HIGH,
     LOW,
     RATE,
@@ -31,7 +32,9 @@ from benchmarks.paper.setting import (
     Mix,
     N,
     Setting,
+    bound_claim,
     chain,
+    cost_claim,
     fluid,
     ticks_for,
 )
@@ -62,7 +65,7 @@ def run(quick: bool) -> Result:
             checks.append(
                 Check(
                     f"{setting}: cost over on-demand, {name} spot price, N_s = {spot}",
-                    setting.paper_equal if name == "high" else None,
+                    None,
                     formula,
                     ours,
                     f"within {points:g} points of (16)",
@@ -70,6 +73,7 @@ def run(quick: bool) -> Result:
                 )
             )
             if name == "high":
+                checks.append(cost_claim(f"{setting}: cost over on-demand", setting.paper_equal, ours, FEWER_UPDATES))
                 dots[setting] = (costs, formula, float(runtime_s(spot, SAMPLES, RATE, N, setting.alpha)) / theta_0)
             rows += [
                 {
@@ -98,13 +102,15 @@ def run(quick: bool) -> Result:
         checks.append(
             Check(
                 f"{setting}: bound (19) of Corollary 2, high price",
-                0.798 if index == 0 else None,
+                None,
                 cost_ratio(setting.ratio, N, setting.alpha, HIGH).lower,
                 float(costs.cost.mean()),
                 "(19) is below the cost, 0.5 points for noise",
                 bool(costs.cost.mean() > cost_ratio(setting.ratio, N, setting.alpha, HIGH).lower - points / 100),
             )
         )
+        if index == 0:
+            checks.append(bound_claim(f"{setting}: bound (19) of Corollary 2", 0.798))
         late = float(np.mean(costs.runtime > setting.ratio))
         checks.append(
             Check(f"{setting}: runs that miss the deadline", None, None, late, "E[runtime] ≤ θ is no guarantee", None)
@@ -130,7 +136,7 @@ def run(quick: bool) -> Result:
         checks.append(
             Check(
                 f"{setting}: cost with the production engine, {engine_runs} runs of {engine_updates} updates",
-                setting.paper_equal,
+                None,
                 formula,
                 ours,
                 f"within {100 * width:.2f} points of (16)",
@@ -151,22 +157,22 @@ def run(quick: bool) -> Result:
         ]
     means = [float(dots[setting][0].cost.mean()) for setting in SETTINGS]
     checks.append(
-        Check(
+        claim(
             "order of the settings: (0.9, 1.05) < (0.8, 1.10) < (0.8, 1.05) < 1",
             "yes",
-            None,
             "yes" if means[0] < means[2] < means[1] < 1 else "no",
             "yes",
             means[0] < means[2] < means[1] < 1,
         )
     )
     notes = [
-        "The paper's measured costs lie 4 to 11 points below (16), and below (19), which no run of the model can be "
-        "below in expectation at the prices that the text names (0.158 and 0.286 USD/h).",
-        "Two of the three agree with (16) at the *low* price (0.6954, 0.8646, 0.7257): they were probably "
-        "measured at that price.",
+        "The paper's measured costs lie 4 to 11 points below (16) at the prices that the text names (0.158 and 0.286 "
+        "USD/h). The paper says why it measured less than Corollary 2: fewer updates were needed than its J. The model "
+        "makes all J updates. Two of the three costs agree with (16) at the low price (0.6954, 0.8646, 0.7257), too; "
+        "which of the two it is the text does not say.",
         "The text's 30.50 % of savings belongs to (0.9, 1.05), not to θ = 1.1 θ_0.",
-        "Meeting θ in expectation means missing it in a third or more of the runs.",
+        "The paper asks for E[runtime] ≤ θ, and that is met. A third or more of the runs are then later than θ; the "
+        "form with a risk is an addition of DOLL's planner.",
     ]
     return Result("Fig. 3a: equal rates, Theorem 4", checks, rows, lambda figure: _draw(figure, dots), notes)
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.process.figures import decorate
+from doll.theory.cost import cost_ratio
 
 from benchmarks.paper.formulas import on_demand_runtime_s
-from benchmarks.paper.harness import FORMULA, PAPER, Check, Result, Value, main
+from benchmarks.paper.harness import FORMULA, PAPER, Check, Result, Value, claim, main
 from benchmarks.paper.setting import (
     HIGH,
     RATE,
@@ -22,6 +23,7 @@ from benchmarks.paper.setting import (
     N,
     Setting,
     chain,
+    cost_claim,
     fluid,
     mixes,
     ticks_for,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 # Digest 1.7: mean N_s and mean cost ratio over many draws.
 _EXPECTED = {SETTINGS[0]: (43.5, 0.690), SETTINGS[1]: (30.4, 0.770), SETTINGS[2]: (42.4, 0.691)}
+
+_CAUSE = "unknown: (22) at the prices in the text gives 0.770 and 0.691, and chance moves a mean of 12 by 0.4 points"
 
 
 def run(quick: bool) -> Result:
@@ -64,9 +68,10 @@ def run(quick: bool) -> Result:
         ours, mean = float(costs.cost.mean()), float(spots.mean())
         close = abs(ours - expected) < points / 100
         checks += [
+            cost_claim(f"{setting}: cost over on-demand", setting.paper_unequal, ours, "" if index == 0 else _CAUSE),
             Check(
-                f"{setting}: cost over on-demand",
-                setting.paper_unequal,
+                f"{setting}: cost over on-demand, of (22)",
+                None,
                 formula,
                 ours,
                 f"{expected:g} ± {points:g} points",
@@ -78,7 +83,14 @@ def run(quick: bool) -> Result:
     means = [dots[setting][0].cost.mean() for setting in SETTINGS]
     ordered = bool(max(means[0], means[2]) < means[1] < 1)
     name = "(0.9, 1.05) and (0.8, 1.10) < (0.8, 1.05) < 1"
-    checks.append(Check(name, "yes", None, "yes" if ordered else "no", "yes", ordered))
+    checks.append(claim(name, "yes", "yes" if ordered else "no", "yes", ordered))
+    equal = [float(cost_ratio(setting.ratio, N, setting.alpha, HIGH).lower) for setting in SETTINGS]
+    fewer = sum(mine < other for mine, other in zip(means, equal, strict=True))
+    checks.append(
+        claim(
+            "settings with a lower cost than with equal rates (Fig. 3a)", "all", fewer, "3 of 3", fewer == len(SETTINGS)
+        )
+    )
     totals = np.random.default_rng(4).uniform(1, 250, (2000, N)).sum(axis=1)
     share = float(np.mean(totals * 1.05 * theta_0 < SAMPLES))
     checks.append(
@@ -87,7 +99,8 @@ def run(quick: bool) -> Result:
     notes = [
         "A deadline fixed at 1.05 · 6400 s would be infeasible for a quarter of the draws, so it is set for each draw.",
         "The caption's “% below on-demand” means “% of on-demand”, and “18.71 % savings” is 100 - 81.71 = 18.29 %.",
-        "“Fig. 4 has lower costs than Fig. 3a” holds for two of the paper's three settings, and for all three here.",
+        "“Fig. 4 has lower costs than Fig. 3a”: the paper's own numbers have it for two of three settings. Here all "
+        "three costs are below (19), the least cost with equal rates.",
     ]
     return Result("Fig. 4: unequal rates, Theorem 5", checks, rows, lambda figure: _draw(figure, dots), notes)
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.process.figures import decorate
-from doll.theory.cost import Prices, cost_ratio
+from doll.theory.cost import Prices
 
 from benchmarks.paper.formulas import on_demand_runtime_s
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main
 from benchmarks.paper.setting import (
     HIGH,
     LOW,
@@ -24,6 +24,7 @@ from benchmarks.paper.setting import (
     Mix,
     N,
     PaperAdaptive,
+    bound_claim,
     chain,
     fluid,
     mixes,
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALPHA, RATIO = 0.9, 1.05
+_PAPER_SAVING = {"equal": 0.0432, "unequal": 0.1985}
+_CAUSE = (
+    "prices are constant here, so that re-planning gains nothing from them, and all J updates are made; the paper's "
+    "trace and its number of updates are not given"
+)
 _PAPER = {("equal", "high"): (0.6950, 0.6650), ("unequal", "high"): (0.7054, 0.5654)}
 
 
@@ -71,7 +77,7 @@ def run(quick: bool) -> Result:
             checks += [
                 Check(
                     f"{name}: fixed mix, cost over on-demand",
-                    paper[0],
+                    None,
                     formula,
                     static,
                     "within 1 point" if not quick else "within 3 points",
@@ -79,7 +85,7 @@ def run(quick: bool) -> Result:
                 ),
                 Check(
                     f"{name}: adaptive, cost over on-demand",
-                    paper[1],
+                    None,
                     formula,
                     ours,
                     "at most fixed mix + 0.5 points",
@@ -95,6 +101,12 @@ def run(quick: bool) -> Result:
                 ),
                 Check(f"{name}: adaptive, runs that are late by any amount", None, None, late, "", None),
             ]
+            if price == "high":
+                saving, stated = 1.0 - ours / static, _PAPER_SAVING[streams]
+                checks.append(
+                    claim(f"{streams} rates: adaptive saves, of the fixed mix", stated, saving,
+                          "at least half of the paper's", saving >= stated / 2, _CAUSE if streams == "unequal" else "")
+                )  # fmt: skip
             bars.append((name, static, ours, formula, *paper))
             for method, costs in (("fixed", fixed), ("adaptive", adaptive)):
                 rows += [
@@ -108,15 +120,16 @@ def run(quick: bool) -> Result:
                     }
                     for index, (cost, runtime) in enumerate(zip(costs.cost, costs.runtime, strict=True))
                 ]
-    bound = cost_ratio(RATIO, N, ALPHA, HIGH).lower
-    checks.append(Check("bound (19), equal rates, high price", 0.798, bound, None, "", None))
+    checks.append(bound_claim("bound (19), equal rates, high price", 0.798))
     notes = [
         "Prices are constant, so re-planning gains nothing from them. It narrows the runtime about sixfold. The "
         "savings of one to three points come from DOLL's choice of slots: of the slots on spot, those that are down "
         "move first, and lose nothing by it. With the paper's choice (any N_s slots) a separate reference simulation "
         "found no savings.",
         "Adaptive runs end just before the deadline: a plan needs a margin or a guard, and DOLL's has both.",
-        "56.54 % is nearly π_s/π_o = 55.2 %: all on spot from beginning to end, which by (15) takes 1.11 θ_0.",
+        "The paper's 56.54 % is near π_s/π_o = 55.2 %, the cost of all on spot from beginning to end. By (15) that "
+        "takes 1.11 θ_0 for J updates; with fewer updates, of which the paper speaks, it may end before 1.05 θ_0. How "
+        "many updates its runs made is not given.",
     ]
     return Result("Fig. 5: fixed mix and adaptive", checks, rows, lambda figure: _draw(figure, bars), notes)
 

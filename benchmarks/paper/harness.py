@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+from benchmarks.results import commit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,14 +23,28 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "paper"
 PAPER, FORMULA, OURS = "#b279a2", "#333333", "#4c78a8"
 
 Value = float | int | str | None
+Verdict = Literal["reproduced", "not reproduced", "cannot be tried here"]
+REPRODUCED: Verdict = "reproduced"
+NOT_REPRODUCED: Verdict = "not reproduced"
+CANNOT_BE_TRIED: Verdict = "cannot be tried here"
+VERDICTS = (REPRODUCED, NOT_REPRODUCED, CANNOT_BE_TRIED)
 
 
 @dataclass(frozen=True)
 class Check:
     """One line of the tables: what the paper says, what the formula gives, what came out here.
 
+    A check with a value of the paper is a claim of the paper, and has a verdict. Its criterion is then about what the
+    paper says. A check without one compares this code with a formula or with a reference simulation.
+
     Attributes:
         ok: `ours` meets `criterion`; None where there is nothing to meet, for the comparison only.
+        declared: the verdict that the script expects. Any other one makes the run fail: a claim that fails without a
+            declared cause, and one that is declared as not reproduced and is.
+        cause: why it is not reproduced, or cannot be tried; empty where it is reproduced.
+
+    Raises:
+        ValueError: a claim without a verdict, a verdict without its cause, or a cause without such a verdict.
     """
 
     what: str
@@ -37,11 +53,61 @@ class Check:
     ours: Value
     criterion: str
     ok: bool | None
+    declared: Verdict = REPRODUCED
+    cause: str = ""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if hasattr(value, "item"):  # numpy's numbers are not JSON's
                 object.__setattr__(self, name, value.item())
+        if (self.declared == REPRODUCED) == bool(self.cause):
+            raise ValueError(f"{self.what}: {self.declared!r}: expected a cause with the two other verdicts alone")
+        if (self.declared == CANNOT_BE_TRIED) != (self.ok is None) and (self.is_claim or self.declared != REPRODUCED):
+            raise ValueError(
+                f"{self.what}: expected an outcome of a claim that can be tried, and none of one that cannot be tried, "
+                f"got {self.declared!r} with {self.ok}"
+            )
+
+    @property
+    def is_claim(self) -> bool:
+        """It is about what the paper says."""
+        return self.paper is not None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What came out; None where there is nothing to meet."""
+        if self.declared == CANNOT_BE_TRIED:
+            return CANNOT_BE_TRIED
+        return None if self.ok is None else REPRODUCED if self.ok else NOT_REPRODUCED
+
+    @property
+    def is_expected(self) -> bool:
+        """The verdict is the declared one, or there is nothing to meet."""
+        return self.verdict in (None, self.declared)
+
+
+def claim(what: str, paper: Value, ours: Value, criterion: str, ok: bool, not_reproduced: str = "") -> Check:
+    """A claim of the paper.
+
+    Args:
+        not_reproduced: why it is not; default: it is expected to be reproduced.
+    """
+    declared = NOT_REPRODUCED if not_reproduced else REPRODUCED
+    return Check(what, paper, None, ours, criterion, ok, declared, not_reproduced)
+
+
+def cannot_be_tried(what: str, paper: Value, cause: str) -> Check:
+    """A claim of the paper that nothing here can try."""
+    return Check(what, paper, None, None, "", None, CANNOT_BE_TRIED, cause)
+
+
+def near(value: float, paper: float, share: float) -> bool:
+    """Whether a value is within this share of the paper's.
+
+    >>> near(1.36, 1.8, 0.2), near(1.5, 1.8, 0.2)
+    (False, True)
+    """
+    return abs(value / paper - 1.0) <= share
 
 
 @dataclass
@@ -53,7 +119,7 @@ class Result:
         checks: lines of the table.
         rows: lines of the CSV, with the same keys.
         draw: puts the picture on a figure.
-        notes: sentences under the table, among them where the paper's own numbers cannot be right.
+        notes: sentences under the table.
     """
 
     title: str
@@ -64,7 +130,8 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        return all(check.ok is not False for check in self.checks)
+        """All verdicts are as declared."""
+        return all(check.is_expected for check in self.checks)
 
 
 Script = Callable[[bool], Result]
@@ -89,11 +156,17 @@ def save(name: str, result: Result, folder: Path, seconds: float, quick: bool) -
         "title": result.title,
         "ok": result.ok,
         "quick": quick,
+        "commit": commit(),
         "seconds": round(seconds, 2),
-        "checks": [asdict(check) for check in result.checks],
+        "checks": [as_json(check) for check in result.checks],
         "notes": result.notes,
     }
     (folder / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def as_json(check: Check) -> dict[str, Any]:
+    """The fields of a check, with its verdict and whether that is the declared one."""
+    return {**asdict(check), "verdict": check.verdict, "is_expected": check.is_expected}
 
 
 def run(name: str, script: Script, folder: Path, quick: bool) -> Result:
@@ -114,14 +187,29 @@ def text(name: str, result: Result) -> str:
     """The checks for a terminal."""
     lines = [f"{name}: {result.title}"]
     for check in result.checks:
-        mark = "    " if check.ok is None else "pass" if check.ok else "FAIL"
+        mark = mark_of(check.verdict, is_claim=check.is_claim, is_expected=check.is_expected)
         numbers = ", ".join(
             f"{key} {show(value)}"
             for key, value in (("paper", check.paper), ("formula", check.formula), ("ours", check.ours))
             if value is not None
         )
-        lines.append(f"  {mark}  {check.what}: {numbers}" + (f"  ({check.criterion})" if check.criterion else ""))
-    return "\n".join(lines + [f"        {note}" for note in result.notes])
+        lines.append(f"  {mark:20}  {check.what}: {numbers}" + (f"  ({check.criterion})" if check.criterion else ""))
+    return "\n".join(lines + [f"  {'':20}  {note}" for note in result.notes])
+
+
+def mark_of(verdict: Verdict | None, *, is_claim: bool, is_expected: bool) -> str:
+    """The last column of a table: the verdict on a claim, or whether a check of this code passes.
+
+    >>> mark_of(NOT_REPRODUCED, is_claim=True, is_expected=True), mark_of(REPRODUCED, is_claim=False, is_expected=True)
+    ('not reproduced', 'pass')
+    >>> mark_of(REPRODUCED, is_claim=True, is_expected=False)
+    'UNEXPECTED: reproduced'
+    """
+    if verdict is None:
+        return ""
+    if is_claim:
+        return verdict if is_expected else f"UNEXPECTED: {verdict}"
+    return "pass" if is_expected else "FAIL"
 
 
 def show(value: Value) -> str:
@@ -136,7 +224,7 @@ def show(value: Value) -> str:
 
 
 def main(name: str, script: Script, arguments: Sequence[str] | None = None) -> None:
-    """The command line of one script; exits 1 when a check fails."""
+    """The command line of one script; exits 1 when a verdict is not the declared one."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.paper.{name}", description=sys.modules["__main__"].__doc__
     )

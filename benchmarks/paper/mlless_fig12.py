@@ -22,7 +22,7 @@ from doll.ps.policies.ssp import SspPolicyConfig
 
 from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.function_job import Factors, FunctionJob, Outcome, Store
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main
 from benchmarks.paper.mlless_fig7 import RATE, TARGET
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ POLICIES: dict[str, PolicyConfig] = {
 # Of the paper, at 12 and 24 workers.
 PAPER_GAIN = {SSP: {8: 1.1, 16: 1.1}, ISP: {8: 1.9, 16: 1.4}}
 _MOST_STEPS = 1000
+_CAUSE = (
+    "adding the updates of P - 1 others takes no computing time in this model; the paper names it as what slows "
+    "ssp down at 48 workers"
+)
 
 
 def play(policy: str, workers: int, seed: int) -> Outcome:
@@ -78,10 +82,13 @@ def run(quick: bool) -> Result:
         more = batch_bytes(SSP, workers) / batch_bytes(BSP, workers)
         tested = workers in TESTED
         checks += [
-            Check(f"P = {workers}: bsp's time over that of ssp", PAPER_GAIN[SSP].get(workers, "below 1"), None, of_ssp,
-                  f"{lowest:g} to 1.2" if tested else "", lowest <= of_ssp <= 1.2 if tested else None),
-            Check(f"P = {workers}: bsp's time over that of isp", PAPER_GAIN[ISP].get(workers), None, of_isp,
-                  "> ssp's" if tested else "", of_isp > of_ssp if tested else None),
+            claim(f"P = {workers}: bsp's time over that of ssp", PAPER_GAIN[SSP][workers], of_ssp,
+                  f"{lowest:g} to 1.2", lowest <= of_ssp <= 1.2)
+            if tested else claim(f"P = {workers}: bsp's time over that of ssp", "below 1", of_ssp, "< 1", of_ssp < 1,
+                                 _CAUSE),
+            claim(f"P = {workers}: bsp's time over that of isp", PAPER_GAIN[ISP][workers], of_isp,
+                  "> ssp's", of_isp > of_ssp)
+            if tested else Check(f"P = {workers}: bsp's time over that of isp", None, None, of_isp, "", None),
             Check(f"P = {workers}: bytes written and read for a batch, ssp over bsp", None, 1, more, "± 2 %",
                   abs(more - 1) <= 0.02),
             Check(f"P = {workers}: steps to the target, ssp over bsp", None, None,

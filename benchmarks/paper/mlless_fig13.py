@@ -19,7 +19,7 @@ from doll.ps.policies.bsp import BspPolicyConfig
 
 from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.function_job import Factors, FunctionJob, Outcome, Store
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main, near
 from benchmarks.paper.mlless_fig7 import RATE, TARGET
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ WORKERS, BATCH = (12, 24, 48, 64, 80, 96), 12
 LINK_BYTES_PER_S, SHARD_LINKS, COMPUTE_S = 30_000.0, 40.0, 0.2
 SATURATED = 0.9
 # Of the paper, as ratios of the times with one and with two shards.
+_CAUSE = "unknown: something else than the shards is the limit at 96 workers in the paper, and is not in this model"
 PAPER_GAIN = {24: 1.0, 64: 1.4, 96: 1 / 0.9}
 _MOST_STEPS = 1000
 
@@ -69,9 +70,16 @@ def run(quick: bool) -> Result:
             criterion = "1 ± 0.02", abs(gain[workers] - 1) <= 0.02
         elif busy[workers] >= SATURATED:
             criterion = "≥ 1.2", gain[workers] >= 1.2
+        paper = PAPER_GAIN.get(workers)
+        what = f"P = {workers}: time with one shard over that with two"
+        if paper is not None:
+            checks.append(
+                claim(what, paper, gain[workers], "paper ± 20 %", near(gain[workers], paper, 0.2),
+                      _CAUSE if workers == 96 else "")
+            )  # fmt: skip
         checks.append(
             Check(f"P = {workers}, one shard busy for {busy[workers]:.0%}: time with one shard over that with two",
-                  PAPER_GAIN.get(workers), None, gain[workers], *criterion)
+                  None, None, gain[workers], *criterion)
         )  # fmt: skip
     saturated = [workers for workers in all_workers if busy[workers] >= SATURATED]
     fewer = steps(all_workers[-1]) / steps(all_workers[0])

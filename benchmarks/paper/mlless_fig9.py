@@ -25,7 +25,7 @@ from doll.ps.policies.isp import IspPolicyConfig
 from benchmarks.paper.factorization import Factorization
 from benchmarks.paper.function_cost import machines_usd
 from benchmarks.paper.function_job import DenseRing, Factors, FunctionJob, Outcome, Point, Store, Vector
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main, near
 from benchmarks.paper.mlless_fig4 import ITEMS, RANK, USERS, Ratings
 from benchmarks.paper.mlless_tables import PYTORCH_MACHINES, PYTORCH_USD_PER_H
 
@@ -37,11 +37,19 @@ WORKERS, BATCH, RATE = 24, 50, 0.01
 COMPUTE_S, JITTER, LINK_BYTES_PER_S = 0.2, 0.05, 108_000.0
 SETTINGS = TunerSettings(every_s=20.0, horizon_s=10.0, knee_slope=-1e-3, threshold=0.15)
 BSP, ISP, TUNED, RING = "bsp", "isp(0.7)", "isp(0.7), tuner", "bsp, dense all-reduce"
+SLOW_RING = "bsp, dense all-reduce with longer steps"
+LONGER = 8.0
 VARIANTS = (BSP, ISP, TUNED, RING)
 _POLICIES: dict[str, PolicyConfig] = {
     BSP: BspPolicyConfig(contribution="step"), RING: BspPolicyConfig(contribution="step"),
+    SLOW_RING: BspPolicyConfig(contribution="step"),
     ISP: IspPolicyConfig(significance=0.7), TUNED: IspPolicyConfig(significance=0.7),
 }  # fmt: skip
+
+_CAUSE = (
+    f"PyTorch's step: {LONGER:g} times as long as its bytes and samples make it, it gives the paper's time and cost; "
+    "the paper names PyTorch's handling of sparse data"
+)
 
 
 @dataclass(frozen=True)
@@ -83,12 +91,17 @@ def play(variant: str, seed: int, setting: Setting) -> Outcome:
     """The job to its target, and to the largest budget where that is later."""
 
     def compute_s(worker: int, batch: int) -> float:
-        return COMPUTE_S * float(np.exp(JITTER * np.random.default_rng((seed, 5, worker, batch)).standard_normal()))
+        return (
+            longer
+            * COMPUTE_S
+            * float(np.exp(JITTER * np.random.default_rng((seed, 5, worker, batch)).standard_normal()))
+        )
 
     problem = ratings(seed)
     store, least_s = Store(LINK_BYTES_PER_S), 0.0
-    if variant == RING:
-        store = DenseRing(LINK_BYTES_PER_S, num_parameters=problem.data.num_parameters, workers=WORKERS)
+    longer = LONGER if variant == SLOW_RING else 1.0
+    if variant in (RING, SLOW_RING):
+        store = DenseRing(LINK_BYTES_PER_S / longer, num_parameters=problem.data.num_parameters, workers=WORKERS)
         least_s = setting.budgets_usd[-1] / machines_usd(PYTORCH_MACHINES, 1.0, PYTORCH_USD_PER_H)
     tuner = ScaleInTuner(SETTINGS, WORKERS) if variant == TUNED else None
     job = FunctionJob(problem, _POLICIES[variant], WORKERS, store, compute_s, tuner=tuner)
@@ -97,7 +110,9 @@ def play(variant: str, seed: int, setting: Setting) -> Outcome:
 
 def spent_usd(variant: str, point: Point) -> float:
     """On functions, or on the machines of the paper."""
-    return machines_usd(PYTORCH_MACHINES, point.time_s, PYTORCH_USD_PER_H) if variant == RING else point.usd
+    return (
+        machines_usd(PYTORCH_MACHINES, point.time_s, PYTORCH_USD_PER_H) if variant in (RING, SLOW_RING) else point.usd
+    )
 
 
 @dataclass(frozen=True)
@@ -135,13 +150,14 @@ def run(quick: bool) -> Result:
     faster = mean(BSP, "seconds") / mean(ISP, "seconds")
     cheaper = mean(TUNED, "usd") / mean(ISP, "usd")
     slower = mean(TUNED, "seconds") / mean(ISP, "seconds")
+    of_bsp = mean(BSP, "seconds") / mean(TUNED, "seconds")
     checks = [
         Check("Fig. 9: bsp's time to the target over isp's", None, None, faster, "> 1", faster > 1),
         Check("Fig. 9: isp's cost with the tuner over that without", None, None, cheaper, "< 1", cheaper < 1),
         Check("Fig. 9: isp's time with the tuner over that without", None, None, slower, "≤ 1.1", slower <= 1.1),
         Check("Fig. 9: workers left at the target", None, None, mean(TUNED, "workers"), "", None),
-        Check("Fig. 9, ML-20M: bsp's time over that of isp with the tuner", 334 / 115, None,
-              mean(BSP, "seconds") / mean(TUNED, "seconds"), "", None),
+        claim("Fig. 9, ML-20M: bsp's time over that of isp with the tuner", 334 / 115, of_bsp, "paper ± 20 %",
+              near(of_bsp, 334 / 115, 0.2)),
     ]  # fmt: skip
     for at, budget in enumerate(setting.budgets_usd):
         best = min((BSP, ISP, TUNED), key=lambda variant: loss(variant, at))
@@ -154,16 +170,31 @@ def run(quick: bool) -> Result:
                 TUNED,
                 best == TUNED,
             ),
+            claim(
+                f"Fig. 10: lowest loss for {100 * budget:.0f} ¢, machines included",
+                "isp, tuner",
+                min(VARIANTS, key=lambda variant: loss(variant, at)),
+                TUNED,
+                min(VARIANTS, key=lambda variant: loss(variant, at)) == TUNED,
+                _CAUSE,
+            ),
             *(
                 Check(f"{variant} for {100 * budget:.0f} ¢: loss", None, None, loss(variant, at), "", None)
                 for variant in VARIANTS
             ),
         ]
+    slower, dearer = mean(RING, "seconds") / mean(TUNED, "seconds"), mean(RING, "usd") / mean(TUNED, "usd")
+    longer = [reached(SLOW_RING, play(SLOW_RING, seed, setting), setting) for seed in seeds]
+    long_s = float(np.mean([entry.seconds for entry in longer])) / mean(TUNED, "seconds")
+    long_usd = float(np.mean([entry.usd for entry in longer])) / mean(TUNED, "usd")
     checks += [
-        Check("dense all-reduce: time to the target over that of isp with the tuner", "14.5 to 15.7", None,
-              mean(RING, "seconds") / mean(TUNED, "seconds"), "", None),
-        Check("dense all-reduce: cost over that of isp with the tuner", "4.9 to 6.3", None,
-              mean(RING, "usd") / mean(TUNED, "usd"), "", None),
+        claim("machines: time to the target over that of isp with the tuner", "14.5 to 15.7", slower, "12 to 18",
+              12 <= slower <= 18, _CAUSE),
+        claim("machines: cost over that of isp with the tuner", "4.9 to 6.3", dearer, "4 to 7.5", 4 <= dearer <= 7.5,
+              _CAUSE),
+        Check(f"cause: the same time, steps of the machines {LONGER:g} times as long", None, "14.5 to 15.7", long_s,
+              "12 to 18", 12 <= long_s <= 18),
+        Check("cause: the same cost", None, "4.9 to 6.3", long_usd, "4 to 7.5", 4 <= long_usd <= 7.5),
     ]  # fmt: skip
     rows: list[dict[str, Value]] = [
         {
@@ -177,11 +208,13 @@ def run(quick: bool) -> Result:
     notes = [
         "The ratings are those of Fig. 4; a worker's update has a tenth of the parameters. The paper's budgets are 9, "
         "18 and 36 ¢, for other jobs.",
-        "The paper's machines are not reproduced, so the stand-in has no criterion. A dense all-reduce moves less than "
+        "The comparison with machines is not reproduced. A dense all-reduce moves less than "
         f"{WORKERS} workers that read each other's updates, and {PYTORCH_MACHINES} machines at "
         f"{PYTORCH_USD_PER_H} USD/h cost a third of {WORKERS} functions: by bytes and prices alone, machines are "
-        "slower than isp but cheaper, and have the lowest loss for each budget. The paper's PyTorch takes more than 14 "
-        "times as long as MLLess; nothing in this model gives that, and its cost follows from it.",
+        "slower than isp but cheaper, and have the lowest loss for each budget. The network is not the cause in the "
+        "paper either: in its Table 4 PyTorch on one machine, without a network, still takes 2.2 times as long as "
+        f"MLLess. With a step of the machines {LONGER:g} times as long both ratios are those of the paper. The paper "
+        "puts it down to PyTorch's handling of sparse data.",
         "Fig. 5, 6 and 11 (threads in a function, types of machines, a GPU) are measurements of hardware of 2021 and "
         "are not reproduced: only their cost arithmetic is, in Tables 3 to 7.",
     ]

@@ -96,7 +96,7 @@ def run(quick: bool) -> Result:
     off, steps_off = spread(list(seconds.values())), spread(list(steps.values()))
     means_off, bytes_off = spread(list(means.values())), spread(list(by_bytes.values()))
     checks = [
-        Check(f"seconds to the target, P = {workers} for {there} there", printed, None, seconds[workers], "", None)
+        Check(f"seconds to the target, P = {workers} for {there} there", None, printed, seconds[workers], "", None)
         for workers, there, printed in zip(WORKERS, PAPER_WORKERS, PAPER_S, strict=True)
     ]
     checks += [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from doll.process.figures import decorate
 
 from benchmarks.paper.function_cost import functions_usd, machines_usd, perf_per_usd
-from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, main
+from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, claim, main
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,8 +56,8 @@ def run(quick: bool) -> Result:
     checks: list[Check] = []
     rows: list[dict[str, Value]] = []
 
-    def add(table: str, what: str, paper: Value, ours: float, criterion: str, ok: bool | None) -> None:
-        checks.append(Check(f"{table}, {what}", paper, None, ours, criterion, ok))
+    def add(table: str, what: str, paper: Value, ours: float, criterion: str, ok: bool, cause: str = "") -> None:
+        checks.append(claim(f"{table}, {what}", paper, ours, criterion, ok, cause))
         rows.append({"table": table, "what": what, "paper": paper, "ours": ours})
 
     for row in TABLE_4:
@@ -76,8 +76,9 @@ def run(quick: bool) -> Result:
             printed_perf = perf_per_usd(row.printed_s, row.cost_usd)
             printed_usd = machines_usd(row.count, row.printed_s, row.usd_per_h)
             add(
-                "Table 4", f"{row.name}: Perf/$ with its printed time", row.perf, printed_perf, "another value",
-                not rounds_to(printed_perf, row.perf) and not _near(printed_usd, row.cost_usd, 0.025),
+                "Table 4", f"{row.name}: Perf/$ with its printed time", row.perf, printed_perf, "to rounding",
+                rounds_to(printed_perf, row.perf) or _near(printed_usd, row.cost_usd, 0.025),
+                "the times of this row and of another one are exchanged (M5)",
             )  # fmt: skip
     perf = perf_per_usd(MLLESS_S, MLLESS_USD)
     add("Table 4", "MLLess: Perf/$", MLLESS_PERF, perf, "to rounding", rounds_to(perf, MLLESS_PERF))
@@ -90,8 +91,6 @@ def run(quick: bool) -> Result:
         "within 6 %",
         _near(usd, MLLESS_USD, 0.06),
     )
-    for precision, gpu, functions in zip(("double", "single"), P100_TFLOPS, FUNCTIONS_TFLOPS, strict=True):
-        add("Table 6", f"P100 over 24 functions, {precision} precision", GPU_SPEED_UP, gpu / functions, "", None)
     single = P100_TFLOPS[1] / FUNCTIONS_TFLOPS[1]
     add("Table 6", "Fig. 11's speed-up follows from single precision", GPU_SPEED_UP, single, "within 10 %",
         _near(single, GPU_SPEED_UP, 0.1))  # fmt: skip

@@ -13,7 +13,7 @@ from doll.theory.cost import cost_ratio, work_samples
 
 from benchmarks.paper.fig5 import ALPHA, RATIO, both, streams_of
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
-from benchmarks.paper.setting import HIGH, B, Costs, J, N
+from benchmarks.paper.setting import FEWER_UPDATES, HIGH, B, Costs, J, N, bound_claim, cost_claim
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,6 +28,12 @@ ROWS = (
     ("CIFAR-10", "SGD", True, 4, 82.6, 57.2, 79.8),
     ("CIFAR-10", "SGD", False, 4, 64.7, 53.7, None),
 )
+
+# Static percentages that are within 3 points of the formula.
+_AS_BY_FORMULA = (70.5, 78.2, 82.6)
+_CAUSE = f"the model has the same cost for each row of equal rates, and of unequal ones; {FEWER_UPDATES}"
+_ADAPTIVE_CAUSE = f"prices are constant here, so that re-planning saves 1 to 3 points; {FEWER_UPDATES}"
+_BOUND_CAUSE = "0.801 is (16) at N_s = 30, truncated: the table has two values for one setting"
 
 
 def run(quick: bool) -> Result:
@@ -50,7 +56,7 @@ def run(quick: bool) -> Result:
         checks.append(
             Check(
                 f"{name}: fixed mix",
-                paper_static / 100,
+                None,
                 formula,
                 static,
                 f"within {100 * width:g} points of {'(16)' if equal else '(22)'}",
@@ -60,19 +66,26 @@ def run(quick: bool) -> Result:
         checks.append(
             Check(
                 f"{name}: adaptive",
-                paper_adaptive / 100,
+                None,
                 formula,
                 ours,
                 "at most fixed mix + 0.5 points",
                 ours <= static + 0.005,
             )
         )
+        checks += [
+            cost_claim(f"{name}: static", paper_static / 100, static,
+                       "" if paper_static in _AS_BY_FORMULA else _CAUSE),
+            cost_claim(f"{name}: adaptive", paper_adaptive / 100, ours, _ADAPTIVE_CAUSE),
+        ]  # fmt: skip
         if paper_bound is not None:
+            checks.append(bound_claim(f"{name}: expected lower bound", paper_bound / 100,
+                                      _BOUND_CAUSE if paper_bound == 80.1 else ""))  # fmt: skip
             bound = cost_ratio(RATIO, N, ALPHA, HIGH).lower
             checks.append(
                 Check(
                     f"{name}: bound (19)",
-                    paper_bound / 100,
+                    None,
                     bound,
                     static,
                     "(19) is below the fixed mix",
@@ -98,10 +111,11 @@ def run(quick: bool) -> Result:
     notes = [
         "“Expect. lower bound” is printed as 79.8 % and as 80.1 % for the same α, θ/θ_0 and prices: the first is (19), "
         "the second (16) at N_s = 30, both truncated.",
-        "Three of the four measured static costs with equal rates lie below the paper's own lower bound: they were "
-        "not measured at the prices in the text, or the runs did not make all J updates.",
-        "Six of the seven adaptive costs (52.9 to 57.2 %) are those of runs all on spot (55.2 %), which by (15) take "
-        "1.11 θ_0: they cannot have met 1.05 θ_0 in this model.",
+        "Three of the four measured static costs with equal rates lie below (19). The paper's own explanation is that "
+        "fewer updates were needed than J; a lower price than the one in the text would do it, too.",
+        "Six of the seven adaptive costs (52.9 to 57.2 %) are near that of runs all on spot (55.2 %). With all J "
+        "updates such a run takes 1.11 θ_0 by (15); with at most 94 % of them it takes 1.05 θ_0. That is an inference "
+        "from the model: the paper gives neither the updates nor the times of these runs.",
         "The model gives every row of equal rates the same cost, whatever K, data set and optimizer; the paper's rows "
         "differ by 13 points.",
     ]

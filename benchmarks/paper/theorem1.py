@@ -15,7 +15,7 @@ from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 
 from benchmarks.paper.formulas import UpdateCount, printed_update_variance, update_count
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main, near
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ def run(quick: bool) -> Result:
         checks.append(
             Check(
                 what,
-                printed,
+                None,
                 theory.variance,
                 ours,
                 f"within {percent:.0f} % of the formula",
@@ -51,10 +51,10 @@ def run(quick: bool) -> Result:
         )
         if scv == 1.0:
             checks.append(
-                Check(
-                    "the printed variance over ours", None, None, printed / ours, "> 10: rejected", printed / ours > 10
-                )
-            )
+                claim(f"(2), the printed variance: {what}", printed, ours, "paper ± 50 %", near(ours, printed, 0.5),
+                      "the printed one is that of a Poisson stream of batches; a fixed number of streams is about b "
+                      "times as regular over long times (D4)")
+            )  # fmt: skip
         rows += [
             {"compute_s": compute_s, "arrival_scv": scv, "run": seed, "updates": int(value)}
             for seed, value in enumerate(done)
@@ -65,10 +65,11 @@ def run(quick: bool) -> Result:
     distance = max(abs(float(np.mean(first <= value)) - rounded.cdf(value + 0.5)) for value in values)
     limit = 0.3 if quick else 0.06
     expected = rounded.mean - 0.5
-    off = abs(first.mean() / expected - 1)
+    mean = float(first.mean())
     checks += [
+        claim("(2): E[J_t] = t λ_U", 200.0, mean, "within 0.5 %", near(mean, 200.0, 0.005)),
         Check(
-            "E[J_t], whole groups of whole batches", 200.0, expected, float(first.mean()), "within 0.5 %", off < 0.005
+            "E[J_t], whole groups of whole batches", None, expected, mean, "within 0.5 %", near(mean, expected, 0.005)
         ),
         Check(
             "its distribution: largest distance from the normal one",
