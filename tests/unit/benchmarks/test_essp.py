@@ -15,7 +15,7 @@ from doll.ps.policies.vap import Vap
 
 
 def failed(checks: Sequence[Check]) -> list[str]:
-    return [check.what for check in checks if check.ok is False]
+    return [check.what for check in checks if not check.is_expected]
 
 
 class Lazy(EsspAhead):

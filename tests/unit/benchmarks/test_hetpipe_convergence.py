@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from doll.theory.checks import Floats
 
 
 def failed(checks: Sequence[Check]) -> list[str]:
-    return [check.what for check in checks if check.ok is False]
+    return [check.what for check in checks if not check.is_expected]
 
 
 @pytest.mark.slow  # simulations
@@ -99,11 +100,16 @@ def curve(end_s: float, minibatches: float, middle: float) -> Curve:
 
 
 def test_the_criteria_of_figure_6_can_fail() -> None:
-    good = {0: [curve(100.0, 2000.0, 0.9)], 4: [curve(70.0, 2000.0, 0.9)], 32: [curve(60.0, 2000.0, 1.0)]}
-    assert failed(hetpipe_fig6.checks_of(good)) == []
-    slower = good | {4: [curve(101.0, 2000.0, 0.9)]}
-    assert failed(hetpipe_fig6.checks_of(slower)) == ["D = 4: time to loss 0.7, of that at D = 0"]
-    better = good | {32: [curve(60.0, 2000.0, 0.8)]}
-    assert failed(hetpipe_fig6.checks_of(better)) == ["D = 32: loss after 800 minibatches, less that at D = 4"]
+    old = replace(curve(100.0, 2000.0, 1.0), end_s=72.0)  # later at the target, and as many minibatches per second
+    good = {0: [curve(100.0, 2000.0, 0.9)], 4: [curve(70.0, 2000.0, 0.9)], 32: [old]}
+    fresh = {4: [curve(70.0, 2000.0, 0.9)], 32: [curve(72.0, 2040.0, 0.9)]}
+    assert failed(hetpipe_fig6.checks_of(good, fresh)) == []
+    slower = good | {0: [curve(69.0, 2000.0, 0.9)]}
+    assert failed(hetpipe_fig6.checks_of(slower, fresh)) == ["D = 4: time to loss 0.7, of that at D = 0"]
+    better = good | {32: [replace(curve(100.0, 2000.0, 0.8), end_s=72.0)]}
+    assert failed(hetpipe_fig6.checks_of(better, fresh)) == ["D = 32: loss after 800 minibatches, less that at D = 4"]
+    as_in_the_paper = good | {32: [curve(73.0, 2000.0, 1.0)]}
+    assert failed(hetpipe_fig6.checks_of(as_in_the_paper, fresh)) == ["D = 32: time to loss 0.7, of that at D = 4"]
+    assert len(failed(hetpipe_fig6.checks_of(good, good))) == 1, "as late with the newest weights: not the cause"
     never = Curve(np.array([1.0, 2.0]), np.array([800.0, 900.0]), np.array([0.5, 0.9]), 2.0)
     assert never.to_target(0.7) == (np.inf, np.inf), "below the target once is not for good"
