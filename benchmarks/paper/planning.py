@@ -204,7 +204,7 @@ def run(quick: bool) -> Result:
             Check(
                 f"{name}: mismatches in {sweep.cases} random problems ({sweep.infeasible} infeasible, "
                 f"{sweep.telling} on an edge)",
-                None,
+                0 if name == "Theorem 5" else None,
                 0,
                 len(sweep.wrong),
                 "0",

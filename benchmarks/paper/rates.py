@@ -40,9 +40,9 @@ def run(quick: bool) -> Result:
         ours = summarise(system, 1.0).rate_measured
         checks.append(
             Check(
-                f"updates/s with N = {workers}, K = {size}, b = {batch}, λ = {rate:g}",
-                None,
+                f"(1): updates/s with N = {workers}, K = {size}, b = {batch}, λ = {rate:g}",
                 formula,
+                None,
                 ours,
                 f"within {percent:g} %",
                 abs(ours / formula - 1) < percent / 100,
