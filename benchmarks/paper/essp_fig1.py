@@ -115,8 +115,8 @@ def checks_of(reads: dict[tuple[str, int], Reads]) -> list[Check]:
         essp, ssp = reads["essp", staleness].blocked_share, reads["ssp", staleness].blocked_share
         for name, share, ok in (("SSP", ssp, None), ("ESSP", essp, essp < ssp)):
             checks.append(
-                Check(f"right: blocked share of {name}({staleness})", None, REFERENCE[name.lower(), staleness][1],
-                      share, "" if ok is None else "below SSP", ok)
+                Check(f"right: blocked share of {name}({staleness})", None if ok is None else "below SSP",
+                      REFERENCE[name.lower(), staleness][1], share, "" if ok is None else "below SSP", ok)
             )  # fmt: skip
     checks.append(
         cannot_be_tried("right: seconds of communication in LDA on 64 machines", "less with ESSP",

@@ -194,7 +194,7 @@ def checks_of(model: str, by_kind: dict[str, list[Point]], falls: dict[str, floa
     ]  # fmt: skip
     monotone = sum(each <= 0.01 for each in falls.values())
     checks.append(
-        Check(f"{model}: kinds whose throughput does not fall with N_m, same cut", None, len(falls), monotone, "all",
+        Check(f"{model}: kinds whose throughput does not fall with N_m, same cut", "all", len(falls), monotone, "all",
               monotone == len(falls))
     )  # fmt: skip
     return checks
