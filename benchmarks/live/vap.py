@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 NAME = "vap"
 PAPER = "Dai et al. 2015 (ESSP), section 3.2: condition (1) of VAP"
 SETTINGS = {
-    "bounds": "2,8,32,inf",  # v_0, ascending
-    "adversary_bounds": "2,8",
-    "seconds": "15",  # of learning, per run
-    "batch_s": "0.15",
+    "bounds": "0.02,0.07,0.25,inf",  # v_0; the largest number of a step is 0.002 to 0.008
+    "adversary_bounds": "0.5,2",
+    "seconds": "8",  # of learning, per run
+    "batch_s": "0.1",
     "slowness": "10",  # of worker 0
 }
 
