@@ -104,14 +104,14 @@ def missed_views(config: JobConfig, log: Path) -> Iterator[Missed]:
 
 def digests(config: JobConfig, log: Path) -> list[str]:
     """A digest of the weights of each version that the server of an event log made."""
-    found: list[str] = []
+    made: list[str] = []
 
     def note(version: int, parts: ModelParts) -> None:
-        found.append(hashlib.sha256(parts.updater.weights.tobytes()).hexdigest())
+        made.append(hashlib.sha256(parts.updater.weights.tobytes()).hexdigest())
 
     for _ in replay(config, log, on_update=note):
         pass
-    return found
+    return made
 
 
 def as_asp(config: JobConfig) -> JobConfig:

@@ -32,10 +32,10 @@ def shares(run: LoggedRun) -> list[float]:
 
 
 def test_what_each_view_missed_is_within_the_bound(tmp_path: Path) -> None:
-    found = shares(played(tmp_path, str(BOUND)))
-    assert len(found) >= 40
-    assert 0.3 < max(found) <= 1 + 1e-9
-    assert min(found) == 0.0
+    of_bound = shares(played(tmp_path, str(BOUND)))
+    assert len(of_bound) >= 40
+    assert 0.3 < max(of_bound) <= 1 + 1e-9
+    assert min(of_bound) == 0.0
 
 
 def test_steps_of_views_that_miss_too_much_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
