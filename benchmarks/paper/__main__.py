@@ -201,8 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in unexpected:
         console.print(f"UNEXPECTED  {line}", markup=False, highlight=False)
     if len(results) == len(SCRIPTS) and not any(result["quick"] for result in results):
-        commits = sorted({result["commit"] for result in results})
-        when = f"{date.today()}, commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
+        commits = {result["commit"] for result in results}
+        when = (
+            f"{date.today()}, commit {commits.pop()}" if len(commits) == 1 else f"{date.today()}, scripts run in parts"
+        )
         update_section(DOCS / "results.md", CLAIMS_MARK, COMMAND, claims_markdown(results, when))
         update_section(DOCS / "results.md", MARK, COMMAND, markdown(results))
         (DOCS / "paper").mkdir(exist_ok=True)
