@@ -202,9 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"UNEXPECTED  {line}", markup=False, highlight=False)
     if len(results) == len(SCRIPTS) and not any(result["quick"] for result in results):
         commits = {result["commit"] for result in results}
-        when = (
-            f"{date.today()}, commit {commits.pop()}" if len(commits) == 1 else f"{date.today()}, scripts run in parts"
-        )
+        which = f"commit {commits.pop()}" if len(commits) == 1 else f"scripts run at {len(commits)} commits"
+        when = f"{date.today()}, {which}"
         update_section(DOCS / "results.md", CLAIMS_MARK, COMMAND, claims_markdown(results, when))
         update_section(DOCS / "results.md", MARK, COMMAND, markdown(results))
         (DOCS / "paper").mkdir(exist_ok=True)
