@@ -113,3 +113,19 @@ def test_the_criteria_of_figure_6_can_fail() -> None:
     assert len(failed(hetpipe_fig6.checks_of(good, good))) == 1, "as late with the newest weights: not the cause"
     never = Curve(np.array([1.0, 2.0]), np.array([800.0, 900.0]), np.array([0.5, 0.9]), 2.0)
     assert never.to_target(0.7) == (np.inf, np.inf), "below the target once is not for good"
+
+
+@pytest.mark.slow  # simulations
+def test_weights_that_come_after_each_wave_are_newer_than_those_that_the_gate_asks_for() -> None:
+    """At D = 32 the gate asks for nothing for 33 waves; the wait for weights is none either way."""
+
+    def oldest(kind: type[LearningWorkers]) -> int:
+        system = kind(
+            hetpipe_fig6.Perceptron(0), 0.02, WspPolicyConfig(wave_batches=4, clock_distance=32),
+            stages=[[StageTimes(1.0, 1.0)] * 4] * hetpipe_fig6.WORKERS, waves=20, push_s=2.0, pull_s=2.0,
+        )  # fmt: skip
+        system.run()
+        return min(system.process(worker).cached for worker in range(hetpipe_fig6.WORKERS))
+
+    assert oldest(LearningWorkers) == 0
+    assert oldest(hetpipe_fig6.RefreshedWorkers) > 70
