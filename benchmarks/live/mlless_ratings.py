@@ -17,7 +17,17 @@ from benchmarks.tables import Table
 
 NAME: Final = "mlless_ratings"
 PAPER: Final = "MLLess, sections 4.2 and 6.3"
-SETTINGS: Final = {"values": "0,0.3,0.7,1", "samples": ""}  # thresholds v; end of a run that does not reach the loss
+# Thresholds v; ratings in a batch, about MLLess's 6 K and a whole number of records; learning rate of a worker's mean
+# gradient (at twice that the factors diverge); whether the factors are tables; seconds between two checkpoints, each of
+# which makes workers send what they hold back; end of a run that does not reach the loss.
+SETTINGS: Final = {
+    "values": "0,0.3,0.7,1",
+    "batch_size": "6272",
+    "lr": "60",
+    "tables": "no",
+    "checkpoint_s": "20",
+    "samples": "",
+}
 JOB: Final = JOBS / "ratings" / "job.yaml"
 
 
@@ -73,14 +83,19 @@ def table(rows: Sequence[Row]) -> Table:
 def run(folder: Path, options: Options) -> Report:
     ratings = options.file("movielens_1m/ratings.csv.gz", "the ratings of MovieLens 1M (user,item,rating,timestamp)")
     job = load(JOB)
-    # The steps of a round are added, and a group of `doll` takes the mean: the same step for the model.
-    rate = job.training.optimizer.lr / job.data.workers
-    changes = [f"training.optimizer.lr={rate!r}", f"source.path={ratings}", f"task.args.ratings_path={ratings}"]
-    if samples := "100000" if options.quick else options.settings["samples"]:
+    asked = options.settings
+    form = "sparse (tables)" if asked["tables"] == "yes" else "dense"
+    changes = [
+        f"source.path={ratings}", f"task.args.ratings_path={ratings}", f"training.optimizer.lr={asked['lr']}",
+        f"data.batch_size={asked['batch_size']}", f"task.args.sparse={asked['tables'] == 'yes'}",
+        "arrivals.rate_per_s=40000", f"checkpoint.every_s={asked['checkpoint_s']}", "checkpoint.every_updates=1000000",
+        "evaluation.every_s=0.2",
+    ]  # fmt: skip
+    if samples := "100000" if options.quick else asked["samples"]:
         changes.append(f"stop.samples={samples}")
     rows = []
     for seed in options.seeds:
-        for value in [float(word) for word in options.settings["values"].split(",")]:
+        for value in [float(word) for word in asked["values"].split(",")]:
             policy = f"training.policy={{name: isp, significance: {value!r}}}"
             rows.append(Row.of(value, up(JOB, folder, [policy, f"seed={seed}", *changes]), job.stop.loss))
             print(table(rows).text(), flush=True)
@@ -93,6 +108,9 @@ def run(folder: Path, options: Options) -> Report:
         [table(rows)],
         options.seeds,
         spread,
-        notes=["The network is this machine's own, without a limit."],
+        notes=[
+            f"{job.data.workers} workers, batches of {asked['batch_size']} ratings, {form} factors, "
+            f"a checkpoint every {asked['checkpoint_s']} s. The network is this machine's own, without a limit."
+        ],
         data={"rows": [row._asdict() for row in rows]},
     )

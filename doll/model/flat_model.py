@@ -190,7 +190,7 @@ def _take_tables(config: JobConfig, task: Task, module: torch.nn.Module) -> Embe
     if not policy.supports_tables:
         raise ConfigError(
             f"training.policy {policy.name}: expected a model without tables, but {config.task.cls} has {names}: use "
-            "doll, bsp, asp, ssp, essp, vap or wsp, or build its embeddings with sparse=False"
+            "doll, bsp, asp, ssp, essp, vap, isp or wsp, or build its embeddings with sparse=False"
         )
     if task.defines_step and not task.steps_rows:
         raise ConfigError(

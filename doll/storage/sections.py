@@ -7,7 +7,7 @@ rows. The header and its checksums are as in every blob (`doll.storage.blobs`).
 The body, little-endian: u32 number of sections, u32 0; then each section:
 
     form (1 byte), 0 (1 byte), u16 bytes of the name, u32 width, u64 size, u64 count, u64 bytes of the keys, i64 since
-    name (UTF-8), keys, count * width values (float32)
+    name (UTF-8), keys, the values (float32)
 
 each of the three padded with zeros to 8 bytes, so that values are aligned. `size` is the number of rows of the table,
 or of values of the vector. No section has the same form and name as another one.
@@ -22,6 +22,7 @@ What encodes raises ValueError as `encode_push` does, what decodes raises BlobEr
 |---|---|---|---|
 | `d` | - | size of 1 | a vector, dense |
 | `r` | count | count of width | rows of a table; of width 1: some values of a vector |
+| `v` | count | count of 1 | some values of a table, of which value j of row i has the key i width + j |
 | `k` | count | - | send these rows |
 | `c` | count | - | send the rows of these that have changed since version `since` |
 """
@@ -52,6 +53,7 @@ Shapes: TypeAlias = Mapping[str, int | TableShape]
 _COUNT: Final = struct.Struct("<II")
 _HEAD: Final = struct.Struct("<cBHIQQQq")
 _ALIGNMENT: Final = 8
+_SPARSE_BYTES: Final = 5.2  # of a value with its key, about
 
 
 def encode_keys(keys: Keys) -> Bytes:
@@ -175,7 +177,8 @@ def encode_push(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str
     Raises:
         ValueError: ids that do not increase strictly, or values of another shape than `shapes` says.
     """
-    return _encode(_sections(pieces, shapes, since=0), job=job, kind="p", version=version)
+    sections = _sections(pieces, shapes, since=0)
+    return _encode([_shorter(section) for section in sections], job=job, kind="p", version=version)
 
 
 def encode_delta(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str, since: int, version: int) -> Encoded:
@@ -194,7 +197,7 @@ def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict
         NotFiniteError: a value of some row is NaN or infinite.
     """
     body, _ = decode_bytes(data, job=job, kind="p", version=version)
-    return _pieces(body, shapes)[0]
+    return _pieces(body, shapes, forms="drv")[0]
 
 
 def decode_delta(data: Buffer, shapes: Shapes, *, job: str, version: int) -> tuple[dict[str, Vector | Rows], int]:
@@ -204,7 +207,7 @@ def decode_delta(data: Buffer, shapes: Shapes, *, job: str, version: int) -> tup
         BlobError: also where it is not compared with one version below its own.
     """
     body, _ = decode_bytes(data, job=job, kind="d", version=version)
-    pieces, sinces = _pieces(body, shapes)
+    pieces, sinces = _pieces(body, shapes, forms="dr")
     if len(sinces) != 1 or not 0 <= (since := sinces.pop()) < version:
         raise BlobError(f"delta of version {version}: expected one version below it that it is compared with")
     return pieces, since
@@ -252,12 +255,12 @@ def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version:
     parts: list[Buffer] = [_COUNT.pack(len(sections), 0)]
     plain = 0
     for form, name, shape, since, ids, values in sections:
-        keys = np.empty(0, np.uint8) if ids is None else _coded(name, ids, shape.num_rows)
+        keys = np.empty(0, np.uint8) if ids is None else _coded(name, ids, _num_keys(form, shape))
         count = shape.num_rows if ids is None else len(ids)
-        if values is not None and (values.shape != (count, shape.width) or values.dtype != np.float32):
+        width = 1 if form == "v" else shape.width
+        if values is not None and (values.shape != (count, width) or values.dtype != np.float32):
             raise ValueError(
-                f"{name!r}: expected float32 values of shape {(count, shape.width)}, got {values.dtype} of "
-                f"{values.shape}"
+                f"{name!r}: expected float32 values of shape {(count, width)}, got {values.dtype} of {values.shape}"
             )
         plain += (0 if ids is None else 8 * count) + (0 if values is None else 4 * values.size)
         title = name.encode()
@@ -280,14 +283,41 @@ def _sections(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, since: int
     return sections
 
 
-def _pieces(body: memoryview, shapes: Shapes) -> tuple[dict[str, Vector | Rows], set[int]]:
+def _shorter(section: _Section) -> _Section:
+    """The shorter form of what is added to a table: its rows, or their values that are not zero."""
+    form, name, shape, since, ids, values = section
+    if form != "r" or shape.width == 1 or ids is None or values is None or values.shape != (len(ids), shape.width):
+        return section
+    if _SPARSE_BYTES * np.count_nonzero(values) >= len(ids) * (4 * shape.width + 1):
+        return section
+    if not values.any(axis=1).all():  # optimizers with a state step such a row as well
+        return section
+    at, column = np.nonzero(values)
+    return _Section("v", name, shape, since, ids[at] * shape.width + column, values[at, column].reshape(-1, 1))
+
+
+def _whole_rows(section: _Section) -> Rows:
+    """The rows of form `v`: values that are not there are 0."""
+    assert section.ids is not None, "a section of values has keys"
+    assert section.values is not None, "a section of values has values"
+    width = section.shape.width
+    ids = section.ids // width
+    is_first = np.diff(ids, prepend=-1) > 0
+    rows = np.zeros((int(np.count_nonzero(is_first)), width), np.float32)
+    rows[np.cumsum(is_first) - 1, section.ids % width] = section.values[:, 0]
+    return _rows(section._replace(ids=ids[is_first], values=rows))
+
+
+def _pieces(body: memoryview, shapes: Shapes, *, forms: str) -> tuple[dict[str, Vector | Rows], set[int]]:
     """The pieces by name; what their sections say of `since`."""
     pieces: dict[str, Vector | Rows] = {}
     sinces = set()
-    for section in _decode(body, shapes, forms="dr"):
+    for section in _decode(body, shapes, forms=forms):
         if section.name in pieces:
-            raise BlobError(f"section {section.name!r}: expected it once, got it dense and as rows")
-        if section.ids is not None:
+            raise BlobError(f"section {section.name!r}: expected it once, got it in two forms")
+        if section.form == "v":
+            pieces[section.name] = _whole_rows(section)
+        elif section.ids is not None:
             pieces[section.name] = _rows(section)
         elif section.values is not None:
             pieces[section.name] = section.values.reshape(-1)
@@ -336,15 +366,21 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
         raise BlobError(f"section {name!r}: expected rows of a table, or all values of a vector, got {count} values")
     # Before anything is allocated: both lengths must be there.
     keys = np.frombuffer(reader.padded(key_bytes, f"the keys of {name!r}"), np.uint8)
-    num_bytes = 4 * count * width if letter in "dr" else 0
+    per_key = {"d": width, "r": width, "v": 1}.get(letter, 0)
+    num_bytes = 4 * count * per_key
     values = np.frombuffer(reader.padded(num_bytes, f"the values of {name!r}"), "<f4")
     ids = None
     if letter != "d":
         try:
-            ids = decode_keys(keys, count=count, limit=min(size, 1 << 63)).view(np.int64)
+            limit = min(_num_keys(letter, shape), 1 << 63)
+            ids = decode_keys(keys, count=count, limit=limit).view(np.int64)
         except BlobError as exc:
             raise BlobError(f"section {name!r}: {exc}") from exc
-    return _Section(letter, name, shape, since, ids, values.reshape(count, width) if letter in "dr" else None)
+    return _Section(letter, name, shape, since, ids, values.reshape(count, per_key) if per_key else None)
+
+
+def _num_keys(form: str, shape: TableShape) -> int:
+    return shape.num_rows * shape.width if form == "v" else shape.num_rows
 
 
 def _rows(section: _Section) -> Rows:

@@ -46,7 +46,7 @@ from doll.storage.contributions import Compressor
 from doll.storage.deltas import Layout
 from doll.tables.rows import Ids, Rows
 from doll.task.base import Task, load_task
-from expected_model import LR, Added, Vector
+from expected_model import LR, Added, Held
 from manual_executor import ManualExecutor
 
 if TYPE_CHECKING:
@@ -214,6 +214,7 @@ class Process(worlds.Process):
             self.tables = TableRows(
                 self.client, 2000,
                 optimizer=row_optimizer(config.training.optimizer) if self.sends_steps else None,
+                threshold=config.training.policy.filter_threshold,
             )  # fmt: skip
         self.local: Any
         deltas = None
@@ -246,10 +247,17 @@ class Process(worlds.Process):
         self.is_linked = self.is_linked_at_server = False
 
     @property
-    def residual(self) -> Vector:
+    def residual(self) -> Held:
         """What is held back now."""
-        residual = self.local._residual if self.sends_steps else None
-        return residual._held.astype(np.float64) if residual and residual.is_used else np.zeros(self.num_parameters)
+        values = np.zeros(self.num_parameters)
+        if self.sends_steps and self.local._residual.is_used:
+            values += self.local._residual._held
+        rows = {}
+        if self.tables is not None:
+            for name, residual in self.tables._residuals.items():
+                rows[name] = np.zeros(self.client.tables[name])
+                rows[name][residual.held.ids] = residual.held.values
+        return Held(values, rows)
 
     def note(self, batch: int, added: Added) -> None:
         assert self.grant is not None

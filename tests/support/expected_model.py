@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,13 @@ class Added(NamedTuple):
     rows: Mapping[str, Rows]
 
 
+class Held(NamedTuple):
+    """What one worker holds back: of parameters, and of each table, of its shape."""
+
+    values: Vector
+    rows: Mapping[str, Vector]
+
+
 class Moment(NamedTuple):
     """A version of the model, as its batches make it.
 
@@ -46,7 +53,7 @@ class Moment(NamedTuple):
     weights: Vector
     rows: Mapping[str, Vector]
     included: tuple[int, ...]
-    held_back: Mapping[tuple[int, int], Vector]
+    held_back: Mapping[tuple[int, int], Held]
     momentum: Vector | float = 0.0
 
 
@@ -54,6 +61,10 @@ def _samples_and_version(push: Push) -> tuple[int, int]:
     """Usable samples of a push, and the oldest version that a batch of it was computed on."""
     versions = [push.version if batch.version < 0 else batch.version for batch in push.batches]
     return sum(batch.n_samples for batch in push.batches), min(versions, default=push.version)
+
+
+def _is_equal(got: npt.NDArray[Any], expected: Vector) -> bool:
+    return bool((np.abs(got - expected) <= _ATOL + _RTOL * np.abs(expected)).all())
 
 
 class ExpectedModel:
@@ -77,7 +88,7 @@ class ExpectedModel:
         self._sends_steps, self._outer = policy.sends_steps, policy.outer_step
         self._stands = stands
         self.added: dict[tuple[int, int, int, int], Added] = {}
-        self.held_back: dict[tuple[int, int, int, int], Vector] = {}
+        self.held_back: dict[tuple[int, int, int, int], Held] = {}
         self.named: dict[str, list[tuple[int, int]]] = {}
         self.moments: dict[tuple[int, int], Moment] = {}
         self.void_views: set[tuple[int, int, int, int]] = set()
@@ -97,7 +108,7 @@ class ExpectedModel:
             self.counts["rests"] += not item.push.batches
             source = (worker, item.push.session)
             if item.push.key or not item.push.holds_back:  # else it has no step, and what was held back stays
-                weights += held_back.pop(source, 0.0)
+                self._give(weights, rows, held_back.pop(source, None), 1.0)
             # A push that came late is taken under the numbers of later grants.
             named = self.named[item.push.key] if item.push.key else []
             assert not named or [batch for batch, _ in named] == [batch.batch for batch in item.push.batches]
@@ -119,7 +130,7 @@ class ExpectedModel:
                 if item.push.holds_back and number == named[-1][0]:
                     held_back[source] = self.held_back[key]
             if item.push.key:
-                weights -= held_back.get(source, 0.0)
+                self._give(weights, rows, held_back.get(source), -1.0)
             num_samples += _samples_and_version(item.push)[0]
         momentum = before.momentum
         if self._outer is not None and num_samples:
@@ -133,6 +144,12 @@ class ExpectedModel:
             self.expect(got_rows[name], values, f"table {name} of version {update.version}, made of {names}")
         # From here on what there is counts: rounding does not add up.
         self.moments[term, update.version] = Moment(got, got_rows, tuple(included), held_back, momentum)
+
+    def _give(self, weights: Vector, rows: Mapping[str, Vector], held: Held | None, factor: float) -> None:
+        if held is not None:
+            weights += factor * held.values
+            for name, values in held.rows.items():
+                rows[name][:] += factor * values
 
     def expect(self, got: Vector, expected: Vector, what: str) -> None:
         off = np.abs(got - expected)
@@ -166,7 +183,7 @@ class ExpectedModel:
             self.expect(got, expected, what)
             return
         try:
-            self.expect(got, expected + rest, what)
+            self.expect(got, expected + rest.values, what)
         except Difference:
             grant_id = grant.grant_ids[batch - grant.first]
             if self._stands(process, grant.term, batch, grant_id) or core._settled_until < included:
@@ -176,10 +193,12 @@ class ExpectedModel:
             self.counts["void views"] += 1
 
     def check_rows(self, process: Process, name: str, ids: Ids, got: npt.NDArray[np.float32], batch: int) -> None:
-        """Each row is of a version that the grant allows, with the worker's own steps that this version lacks."""
-        grant = process.grant
+        """Each row is of a version that the grant allows, with the worker's own steps that this version lacks, and what
+        it holds back; for the exception, see `check_view`."""
+        grant, core = process.grant, process.core
         assert grant is not None
-        assert process.core is not None
+        assert core is not None
+        grant_id = grant.grant_ids[batch - grant.first]
         newest = max(version for term, version in self.moments if term == grant.term)
         for at, row in zip(ids, got, strict=True):
             self.counts["rows"] += 1
@@ -188,15 +207,20 @@ class ExpectedModel:
                 if moment is None:
                     continue
                 expected = moment.rows[name][at].copy()
+                included = moment.included[process.worker]
                 for own, step in process.own.items():
                     part = step.rows.get(name)
-                    if own >= moment.included[process.worker] and part is not None and at in part.ids:
+                    if own >= included and part is not None and at in part.ids:
                         expected += part.values[np.searchsorted(part.ids, at)]
-                if (np.abs(row - expected) <= _ATOL + _RTOL * np.abs(expected)).all():
+                rest = moment.held_back.get((process.worker, core.session))
+                if _is_equal(row, expected if rest is None else expected + rest.rows[name][at]):
+                    break
+                is_given = core._settled_until >= included
+                if is_given and not self._stands(process, grant.term, batch, grant_id) and _is_equal(row, expected):
+                    self.void_views.add((grant.term, process.worker, batch, grant_id))
                     break
             else:
-                number = grant.grant_ids[batch - grant.first]
-                if process.core.is_wanted(grant.term, batch, number):
+                if core.is_wanted(grant.term, batch, grant_id):
                     raise Difference(
                         f"row {at} of {name}, at {process.name}: of no version from {grant.min_version} on"
                     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.errors import IllegalEventError
+from doll.tables.rows import Floats, Ids, Rows, add_in_order, no_rows
 
 Array = npt.NDArray[np.float32]
 
@@ -52,9 +55,7 @@ class Residual:
         self._batch = batch
         total = self._held
         total += step
-        limit = np.float32(self._threshold / math.sqrt(version + 1))
-        # As a product: the ratio to a weight of zero is not defined.
-        is_sent = np.abs(total) > limit * np.abs(weights)
+        is_sent = _is_significant(total, weights, self._threshold, version)
         np.multiply(total, is_sent, out=step)
         total[is_sent] = 0.0
         self.is_held = bool(total.any())
@@ -97,3 +98,79 @@ class Residual:
         self._held[:] = 0.0
         self._before[:] = 0.0
         self._batch, self.is_held = -1, False
+
+
+# Rows of a table as the worker sees them, shape (n, width), and which of them it has at all, shape (n,).
+See: TypeAlias = Callable[[Ids], tuple[Floats, npt.NDArray[np.bool_]]]
+
+
+class RowResidual:
+    """What one worker holds back of its steps on one table: `Residual` of rows."""
+
+    def __init__(self, threshold: float, width: int) -> None:
+        """`threshold`: v > 0."""
+        self._threshold = threshold
+        self._before = no_rows(width)
+        self._batch = -1
+        self.held = no_rows(width)
+
+    def split(self, step: Rows, see: See, batch: int, version: int) -> Rows:
+        """What is sent after batch `batch`; the rest is held. See `Residual.split`.
+
+        Args:
+            see: the worker's view, `step` included. Changes of a row that it does not have any more are sent.
+
+        Raises:
+            IllegalEventError: the batch, or a later one, is in what is held back already.
+        """
+        if batch <= self._batch:
+            raise IllegalEventError(f"expected a batch after {self._batch}, got {batch}: a part of it is held back")
+        self._before, self._batch = self.held, batch
+        total = add_in_order([self.held, step])
+        rows, is_here = see(total.ids)
+        is_sent = _is_significant(total.values, rows, self._threshold, version) | ~is_here[:, None]
+        self.held = _without_zeros(Rows(total.ids, np.where(is_sent, np.float32(0.0), total.values)))
+        return _without_zeros(Rows(total.ids, np.where(is_sent, total.values, np.float32(0.0))))
+
+    def take_back(self, batch: int) -> Ids:
+        """Batch `batch` and later ones are computed again. The rows of which now something else is held.
+
+        Raises:
+            IllegalEventError: it is not the newest one, whose part alone can be told from the others.
+        """
+        self._expect_newest(batch)
+        if not 0 <= batch <= self._batch:
+            return np.empty(0, np.int64)
+        changed = np.union1d(self.held.ids, self._before.ids)
+        self.held, self._batch = self._before, -1
+        return changed
+
+    def of(self, until: int) -> Rows:
+        """As `Residual.of`; no rows: nothing."""
+        self._expect_newest(until)
+        return self._before if 0 <= until <= self._batch else self.held
+
+    def _expect_newest(self, batch: int) -> None:
+        if 0 <= batch < self._batch:
+            raise IllegalEventError(
+                f"expected batch {self._batch}, the newest of which a part is held back, or a later one; got {batch}"
+            )
+
+    def clear(self) -> Ids:
+        """Hold nothing. The rows of which something was held, before or after the newest batch."""
+        ids = np.union1d(self.held.ids, self._before.ids)
+        self.held = self._before = no_rows(self.held.values.shape[1])
+        self._batch = -1
+        return ids
+
+
+def _is_significant(change: Floats, weights: Floats, threshold: float, version: int) -> npt.NDArray[np.bool_]:
+    limit = np.float32(threshold / math.sqrt(version + 1))
+    # As a product: the ratio to a weight of zero is not defined.
+    is_larger: npt.NDArray[np.bool_] = np.abs(change) > limit * np.abs(weights)
+    return is_larger
+
+
+def _without_zeros(rows: Rows) -> Rows:
+    is_any = rows.values.any(axis=1)
+    return Rows(rows.ids[is_any], rows.values[is_any])

@@ -69,6 +69,7 @@ class StepModel:
         self._included = 0  # batches below it are in weights that were published, with their steps
         self._pushed: deque[_Step] = deque()  # the weights that were fetched last do not hold them
         self._kept: deque[_Step] = deque()  # behind these, and not pushed
+        self._filters = training.policy.filter_threshold > 0
         self._residual = Residual(training.policy.filter_threshold, model.num_parameters)
         self._version = 0  # of the published weights below the view
         self._grant: Grant | None = None  # whose batches are computed
@@ -123,7 +124,7 @@ class StepModel:
             self._term, self._included = grant.term, 0
             self._pushed.clear()
             self._kept.clear()
-            self._residual.clear()
+            self._forget_rest()
         self._included = max(self._included, grant.included)
         if grant.first < self._included:
             return False
@@ -180,7 +181,7 @@ class StepModel:
 
     @property
     def holds_back(self) -> bool:
-        return self._residual.is_held
+        return self._residual.is_held or (self._rows is not None and self._rows.holds_back)
 
     def values(self) -> Contribution | None:
         steps = list(self._kept)
@@ -193,9 +194,12 @@ class StepModel:
         total, n = self._sum([step.values for step in steps if step.values is not None]), self._model.num_parameters
         if total is None:
             return None
-        if self._residual.is_used:
+        if self._filters:
             total, batch = total.copy(), steps[-1].batch
-            self._residual.split(total[:n], self._computer.weights[:n], batch, self._version)
+            if self._residual.is_used:
+                self._residual.split(total[:n], self._computer.weights[:n], batch, self._version)
+            if self._rows is not None:
+                self._pushed_rows = self._rows.filter(self._pushed_rows, batch, self._version)
             self._pushed.append(_Step(batch, total, {}))
         else:
             self._pushed += (step._replace(rows={}) for step in steps)
@@ -210,16 +214,23 @@ class StepModel:
             return self.values()
         self._holds = ()
         held = self._residual.of(until)
-        if held is None:
+        self._pushed_rows = {} if self._rows is None else self._rows.rest(until)
+        if held is None and not self._pushed_rows:
             return None
         # The buffers of its batches are pushed already: it names none, and has no samples.
         values = np.zeros_like(self._computer.weights)
-        values[: self._model.num_parameters] = held
+        if held is not None:
+            values[: self._model.num_parameters] = held
         return values
 
     def rest_stored(self) -> None:
         if not self._holds:
-            self._residual.clear()
+            self._forget_rest()
+
+    def _forget_rest(self) -> None:
+        self._residual.clear()
+        if self._rows is not None:
+            self._rows.clear_rest()
 
     def _sum(self, steps: Sequence[npt.NDArray[np.float32]]) -> Contribution | None:
         if not steps:

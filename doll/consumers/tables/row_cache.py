@@ -20,6 +20,7 @@ from doll.storage.sections import RowRequest
 from doll.tables.id_index import IdIndex
 from doll.tables.rows import Floats, Ids, Rows, TableShape, add_in_order, add_where_equal, no_rows
 
+_NO_IDS: Final[Ids] = np.empty(0, np.int64)
 _PLACE_BYTES: Final = 8 + 8 + 1 + 9 + 16  # version, place in the index and its cells, beside the values
 
 
@@ -54,6 +55,16 @@ class OpLog:
         rows, self._open = self._open, no_rows(self._width)
         self._closed.append((batch, rows))
         return rows
+
+    def send_only(self, batch: int, sent: Rows) -> None:
+        """Of the steps of `batch`, the newest one, only these are pushed.
+
+        Raises:
+            IllegalEventError: it is not.
+        """
+        if not self._closed or self._closed[-1][0] != batch:
+            raise IllegalEventError(f"expected the newest batch, got {batch}")
+        self._closed[-1] = (batch, sent)
 
     def forget(self, included: int) -> None:
         """The rows that are fetched from now on contain the steps of all batches below `included`."""
@@ -112,6 +123,7 @@ class RowCache:
         self._is_recent = np.zeros(capacity, np.bool_)
         self._num_used = 0
         self._hand = 0
+        self.held = no_rows(shape.width)  # own steps that are not pushed: in the rows here, and in no row that comes
         self._newest = -1  # version of the newest grant, answer or push
         # Pushes that follow each other without a gap: a row that is known as of `_from` or later is known as of `_to`.
         self._from = self._to = -1
@@ -166,7 +178,7 @@ class RowCache:
             raise BlobError(f"expected all rows that were asked for, got none for {np.count_nonzero(lacking)} of them")
         new = asked[has_come]
         values = answer.rows.values[at[has_come]]
-        self.own.add_to(new, values, answer.included)
+        self._add_own(new, values, answer.included)
         fetched = np.empty((len(asked), self._shape.width), np.float32)
         fetched[has_come] = values
         old_slots = slots[~is_fresh]
@@ -182,9 +194,23 @@ class RowCache:
         is_here = slots >= 0
         self._values[slots[is_here]] += steps.values[is_here]
 
-    def take_back(self, batch: int) -> None:
-        """Own steps of `batch` and later ones do not count any more: rows with them are dropped."""
-        self._drop(self._index.find(self.own.take_back(batch)))
+    def see(self, ids: Ids) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """Rows as they are here, shape (n, width), a copy, and which of them are here; the others are without
+        meaning. `See` of `doll.consumers.compute.significance_filter`."""
+        slots = self._index.find(ids)
+        return self._values[slots], slots >= 0
+
+    def take_back(self, batch: int, also: Ids = _NO_IDS) -> None:
+        """Own steps of `batch` and later ones do not count any more: rows with them, and rows `also`, are dropped."""
+        self.drop(np.union1d(self.own.take_back(batch), also))
+
+    def drop(self, ids: Ids) -> None:
+        """These rows are not used any more, where they are here."""
+        self._drop(self._index.find(ids))
+
+    def _add_own(self, ids: Ids, values: Floats, included: int) -> None:
+        self.own.add_to(ids, values, included)
+        add_where_equal(ids, values, self.held)
 
     def merge(self, since: int, version: int, included: int, rows: Rows) -> bool:
         """The server pushes fetched rows that have changed after `since`, as of `version`.
@@ -198,7 +224,7 @@ class RowCache:
         slots = self._index.find(rows.ids)
         is_here = slots >= 0
         slots, values = slots[is_here], rows.values[is_here]
-        self.own.add_to(rows.ids[is_here], values, included)
+        self._add_own(rows.ids[is_here], values, included)
         self._values[slots] = values
         self._version[slots] = version
         if not self._from <= since <= self._to:
@@ -209,7 +235,7 @@ class RowCache:
     def clear(self) -> None:
         """Forget all rows, as for a new term: versions of an earlier one may be void. Own steps are forgotten too."""
         self._drop(np.flatnonzero(self._version >= 0))
-        self.own = OpLog(self._shape.width)
+        self.own, self.held = OpLog(self._shape.width), no_rows(self._shape.width)
         self._newest = self._from = self._to = -1
 
     def _known_as_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

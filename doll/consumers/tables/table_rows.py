@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from doll.consumers.compute.significance_filter import RowResidual
 from doll.consumers.tables.row_cache import FetchedRows, RowCache, cached_row_bytes
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.row_steps import RowSteps, state_row_bytes
@@ -28,7 +29,7 @@ class TableRows:
     """All tables of one worker. Not thread-safe, except `offer`: the thread that computes owns it."""
 
     def __init__(
-        self, client: RowClient, max_bytes: int, *, optimizer: RowOptimizer | None = None,
+        self, client: RowClient, max_bytes: int, *, optimizer: RowOptimizer | None = None, threshold: float = 0.0,
         report: Callable[[dict[str, float]], object] = lambda values: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -37,6 +38,7 @@ class TableRows:
             max_bytes: of all caches and `steps` together; each table has a share by its size, and holds as many rows as
                 states of rows.
             optimizer: of rows, where this worker steps itself; None: it sends gradients.
+            threshold: v of the filter of own steps; 0: all of them are sent.
             report: is called with `measures` now and then.
         """
         self._client = client
@@ -50,6 +52,9 @@ class TableRows:
             self._caches[name] = RowCache(shape, share * row // (row + state))
             if optimizer is not None:
                 self.steps[name] = RowSteps(shape.width, optimizer, share * state // (row + state))
+        self._residuals: dict[str, RowResidual] = {}
+        if threshold > 0:
+            self._residuals = {name: RowResidual(threshold, shape.width) for name, shape in client.tables.items()}
         self._report = report
         self._clock = clock
         self._reported_s = clock()
@@ -137,9 +142,50 @@ class TableRows:
         return {name: rows for name, rows in closed.items() if len(rows.ids)}
 
     def take_back(self, batch: int) -> None:
-        """Own steps of `batch` and later ones do not count any more: they are computed again."""
-        for cache in self._caches.values():
-            cache.take_back(batch)
+        """Own steps of `batch` and later ones do not count any more: they are computed again.
+
+        Raises:
+            IllegalEventError: see `RowResidual.take_back`.
+        """
+        for name, cache in self._caches.items():
+            if (residual := self._residuals.get(name)) is None:
+                cache.take_back(batch)
+            else:
+                cache.take_back(batch, residual.take_back(batch))
+                cache.held = residual.held
+
+    # --- own steps that are held back ---------------------------------------------------------------------------------
+
+    @property
+    def holds_back(self) -> bool:
+        """Something of the own steps is not sent."""
+        return any(len(residual.held.ids) for residual in self._residuals.values())
+
+    def filter(self, steps: Mapping[str, Rows], batch: int, version: int) -> dict[str, Rows]:
+        """What is sent of the steps of `batch`, the newest one, and of what was held back; see `RowResidual.split`."""
+        if not self._residuals:
+            return dict(steps)
+        sent = {}
+        for name, residual in self._residuals.items():
+            cache = self._caches[name]
+            rows = residual.split(steps.get(name, cache.no_rows()), cache.see, batch, version)
+            cache.own.send_only(batch, rows)
+            cache.held = residual.held
+            if len(rows.ids):
+                sent[name] = rows
+        return sent
+
+    def rest(self, until: int) -> dict[str, Rows]:
+        """What is held back of the steps of batches below `until`, by table; see `RowResidual.of`."""
+        held = {name: residual.of(until) for name, residual in self._residuals.items()}
+        return {name: rows for name, rows in held.items() if len(rows.ids)}
+
+    def clear_rest(self) -> None:
+        """What was held back is pushed, or void: nothing is held, and rows with it are fetched again."""
+        for name, residual in self._residuals.items():
+            cache = self._caches[name]
+            cache.drop(residual.clear())
+            cache.held = residual.held
 
     # --- eager rows ---------------------------------------------------------------------------------------------------
 

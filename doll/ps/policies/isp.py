@@ -17,7 +17,6 @@ class IspPolicyConfig(LockstepConfig):
     significance / sqrt(t) of that number in round t, and keeps the rest of its steps until it is."""
 
     publishes_deltas: ClassVar[bool] = True
-    supports_tables: ClassVar[bool] = False  # the filter compares a change with the whole vector of weights
 
     name: Literal["isp"] = "isp"
     significance: float = Field(

@@ -24,6 +24,8 @@ from doll.config.policy import POLICIES as REGISTERED
 from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.protocol.worker_core import Grants, StoreRest, WorkerAction, WorkerCore
+from doll.consumers.tables.row_cache import RowCache
+from doll.consumers.tables.table_rows import TableRows
 from doll.ps.engine.durability import Settling
 from doll.ps.engine.engine import Engine
 from doll.records.control import Grant, Push, Settle
@@ -134,6 +136,18 @@ def test_what_holds_the_steps_refuses_late_copies_by_itself(monkeypatch: pytest.
 def test_a_view_that_lacks_what_is_held_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Residual, "add_to", lambda self, weights: None)
     assert found("isp", 100, is_difference("view"))
+
+
+def test_rows_that_lack_what_is_held_back_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        RowCache, "_add_own", lambda self, ids, values, included: self.own.add_to(ids, values, included)
+    )
+    assert found("isp", 400, is_difference("row"))
+
+
+def test_a_rest_of_rows_that_stays_at_its_worker_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TableRows, "rest", lambda self, until: {})
+    assert found("isp", 400, is_difference("table"))
 
 
 def test_weights_that_lack_a_change_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

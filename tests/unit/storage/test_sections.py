@@ -100,6 +100,44 @@ def test_a_row_request_comes_back(ids: list[int], known: list[int], since: int) 
         assert (got.ids.tolist(), got.known.tolist(), got.since) == (ids, known, request.since)
 
 
+@given(st.sets(st.tuples(st.integers(0, 999), st.integers(0, 2)), min_size=1).map(sorted), finite.filter(bool))
+def test_rows_of_few_values_are_sent_as_these(places: list[tuple[int, int]], value: float) -> None:
+    """To the bit, in 4 bytes and a short key for each value."""
+    numbers = sorted({row for row, _ in places})
+    piece = Rows(np.array(numbers), np.zeros((len(numbers), 3), np.float32))
+    for row, column in places:
+        piece.values[numbers.index(row), column] = value
+    encoded = sections.encode_push({"embed.weight": piece}, SHAPES, job=JOB, version=VERSION)
+    got = decode(joined(encoded))["embed.weight"]
+    assert isinstance(got, Rows)
+    assert got.ids.tolist() == numbers
+    assert got.values.tobytes() == piece.values.tobytes()
+    assert encoded.size.coded_bytes < HEADER_BYTES + 80 + min(6 * len(places), 14 * len(numbers))
+
+
+def test_a_row_of_zeros_is_sent_as_a_row() -> None:
+    """An optimizer with a state may step it."""
+    piece = Rows(np.array([4, 7]), np.array([[0, 0, 0], [0, 2, 0]], np.float32))
+    got = decode(joined(sections.encode_push({"embed.weight": piece}, SHAPES, job=JOB, version=VERSION)))
+    assert got["embed.weight"][0].tolist() == [4, 7]
+
+
+@pytest.mark.parametrize("keys", [[0, 3000], [5, 5], [7, 3]])
+def test_keys_of_values_are_within_the_table_and_increase(keys: list[int]) -> None:
+    shapes: sections.Shapes = {"embed.weight": 10_000}
+    piece = Rows(np.array([0, 2999]), np.ones((2, 1), np.float32))
+    blob = joined(sections.encode_push({"embed.weight": piece}, shapes, job=JOB, version=VERSION))
+    right = body(blob, lambda raw: struct.pack_into("<cBHIQ", raw, 8, b"v", 0, 12, 3, 1000))
+    got = decode(right)["embed.weight"]
+    assert isinstance(got, Rows)
+    assert got.values.tolist() == [[1, 0, 0], [0, 0, 1]]
+    start = right.index(bytes([0, 0xB7, 0x17]), HEADER_BYTES)  # 0 and 2999, in 7 bits a byte
+    coded = bytes([0]) + bytes([keys[1] & 0x7F | 0x80, keys[1] >> 7])
+    wrong = {0: coded, 5: bytes([5, 0x80, 0]), 7: bytes([7, 0xFC, 0x7F])}[keys[0]]
+    with pytest.raises(BlobError):
+        decode(body(right, lambda raw: raw.__setitem__(slice(start - HEADER_BYTES, start - HEADER_BYTES + 3), wrong)))
+
+
 def test_rows_come_back_with_their_version() -> None:
     data = joined(sections.encode_rows({"embed.weight": rows([1, 2])}, SHAPES, job=JOB, version=9))
     back, version = sections.decode_rows(data, SHAPES, job=JOB)
@@ -192,8 +230,8 @@ HEAD = 8  # of the first section, the flat vector's
         (_at(0, "<I", 4), "the head of a section"),
         (_at(0, "<I", 2), "expected 2 sections and nothing more"),
         (_at(4, "<I", 1), "expected zero behind the number of sections, got 1"),
-        (_at(HEAD, "<c", b"x"), "expected a form of d/r and zero, got 'x', 0"),
-        (_at(HEAD, "<c", b"k"), "expected a form of d/r and zero, got 'k', 0"),
+        (_at(HEAD, "<c", b"x"), "expected a form of d/r/v and zero, got 'x', 0"),
+        (_at(HEAD, "<c", b"k"), "expected a form of d/r/v and zero, got 'k', 0"),
         (_at(HEAD, "<c", b"\xff"), "in UTF-8"),
         (_at(HEAD + 1, "<B", 1), "zero, got 'd', 1"),
         (_at(HEAD + 4, "<I", 2), "section '': expected 10 rows of 1, got 10 of 2"),
@@ -234,7 +272,7 @@ def test_names_and_forms_are_checked() -> None:
     blob = joined(sections.encode_push({FLAT: np.ones(4, np.float32)}, both, job=JOB, version=VERSION))
     few = joined(sections.encode_push({FLAT: rows([1], 1)}, both, job=JOB, version=VERSION))
     mixed = body(blob, lambda raw: raw.extend(few[HEADER_BYTES + 8 :]) or _at(0, "<I", 2)(raw))
-    with pytest.raises(BlobError, match="got it dense and as rows"):
+    with pytest.raises(BlobError, match="got it in two forms"):
         sections.decode_push(mixed, both, job=JOB, version=VERSION)
 
 
