@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 from doll.config.policy import PolicyConfig
-from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.protocol.worker_core import GradientDone
+from doll.optim.significance_filter import Residual
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.tuner import ScaleInTuner
 from doll.ps.engine.events import ApplyUpdate, EngineAction, Event, FetchGradient, GradientFetched, RollBack

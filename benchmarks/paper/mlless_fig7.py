@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from doll.config.policy import PolicyConfig
-from doll.consumers.compute.significance_filter import Residual
+from doll.optim.significance_filter import Residual
 from doll.process.figures import decorate
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig

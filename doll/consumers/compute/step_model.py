@@ -15,12 +15,12 @@ import numpy.typing as npt
 from doll.config import TrainingConfig
 from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
-from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.protocol.worker_core import grant_id_of
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import IllegalEventError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Contribution, Optimizer, diverged
+from doll.optim.significance_filter import Residual
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs
 from doll.tables.rows import Rows, add_in_order

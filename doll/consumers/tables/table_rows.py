@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from doll.consumers.compute.significance_filter import RowResidual
 from doll.consumers.tables.row_cache import FetchedRows, RowCache, cached_row_bytes
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.row_steps import RowSteps, state_row_bytes
 from doll.errors import BlobError
 from doll.optim.row_optimizer import RowOptimizer
+from doll.optim.significance_filter import RowResidual
 from doll.records.control import Grant, NewVersion
 from doll.storage.sections import RowRequest
 from doll.tables.rows import Floats, Ids, Rows

@@ -11,7 +11,7 @@ from benchmarks.paper.function_cost import functions_usd
 from benchmarks.paper.function_job import DenseRing, Factors, FunctionJob, Step, Store
 from benchmarks.paper.mlless_fig7 import compare, factors, isp, play
 from doll.config.policy import PolicyConfig
-from doll.consumers.compute.significance_filter import Residual
+from doll.optim.significance_filter import Residual
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings, TunerVerdict
 from doll.ps.policies.bsp import BspPolicyConfig

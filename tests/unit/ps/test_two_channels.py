@@ -21,11 +21,11 @@ from channel_process import POLICIES
 from channel_world import World, play
 from distributions import install_wheel
 from doll.config.policy import POLICIES as REGISTERED
-from doll.consumers.compute.significance_filter import Residual
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.protocol.worker_core import Grants, StoreRest, WorkerAction, WorkerCore
 from doll.consumers.tables.row_cache import RowCache
 from doll.consumers.tables.table_rows import TableRows
+from doll.optim.significance_filter import Residual
 from doll.ps.engine.durability import Settling
 from doll.ps.engine.engine import Engine
 from doll.records.control import Grant, Push, Settle
