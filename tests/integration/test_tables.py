@@ -124,10 +124,10 @@ def test_requests_that_are_forged_torn_or_late_are_refused_and_counted(make_pipe
     job.assert_audit_ok()
 
 
-def test_a_policy_that_holds_changes_back_is_refused_with_the_reason() -> None:
+def test_a_policy_that_takes_no_tables_is_refused_with_the_reason() -> None:
     config = parse(
         "job: j\ntask: {class: 'examples.clicks.task:Clicks', args: {columns: 100, sparse: true}}\n"
-        "data: {workers: 2, batch_size: 4}\ntraining: {policy: {name: isp}}"
+        "data: {workers: 2, batch_size: 4}\ntraining: {policy: {name: diloco}}"
     )
-    with pytest.raises(Exception, match=r"training.policy isp: expected a model without tables"):
+    with pytest.raises(Exception, match=r"training.policy diloco: expected a model without tables"):
         build(config, load_task(config))

@@ -204,8 +204,8 @@ def test_rows_that_are_allowed_to_be_old_are_not_asked_for(policy: str) -> None:
 
 
 def test_tables_are_refused_where_they_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"training.policy isp: expected a model without tables.*'0.weight'"):
-        job("{name: isp}", 0, sparse=True)
+    with pytest.raises(ConfigError, match=r"training.policy diloco: expected a model without tables.*'0.weight'"):
+        job("{name: diloco}", 0, sparse=True)
     for optimizer, field in (("momentum: 0.5", "momentum"), ("weight_decay: 0.1", "weight_decay")):
         for policy in ("{name: doll}", "{name: ssp, staleness: 2}"):
             with pytest.raises(ConfigError, match=rf"training.optimizer.{field}: expected 0 for a model with tables"):
