@@ -168,6 +168,7 @@ def test_seeds_spread_and_reasons_must_be_stated() -> None:
         Claim("it is fast", "2 s", "9 s", "cannot be tried here")
 
 
+@pytest.mark.slow  # some of them load torch
 def test_the_modules_of_the_folder_keep_to_the_interface() -> None:
     known = experiments()
     assert "mlless_ratings" in known
