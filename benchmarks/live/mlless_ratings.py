@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 from doll.config import JobConfig, load
 from doll.run.local.up import run_up
 
-from benchmarks.live import slow_network
-from benchmarks.live.experiment import JOBS, Claim, Options, Report, mean_sd
+from benchmarks.live import slow_network, sparse_allreduce
+from benchmarks.live.experiment import JOBS, Claim, Options, Report, Skip, mean_sd
 from benchmarks.tables import Table
 
 NAME: Final = "mlless_ratings"
@@ -27,10 +27,13 @@ SETTINGS: Final = {
     "mbit_per_s": "0,100",  # of each worker's link in each direction; 0: without a limit
     "batch_size": "6272",  # ratings: MLLess's 6 K, and a whole number of records
     "lr": "60",  # of a worker's mean gradient: at twice that the factors diverge
+    "rate_per_s": "40000",  # ratings of each worker's stream
     "checkpoint_s": "20",  # between two checkpoints, each of which makes workers send what they hold back
+    "all_reduce": "yes",  # sparse all-reduce by DistributedDataParallel on the same links, where they can be had
     "samples": "",  # end of a run that does not reach the loss
 }
 JOB: Final = JOBS / "ratings" / "job.yaml"
+ALL_REDUCE: Final = "all-reduce"  # in place of a kind of factors
 FEWER: Final = 2.5  # times fewer bytes, at least
 MORE: Final = 20.0  # % more updates, at most
 
@@ -60,7 +63,8 @@ class Row(NamedTuple):
         mbit_per_s: float = 0.0,
     ) -> Row:  # fmt: skip
         """Of a run's report.json, where `loss` is to be reached."""
-        sent, best = report["measures"]["bytes"], report["best_loss"]
+        sent = report["measures"]["bytes"]
+        best = None if report["best_loss"] is None else float(report["best_loss"])  # of numpy in a report in memory
         is_reached = loss is not None and best is not None and best <= loss
         time_s, updates = report["training_seconds"], report["updates"]
         pushed, fetched = sent["pushed"], sent["fetched"]
@@ -117,7 +121,7 @@ def table(rows: Sequence[Row]) -> Table:
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """What v = 0.7 saves, for each kind of factors, and whether it is faster on the slowest network."""
     found = []
-    for factors in dict.fromkeys(row.factors for row in rows):
+    for factors in dict.fromkeys(row.factors for row in rows if row.factors != ALL_REDUCE):
         for mbit_per_s in sorted({row.mbit_per_s for row in rows}):
             pairs = [pair for pair in pairs_of(rows, factors, mbit_per_s, 0.7) if all(row.is_reached for row in pair)]
             if not pairs or rows[0].significance:
@@ -141,6 +145,21 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
                     "reproduced" if is_met else "not reproduced", "" if is_met else why,
                 )
             )  # fmt: skip
+    for factors, mbit_per_s in dict.fromkeys((row.factors, row.mbit_per_s) for row in rows if row.significance == 0.7):
+        others = [row for row in rows if (row.factors, row.mbit_per_s) == (ALL_REDUCE, mbit_per_s)]
+        if not others or not mbit_per_s:
+            continue
+        mine = [row for row in rows if (row.factors, row.mbit_per_s, row.significance) == (factors, mbit_per_s, 0.7)]
+        faster = min(row.faster(other) for other, row in zip(others, mine, strict=False))
+        fewer = min(row.fewer(other) for other, row in zip(others, mine, strict=False))
+        found.append(
+            Claim(
+                f"PMF, {factors}, {mbit_per_s:g} Mbit/s: v = 0.7 against sparse all-reduce, to the same loss", "faster",
+                f"{faster:.2f} times as fast, {fewer:.2f} times fewer bytes",
+                "reproduced" if faster > 1 else "not reproduced",
+                "" if faster > 1 else "the stream and the parameter server's work bound the time, not the links",
+            )
+        )  # fmt: skip
     return found
 
 
@@ -151,7 +170,7 @@ def changes_of(options: Options, job: JobConfig, factors: str) -> list[str]:
     changes = [
         f"source.path={ratings}", f"task.args.ratings_path={ratings}", f"training.optimizer.lr={asked['lr']}",
         f"data.batch_size={asked['batch_size']}", f"task.args.sparse={factors == 'tables'}",
-        "arrivals.rate_per_s=40000", f"checkpoint.every_s={asked['checkpoint_s']}", "checkpoint.every_updates=1000000",
+        f"arrivals.rate_per_s={asked['rate_per_s']}", f"checkpoint.every_s={asked['checkpoint_s']}", "checkpoint.every_updates=1000000",
         "evaluation.every_s=0.2",
     ]  # fmt: skip
     if samples := "100000" if options.quick else asked["samples"]:
@@ -172,6 +191,21 @@ def run(folder: Path, options: Options) -> Report:
             report = run_up(load(JOB, changes), own, hook=lambda *_, hook=hook: hook)
         rows.append(Row.of(value, report, job.stop.loss, factors, limit))
         print(table(rows).text(), flush=True)
+    notes = [
+        f"{job.data.workers} workers, batches of {asked['batch_size']} ratings, a checkpoint every "
+        f"{asked['checkpoint_s']} s. Where the network is limited, each worker has a link of its own: to Redis, or "
+        f"to the others with the all-reduce. Ratings come at {asked['rate_per_s']}/s to each worker, which bounds the "
+        "time; the all-reduce reads them from memory."
+    ]
+    try:
+        for seed, limit in product(
+            options.seeds, sorted({limit for _, limit in kinds}) if asked["all_reduce"] == "yes" else ()
+        ):
+            changes = [*changes_of(options, job, "tables"), f"seed={seed}"]
+            report = sparse_allreduce.measure(JOB, changes, lr=float(asked["lr"]), mbit_per_s=limit)
+            rows.append(Row.of(0.0, report, job.stop.loss, ALL_REDUCE, limit))
+    except Skip as exc:
+        notes.append(f"The all-reduce was not run: {exc}.")
     count = len(options.seeds)
     spread = (
         "one run each, so the spread is not known" if count == 1 else f"± is the standard deviation of {count} runs"
@@ -182,9 +216,6 @@ def run(folder: Path, options: Options) -> Report:
         options.seeds,
         spread,
         claims=claims(rows),
-        notes=[
-            f"{job.data.workers} workers, batches of {asked['batch_size']} ratings, a checkpoint every "
-            f"{asked['checkpoint_s']} s. Where the network is limited, each worker has a link of its own to Redis."
-        ],
+        notes=notes,
         data={"rows": [row._asdict() for row in rows]},
     )
