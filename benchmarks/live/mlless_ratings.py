@@ -170,7 +170,8 @@ def changes_of(options: Options, job: JobConfig, factors: str) -> list[str]:
     changes = [
         f"source.path={ratings}", f"task.args.ratings_path={ratings}", f"training.optimizer.lr={asked['lr']}",
         f"data.batch_size={asked['batch_size']}", f"task.args.sparse={factors == 'tables'}",
-        f"arrivals.rate_per_s={asked['rate_per_s']}", f"checkpoint.every_s={asked['checkpoint_s']}", "checkpoint.every_updates=1000000",
+        f"arrivals.rate_per_s={asked['rate_per_s']}", f"checkpoint.every_s={asked['checkpoint_s']}",
+        "checkpoint.every_updates=1000000",
         "evaluation.every_s=0.2",
     ]  # fmt: skip
     if samples := "100000" if options.quick else asked["samples"]:
