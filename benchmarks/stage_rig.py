@@ -21,13 +21,13 @@ from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import Decoded
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
-from doll.consumers.pipeline.stage_processes import StageProcesses, start_stages
+from doll.consumers.pipeline.stage_processes import StageProcesses, is_limited, start_stages
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.model.flat_model import build
 from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.pipeline.planner.measured import TaskLog, read_tasks
 from doll.pipeline.runtime.messages import StageTask
-from doll.process.memory import keep_freed_memory
+from doll.process.memory import keep_freed_memory, return_freed_memory
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.storage.contributions import Compressor
@@ -56,10 +56,10 @@ def job(task: str, stages: int, in_flight: int, *overrides: str) -> JobConfig:
 @contextmanager
 def running(config: JobConfig, in_flight: int) -> Iterator[tuple[PipelineGradientEngine, StageProcesses, Any, Path]]:
     """The engine of a virtual worker whose stages run."""
-    keep_freed_memory()
+    (return_freed_memory if is_limited(config, 0) else keep_freed_memory)()
     torch.set_num_threads(1)
     task = load_task(config)
-    model = build(config, task)
+    model = build(config, task, in_files=is_limited(config, 0))
     parts = cut(config, task, model.module, 0)
     stages = start_stages(config, task, model, parts, 0, in_flight=in_flight)
     blobs = MemoryBlobs()

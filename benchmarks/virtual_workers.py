@@ -29,7 +29,7 @@ from doll.config import JobConfig
 from doll.pipeline.planner import plots
 from doll.pipeline.planner.cut import cut
 from doll.pipeline.planner.measured import timeline_of
-from doll.pipeline.planner.profiled import live_rule
+from doll.pipeline.planner.profiled import live_rule, paper_rule
 from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.pipeline.planner.timeline import Timeline
 from doll.pipeline.profiling.layers import layers_of
@@ -44,6 +44,7 @@ T = TypeVar("T")
 STAGES: Final = (2, 3, 4)
 IN_FLIGHT: Final = (1, 2, 3, 4, 5, 6)
 GOAL: Final = 0.95
+RULE_GOAL: Final = 1.3
 # Stages of one speed, and unequal ones; seconds forward and backward, so long that a timer's error does not matter.
 EQUAL: Final = (0.04, 0.06)
 # No two tasks of a stage arrive at nearly the same moment, where the order would be a matter of luck: it is the same
@@ -104,7 +105,7 @@ def order(picture: Path | None) -> dict[str, Any]:
     return result
 
 
-def memory() -> list[dict[str, Any]]:
+def memory(models: Sequence[str]) -> list[dict[str, Any]]:
     """Models of many weights, of many activations, and with more of these in front and more of those behind: what each
     stage took at most, and what the partitioner says.
 
@@ -113,16 +114,18 @@ def memory() -> list[dict[str, Any]]:
     """
     base_bytes = min(_in_new_process(_peaks, _MODELS["nothing"], 2, "{name: sgd}"))
     rows = []
-    for name, model in list(_MODELS.items())[1:]:
+    for name in models:
+        model = _MODELS[name]
         for optimizer in ("{name: sgd, momentum: 0.9}", "{name: adam}"):
             for in_flight in (1, 4):
                 promised = _in_new_process(_promised, model, in_flight, optimizer)
                 peaks = _in_new_process(_peaks, model, in_flight, optimizer)
-                for stage, (peak_bytes, promised_bytes) in enumerate(zip(peaks, promised, strict=True)):
+                for stage, (peak_bytes, (promised_bytes, paper_bytes)) in enumerate(zip(peaks, promised, strict=True)):
                     taken = peak_bytes - base_bytes
                     rows.append({
                         "model": name, "optimizer": optimizer, "in_flight": in_flight, "stage": stage + 1,
-                        "promised_mb": promised_bytes / 1e6, "taken_mb": taken / 1e6, "ratio": taken / promised_bytes,
+                        "base_mb": base_bytes / 1e6, "promised_mb": promised_bytes / 1e6, "paper_mb": paper_bytes / 1e6,
+                        "taken_mb": taken / 1e6, "ratio": taken / promised_bytes, "paper_ratio": taken / paper_bytes,
                     })  # fmt: skip
                     print(rows[-1], file=sys.stderr)
     return rows
@@ -190,18 +193,20 @@ def _peaks(model: _Model, in_flight: int, optimizer: str) -> list[int]:
     return list(peaks.values())
 
 
-def _promised(model: _Model, in_flight: int, optimizer: str) -> list[float]:
+def _promised(model: _Model, in_flight: int, optimizer: str) -> list[tuple[float, float]]:
+    """Of each stage: what the partitioner counts with, and the paper's rule; bytes."""
     config = _job(model, in_flight, optimizer)
     task = load_task(config)
     module = task.build_model()
     batch = sample_batch(task, module, model.samples, np.random.default_rng(0))
     profile = profile_layers(task, layers_of(task, module), batch, model=model.task, repeats=1)
     parts = cut(config, task, module, 0)
-    rule = live_rule(config.training.optimizer, in_flight)
+    rules = [live_rule(config.training.optimizer), paper_rule(config.training.optimizer)]
     promised, at = [], 0
     for number, part in enumerate(parts):
-        size = profile.size_of(at, at + len(part))
-        promised.append(float(rule.stage_bytes(size, in_flight=in_flight, is_last=number == len(parts) - 1)))
+        size, is_last = profile.size_of(at, at + len(part)), number == len(parts) - 1
+        live, paper = (float(rule.stage_bytes(size, in_flight=in_flight, is_last=is_last)) for rule in rules)
+        promised.append((live, paper))
         at += len(part)
     return promised
 
@@ -209,6 +214,7 @@ def _promised(model: _Model, in_flight: int, optimizer: str) -> list[float]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("overhead", "order", "memory"), action="append")
+    parser.add_argument("--model", choices=list(_MODELS)[1:], action="append", help="of memory [all]")
     parser.add_argument("--gantt", type=Path, help="PNG of the order, simulated and measured")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args(argv)
@@ -229,15 +235,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stage, row in result["order"].items():
             print(f"{stage}: the measured order of tasks is {'' if row['is_same'] else 'not '}the simulated one")
     if "memory" in parts:
-        result["memory"] = memory()
-        print("| model | optimizer | N_m | stage | promised MB | taken MB | ratio |\n|---|---|---|---|---|---|---|")
+        result["memory"] = memory(args.model or list(_MODELS)[1:])
+        print(
+            "| model | optimizer | N_m | stage | the paper's rule MB | promised MB | taken MB | taken / rule | "
+            "taken / promised |\n|---|---|---|---|---|---|---|---|---|"
+        )
         for row in result["memory"]:
             print(
                 f"| {row['model']} | {row['optimizer']} | {row['in_flight']} | {row['stage']} | "
-                f"{row['promised_mb']:.0f} | {row['taken_mb']:.0f} | {row['ratio']:.2f} |"
+                f"{row['paper_mb']:.0f} | {row['promised_mb']:.0f} | {row['taken_mb']:.0f} | "
+                f"{row['paper_ratio']:.2f} | {row['ratio']:.2f} |"
             )
         largest = max(row["ratio"] for row in result["memory"])
-        print(f"largest ratio {largest:.2f}, goal 1: {'met' if largest <= 1 else 'missed'}")
+        print(f"largest of taken / promised: {largest:.2f}, goal 1: {'met' if largest <= 1 else 'missed'}")
+        weights = max(row["paper_ratio"] for row in result["memory"] if row["model"] == "weights")
+        print(
+            f"an interpreter with its libraries takes {result['memory'][0]['base_mb']:.0f} MB besides; largest of "
+            f"taken / rule with the model of weights: {weights:.2f}, goal {RULE_GOAL}: "
+            f"{'met' if weights <= RULE_GOAL else 'missed'}"
+        )
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -50,8 +50,7 @@ def random_instance(
     in_flight = rng.randint(1, 6)
     opt = rng.randint(0, 3)
     memory = MemoryRule(
-        float(opt), stash_last=rng.choice((None, None, 2, in_flight)), inputs=rng.random() < 0.5,
-        temporaries=rng.choice(temporaries),
+        float(opt), inputs=rng.random() < 0.5, temporaries=rng.choice(temporaries)
     )  # fmt: skip
     whole = sum(layer.parameter_bytes * (1 + opt + in_flight) + layer.activation_bytes * in_flight for layer in layers)
     whole += sum(layer.output_bytes * in_flight for layer in layers) if memory.inputs else 0
@@ -74,10 +73,7 @@ def random_instance(
 def layer_bytes(instance: Instance, layer: LayerProfile, *, is_last: bool) -> float:
     """What one layer adds to the memory of its stage."""
     flights = 1 if is_last else instance.in_flight
-    versions = flights
-    if is_last and instance.memory.stash_last is not None:
-        versions = min(instance.memory.stash_last, instance.in_flight)
-    weights = layer.parameter_bytes * (1 + instance.memory.optimizer_multiplier + versions)
+    weights = layer.parameter_bytes * (1 + instance.memory.optimizer_multiplier + flights)
     return weights + layer.activation_bytes * flights
 
 

@@ -83,9 +83,10 @@ def plan_pipeline(
     profile = Profile.load(path)
 
     def memory(number: int) -> MemoryRule:
-        """As DOLL runs it: the last stage keeps as many copies of its weights as the others."""
-        rule = live_rule(config.training.optimizer if config is not None else SgdConfig(), number)
-        return rule if given.optimizer_copies is None else MemoryRule(given.optimizer_copies, stash_last=number)
+        """As DOLL runs it, with `number` minibatches in flight."""
+        if given.optimizer_copies is not None:
+            return MemoryRule(given.optimizer_copies)
+        return live_rule(config.training.optimizer if config is not None else SgdConfig())
 
     plan = plan_fleet(profile, fleet, network, memory, k=k, clock_distance=distance, in_flight=given.in_flight)
     notes = _notes(plan.best.in_flight if plan.best else None, getattr(policy, "wave_batches", None), network)

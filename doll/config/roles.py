@@ -85,6 +85,9 @@ class WorkerConfig(Section):
     """imds: poll the EC2 instance metadata service every 5 s for an interruption notice, and leave before the
     interruption; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none"""
     torch_threads: PositiveInt = Field(default=1, le=1024)
+    memory_bytes: PositiveFloat | None = Field(default=None, ge=1e6)
+    """what each process of a worker may take beside what the interpreter and its libraries take (RLIMIT_DATA, which
+    counts the stacks of threads too: 8 MB each); one that needs more ends the job with an error; default: any"""
     fetch_max_wait_ms: PositiveInt = Field(default=200, le=300_000)
     """maximum time that samples of a slow stream wait at the broker, so that a request fetches several"""
     stream_buffer_records: PositiveInt | None = Field(default=None, le=10_000_000)

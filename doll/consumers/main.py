@@ -30,7 +30,7 @@ from doll.consumers.intake.dead_letters import DeadLetters, Decoder
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.lifecycle.spot_notices import watch_spot_notices
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
-from doll.consumers.pipeline.stage_processes import StageProcesses, start_stages
+from doll.consumers.pipeline.stage_processes import StageProcesses, is_limited, start_stages
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.tables.row_client import RowClient
@@ -46,8 +46,9 @@ from doll.optim.row_optimizer import row_optimizer
 from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.pipeline.planner.measured import TaskLog
 from doll.pipeline.profiling.layers import Layer
+from doll.process.data_limit import DataLimit, out_of_memory
 from doll.process.health import Heartbeat, heartbeat_of
-from doll.process.memory import keep_freed_memory
+from doll.process.memory import keep_freed_memory, return_freed_memory
 from doll.process.metric_names import CONTROL_REFUSED_TOTAL
 from doll.records.control import Welcome
 from doll.service_checks import require_services
@@ -82,13 +83,25 @@ def run_worker(
     Raises:
         DollError: services do not answer, the task does not load, or the parameter server runs another job file.
     """
-    departure = departure or Departure()
-    keep_freed_memory()
     torch.set_num_threads(config.worker.torch_threads)
     if not 0 <= worker < config.data.workers:
         raise ConfigError(
             f"--worker: expected 0 to {config.data.workers - 1} (data.workers is {config.data.workers}), got {worker}"
         )
+    (return_freed_memory if is_limited(config, worker) else keep_freed_memory)()
+    limit = DataLimit(config.worker.memory_bytes)
+    limit.begin()
+    try:
+        return _run(config, services, worker, run_folder, departure or Departure(), limit)
+    except Exception as exc:
+        if (problem := out_of_memory(exc, config.worker.memory_bytes)) is not None:
+            raise problem from exc
+        raise
+
+
+def _run(
+    config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure, limit: DataLimit
+) -> int:
     stages = None
     if config.worker.pipeline is not None:  # forked first, while this process has one thread and no connection
         stages = Stages.start(config, worker)
@@ -97,11 +110,15 @@ def run_worker(
             booted_s = time.monotonic() + _env_number(BOOT_ENV)
             # Until Faust takes the signals over.
             signal.signal(signal.SIGTERM, lambda *_: departure.leave_within(config.worker.drain_s, "sigterm"))
-            require_services(config, services)
-            topics.check(config, services)
+            with limit.lifted():
+                require_services(config, services)
+                topics.check(config, services)
             task = load_task(config) if stages is None else stages.task
             model = build(config, task, with_rows=False) if stages is None else stages.model
-            process = _WorkerProcess(config, services, worker, run_folder, departure, heartbeat, task, model, stages)
+            with limit.lifted():
+                process = _WorkerProcess(
+                    config, services, worker, run_folder, departure, heartbeat, task, model, stages, limit
+                )
             _wait_for_boot(booted_s, departure)
             return process.run()
     finally:
@@ -121,7 +138,7 @@ class Stages(NamedTuple):
     def start(cls, config: JobConfig, worker: int) -> Stages:
         """Fork the stages of one worker."""
         task = load_task(config)
-        model = build(config, task, with_rows=False)
+        model = build(config, task, with_rows=False, in_files=is_limited(config, worker))
         parts = cut(config, task, model.module, worker)
         in_flight = config.training.policy.batches_per_push
         return cls(task, model, parts, start_stages(config, task, model, parts, worker, in_flight=in_flight))
@@ -133,6 +150,7 @@ class _WorkerProcess:
     def __init__(
         self, config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure,
         heartbeat: Heartbeat, task: Task, model: FlatModel, stages: Stages | None,
+        limit: DataLimit,
     ) -> None:  # fmt: skip
         self._config, self._services = config, services
         self._worker = worker
@@ -140,7 +158,7 @@ class _WorkerProcess:
         self._departure = departure
         self._heartbeat = heartbeat
         self._task, self._model = task, model
-        self._stages = stages
+        self._stages, self._limit = stages, limit
         self._computer = GradientComputer(task, model)
         self._fingerprint = fingerprint(config, model)
         self._channel = WorkerChannel(config, services, worker)
@@ -148,7 +166,8 @@ class _WorkerProcess:
     def run(self) -> int:
         """Work until the end of the job; the exit code, as in `run_worker`."""
         try:
-            joined = self._join()
+            with self._limit.lifted():
+                joined = self._join()
             return 0 if joined is None else self._work(*joined)
         finally:
             self._channel.close()
@@ -185,7 +204,8 @@ class _WorkerProcess:
 
     def _work(self, welcome: Welcome, commands_offset: int) -> int:
         config, services, channel = self._config, self._services, self._channel
-        blobs = open_blobs(config, services, give_up=self._departure)
+        with self._limit.lifted():
+            blobs = open_blobs(config, services, give_up=self._departure)
         core = WorkerCore(
             welcome, max_pending=config.worker.max_pending_batches, now=time.monotonic(),
             market=os.environ.get(MARKET_ENV, ""), incarnation=incarnation(),
@@ -235,9 +255,11 @@ class _WorkerProcess:
         self, stages: Stages, blobs: Blobs, dead_letters: DeadLetters, scope: str
     ) -> PipelineGradientEngine:
         config, model = self._config, self._model
+        # Finding the values that are not zero takes three times their memory.
+        sparse_below = None if is_limited(config, self._worker) else model.num_parameters
         return PipelineGradientEngine(
             config, stages.processes, guard=Guard(config, self._task, self._computer), computer=self._computer,
-            compressor=Compressor(scope, model.num_parameters), blobs=blobs, dead_letters=dead_letters,
+            compressor=Compressor(scope, sparse_below), blobs=blobs, dead_letters=dead_letters,
             departure=self._departure, task_log=TaskLog(self._run_folder / "pipeline" / f"worker-{self._worker}.jsonl"),
             check=partial(check_with_samples, self._task, model.module, stages.parts), scope=scope,
         )  # fmt: skip

@@ -42,6 +42,7 @@ from doll.consumers.protocol.worker_core import (
 from doll.consumers.tables.row_client import RowClient
 from doll.errors import DollError, RecordError, ServiceUnavailableError, TaskError
 from doll.kafka.chunk_reader import Chunk, ChunkReader
+from doll.process.data_limit import out_of_memory
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
 from doll.records.control import Announce, AnyRecord, GetRows, Grant, Hello, Nack, Push, RowsStored, Welcome, decode
@@ -285,6 +286,7 @@ class WorkerRuntime:
 
     def _fail(self, error: Exception, what: str = "") -> None:
         """End because the engine, or `what` it has computed, has failed."""
+        error = out_of_memory(error, self._config.worker.memory_bytes) or error
         if isinstance(error, DollError):
             place = f"{what}: " if what and not isinstance(error, ServiceUnavailableError) else ""
             self.exit.request(error.exit_code if isinstance(error, TaskError) else 1, f"{place}{error}")

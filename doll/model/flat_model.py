@@ -14,6 +14,9 @@ checksum in the fingerprint tells whether all have the same (docs/architecture.m
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -24,6 +27,7 @@ from isal import isal_zlib
 from doll.config import JobConfig
 from doll.config.fingerprint import make_fingerprint
 from doll.errors import ConfigError
+from doll.model.file_memory import large_tensors_in_files, zeros_in_file
 from doll.model.without_tables import build_without_tables
 from doll.tables.embedding_tables import EmbeddingTables
 from doll.task.base import Task, described
@@ -48,6 +52,7 @@ class FlatModel:
     def __init__(
         self, module: torch.nn.Module, tables: EmbeddingTables | None = None, *, device: str = "cpu",
         may_be_empty: bool = False, grad: torch.Tensor | None = None,
+        zeros: Callable[[int], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Move the module's trainable parameters and buffers into one flat tensor.
 
@@ -56,6 +61,7 @@ class FlatModel:
             device: of the flat tensors; the module's frozen parameters must be there.
             may_be_empty: it is a part of a model, and need not have a trainable parameter.
             grad: of a model that is the same: the gradients of both are in it, of one at a time.
+            zeros: makes the flat tensors, float32, shape (n,); default: memory of `device`.
 
         Raises:
             ConfigError: no trainable parameter and no table, or a parameter that is not float32.
@@ -78,8 +84,9 @@ class FlatModel:
         ends = [_round_up_to_even(self.num_floats)]
         for _, tensor in others:
             ends.append(ends[-1] + _round_up_to_even(-(-tensor.numel() * tensor.element_size() // 4)))
-        self.flat = torch.zeros(ends[-1] if others else self.num_floats, dtype=torch.float32, device=device)
-        self.grad = torch.zeros_like(self.flat) if grad is None else grad
+        self._zeros = zeros or partial(torch.zeros, dtype=torch.float32, device=device)
+        self.flat = self._zeros(ends[-1] if others else self.num_floats)
+        self.grad = self._zeros(len(self.flat)) if grad is None else grad
         at = 0
         for _, tensor in [*parameters, *buffers]:
             here = slice(at, at + tensor.numel())
@@ -101,6 +108,12 @@ class FlatModel:
     def num_table_values(self) -> int:
         """Numbers in all rows of the tables."""
         return 0 if self.tables is None else sum(rows * width for rows, width in self.tables.shapes.values())
+
+    def copied(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """A copy of `values`, shape (n,), in memory of the kind that the model has."""
+        copy: npt.NDArray[np.float32] = self._zeros(len(values)).numpy()
+        copy[:] = values
+        return copy
 
     def load_weights(self, weights: npt.NDArray[np.float32]) -> None:
         """Copy `weights`, float32, shape (numel,), into the model.
@@ -143,12 +156,13 @@ def _round_up_to_even(number: int) -> int:
     return number + number % 2
 
 
-def build(config: JobConfig, task: Task, *, with_rows: bool = True) -> FlatModel:
+def build(config: JobConfig, task: Task, *, with_rows: bool = True, in_files: bool = False) -> FlatModel:
     """The task's model, the same in every process of the job: the seed is set before it is built.
 
     Args:
         with_rows: have the first rows of its tables, as the server and `doll export` need them; else no memory is taken
             for them, where that is possible.
+        in_files: the memory of its tensors is files (`doll.model.file_memory`).
 
     Raises:
         ConfigError: the task does not fit the policy, its `build_model` fails, or its model cannot be trained here or
@@ -162,7 +176,8 @@ def build(config: JobConfig, task: Task, *, with_rows: bool = True) -> FlatModel
         )
     torch.manual_seed(config.seed)
     try:
-        module = task.build_model() if with_rows else build_without_tables(task.build_model)
+        with large_tensors_in_files() if in_files else nullcontext():
+            module = task.build_model() if with_rows else build_without_tables(task.build_model)
     except Exception as exc:  # the user's code may raise anything
         raise ConfigError(f"{config.task.cls}.build_model() failed: {described(exc)}") from exc
     if not isinstance(module, torch.nn.Module):
@@ -179,7 +194,7 @@ def build(config: JobConfig, task: Task, *, with_rows: bool = True) -> FlatModel
             f"and buffers (Redis takes no more in one value), got {size_bytes / 1e6:.0f} MB: freeze a part of it "
             "(requires_grad_(False)), make embeddings tables (sparse=True), or train a smaller one"
         )
-    return FlatModel(module, tables)
+    return FlatModel(module, tables, zeros=zeros_in_file if in_files else None)
 
 
 def _take_tables(config: JobConfig, task: Task, module: torch.nn.Module) -> EmbeddingTables | None:

@@ -28,6 +28,7 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _MAX_SUM: Final = 1e38  # well below the largest float32
+_PIECE: Final = 1 << 18  # numbers; their float64 fit into a cache
 _NONE: Final = (-1, -1)  # (term, version)
 
 
@@ -130,17 +131,23 @@ class GradientComputer:
     def stepped_by(self, gradient: Gradient, rate: float) -> Iterator[None]:
         """Meanwhile the parameters are `rate` times `gradient` further on."""
         parameters = slice(self._model.num_parameters)
-        before = self.weights[parameters].copy()
+        before = self._model.copied(self.weights[parameters])
         try:
             with ExitStack() as stack:
                 if self._model.tables is not None:
                     stack.enter_context(self._model.tables.stepped_by(gradient.rows, rate))
                 with np.errstate(over="ignore", invalid="ignore"):
-                    step = rate * gradient.values[parameters].astype(np.float64)
-                    self.weights[parameters] += step.astype(np.float32)
+                    for at in range(0, self._model.num_parameters, _PIECE):
+                        part = slice(at, min(at + _PIECE, self._model.num_parameters))
+                        step = rate * gradient.values[part].astype(np.float64)
+                        self.weights[part] += step.astype(np.float32)
                 yield
         finally:
             self.weights[parameters] = before
+
+    def kept(self, gradient: Gradient) -> Gradient:
+        """`gradient` with its values in other memory than the model's, which the next one overwrites."""
+        return gradient._replace(values=self._model.copied(gradient.values))
 
     def new_sum(self) -> GradientSum:
         """For the gradients of one set."""

@@ -100,7 +100,7 @@ class Guard:
             if problem:
                 rejected = self._failing(here, problem)
             elif gradient is not None and self.is_unusual(gradient, len(here.x)):
-                gradient = gradient._replace(values=gradient.values.copy())  # probes overwrite the original
+                gradient = self._computer.kept(gradient)  # probes overwrite the original
                 rejected = self._spikes(here) if self._may_do_harm(gradient) else {}
             if not rejected and gradient is not None:
                 self.learned(gradient, here)

@@ -1,6 +1,6 @@
 """`GradientEngine` of a virtual worker: batches go through a pipeline of stages, several at once.
 
-One thread does what `doll.pipeline.runtime.virtual_worker` says: it reads weights into the memory that the stages
+One thread does what `doll.pipeline.runtime.virtual_worker` says: it reads weights into the file that the stages
 share, sends samples to the first stage, judges the gradients that come back, and stores the sum of each wave's steps.
 """
 
@@ -130,6 +130,7 @@ class PipelineGradientEngine:
         self._clip_norm = math.inf if config.training.clip_norm is None else config.training.clip_norm
         self._stage_timeout_s = pipeline.stage_timeout_s
         self._stages = stages
+        self._pulled, self._pushed = stages.shared.pulled.mapped(), stages.shared.pushed.mapped()
         self._guard = guard
         self._computer = computer
         self._compressor = compressor
@@ -359,12 +360,12 @@ class PipelineGradientEngine:
         numel = self._computer.weights.size
         values = stored_weights(self._blobs, weights.key, job=self._scope, version=weights.version, numel=numel)
         if values is not None:
-            self._stages.shared.pulled[:] = values  # which all stages have read that were to use those before
+            self._pulled[:] = values  # which all stages have read that were to use those before
         self._do(self._core.pulled(weights, is_there=values is not None))
 
     def _stored(self, until: int | None) -> None:
         if until is None:
-            self._computer.load(self._stages.shared.pushed)
+            self._computer.load(self._pushed)
             self._do(self._core.stored(None))
             self._inspect()
             return
@@ -374,7 +375,7 @@ class PipelineGradientEngine:
         is_rest = self._rest is not None and self._rest[0] == until
         key = gradient_key(self._scope, grant.term, grant.grant_ids[0]) + (":rest" if is_rest else "")
         begun_s = self._clock()
-        parts = self._compressor.compress(self._stages.shared.pushed, version=wave.version, rows={})
+        parts = self._compressor.compress(self._pushed, version=wave.version, rows={})
         self._blobs.put(key, parts, self._ttl_s)
         fault_point("worker.after_blob")
         store_s = self._clock() - begun_s
@@ -434,7 +435,7 @@ class PipelineGradientEngine:
 
     def _accept(self, flight: Flight, gradient: Gradient, n: int) -> None:
         if self._check is not None:
-            self._computer.load(self._stages.shared.pulled)
+            self._computer.load(self._pulled)
             self._check(flight.samples.few().x, batch=flight.batch.number)
             self._check = None
         scale = 1.0 if self._takes_sum else 1.0 / n

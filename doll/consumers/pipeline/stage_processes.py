@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import mmap
 import os
 import selectors
 import signal
@@ -20,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
-import numpy as np
 import torch
 
 import doll
@@ -28,13 +26,15 @@ from doll.config import JobConfig
 from doll.config.pipeline import PipelineConfig
 from doll.errors import ConfigError, DollError, TaskError
 from doll.local.processes import die_with_parent
+from doll.model.file_memory import forget_pages
 from doll.model.flat_model import FlatModel, fingerprint
 from doll.pipeline.links.device import open_device
 from doll.pipeline.links.link import LinkClosedError, StageLink, shared_pair, socket_pair
 from doll.pipeline.profiling.layers import Layer
 from doll.pipeline.runtime.messages import Failed, Ready, Stop, decode, encode
 from doll.pipeline.runtime.stage import Stage
-from doll.pipeline.runtime.stage_process import Links, SharedMemory, StageProcess
+from doll.pipeline.runtime.stage_process import Links, SharedVectors, StageProcess
+from doll.pipeline.runtime.vectors import VectorFile
 from doll.process.memory import return_freed_memory
 from doll.task.base import Task
 from doll.telemetry import get_logger
@@ -62,7 +62,7 @@ class StageProcesses:
     pids: tuple[int, ...]  # their processes, first stage first
     controls: tuple[StageLink, ...]  # one link to each
     chain: StageLink  # to the first stage
-    shared: SharedMemory  # weights that are pulled, steps that are pushed
+    shared: SharedVectors
 
     def wait_until_ready(self, expected: str, within_s: float = _READY_S) -> None:
         """Wait until all stages run, and run what this process runs.
@@ -168,7 +168,7 @@ def start_stages(
     """
     pipeline = config.worker.pipeline
     assert pipeline is not None
-    shared = SharedMemory(*(_shared_vector(model.flat.numel()) for _ in range(2)))
+    shared = SharedVectors(*(VectorFile(model.flat.numel()) for _ in range(2)))
     controls = [socket_pair() for _ in parts]
     chain = [
         shared_pair(in_flight + 2, _SEGMENT_BYTES) for _ in parts
@@ -205,6 +205,18 @@ def start_stages(
     return stages
 
 
+def is_limited(config: JobConfig, worker: int) -> bool:
+    """Whether the memory of this worker's processes is limited, or that of one of its stages' devices.
+
+    Then the worker's process returns what it frees too, since what is free of its heap would be its stages', and has
+    the undivided model in files.
+    """
+    pipeline = config.worker.pipeline
+    if config.worker.memory_bytes is not None or pipeline is None:
+        return config.worker.memory_bytes is not None
+    return any(device.memory_bytes is not None for device in pipeline.devices_of(worker))
+
+
 def stage_fingerprint(config: JobConfig, model: FlatModel) -> str:
     """What must agree between the stages of a worker: the job, the model, DOLL and torch."""
     return f"doll {doll.__version__}, torch {torch.__version__}, {fingerprint(config, model)}"
@@ -217,17 +229,22 @@ def _maker(
     def make() -> Stage:
         torch.manual_seed(config.seed + 1_000 * (worker + 1) + number)  # stages draw different numbers
         modules = [layer.module for layer in layers]
-        device = open_device(pipeline.devices_of(worker)[number].device)
-        return Stage(
+        settings = pipeline.devices_of(worker)[number]
+        device = open_device(settings.device)
+        stage = Stage(
             task, model, modules, training=config.training, slots=in_flight, is_first=number == 0,
             is_last=number == pipeline.stages - 1, device=device,
+            is_limited=settings.memory_bytes is not None or config.worker.memory_bytes is not None,
         )  # fmt: skip
+        if is_limited(config, worker):
+            forget_pages(model.flat)  # this process had a look at its own part of it
+        return stage
 
     return make
 
 
 def _become_stage(
-    parent: int, make: Callable[[], Stage], links: Links, ends: Sequence[StageLink], shared: SharedMemory, number: int,
+    parent: int, make: Callable[[], Stage], links: Links, ends: Sequence[StageLink], shared: SharedVectors, number: int,
     expected: str, pipeline: PipelineConfig, worker: int, config: JobConfig,
 ) -> NoReturn:  # fmt: skip
     code = 1
@@ -238,7 +255,7 @@ def _become_stage(
             if id(end) not in own:
                 end.forget()
         device = pipeline.devices_of(worker)[number]
-        if device.memory_bytes is not None:
+        if device.memory_bytes is not None or config.worker.memory_bytes is not None:
             return_freed_memory()
         gc.freeze()  # what the worker has made stays shared with it
         process = StageProcess(
@@ -255,10 +272,6 @@ def _become_stage(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def _shared_vector(numel: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    return np.frombuffer(mmap.mmap(-1, max(1, numel) * 4), np.float32)[:numel]
 
 
 def _has_ended(pid: int, *, wait: bool = False) -> bool:

@@ -34,23 +34,20 @@ class DoesNotFitError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRule:
-    """Memory of a stage with weights of W bytes and activations of A: W (1 + opt) + m A + versions W, and, where a
-    rule has them, inputs, temporaries and reserved bytes.
+    """Memory of a stage with weights of W bytes and activations of A: W (1 + opt) + m (W + A), and, where a rule has
+    them, inputs, temporaries and reserved bytes.
 
     m is the number of minibatches between their forward and backward pass: N_m, and 1 at the last stage, which does
     both at once. N_m is reached at the other stages with some times of theirs.
 
     Attributes:
         optimizer_multiplier: opt, arrays of the weights' size besides the weights: gradients, the optimizer's state.
-        stash_last: versions of the weights that the last stage keeps, at most N_m; default: 1, as in the paper. All
-            others keep N_m.
         inputs: whether the inputs of N_m minibatches are counted, which wait or are kept; not in the paper.
         temporaries: arrays of the size of the largest input or output of the stage's layers.
         reserved_bytes: what each stage takes besides.
     """
 
     optimizer_multiplier: float
-    stash_last: int | None = None
     inputs: bool = False
     temporaries: float = 0.0
     reserved_bytes: float = 0.0
@@ -62,8 +59,7 @@ class MemoryRule:
             in_flight: N_m.
         """
         kept = 1 if is_last else in_flight
-        versions = min(self.stash_last, in_flight) if is_last and self.stash_last is not None else kept
-        weights = (1.0 + self.optimizer_multiplier + versions) * size.parameter_bytes
+        weights = (1.0 + self.optimizer_multiplier + kept) * size.parameter_bytes
         activations = kept * size.activation_bytes + (in_flight * size.input_bytes if self.inputs else 0.0)
         return weights + activations + self.temporaries * size.largest_bytes + self.reserved_bytes
 

@@ -12,38 +12,43 @@ from doll.config import AdagradConfig, AdamConfig, JobConfig, OptimizerConfig, S
 from doll.errors import ConfigError
 from doll.pipeline.planner.partition import MemoryRule, Partitioning, partition_in_order
 from doll.pipeline.profiling.profile import Device, Network, Profile
-from doll.pipeline.runtime.virtual_worker import MAX_WAVES_BEHIND
 
-# Arrays of the size of the stage's weights, beside the weights themselves and the copies for minibatches in flight: the
-# gradient (where the optimizer's sum is too), one layer's on its way into it, the steps of the wave under way, those of
-# the waves that the version in use does not hold yet, and what the worker shares with it: half of the memory for
-# versions that are pulled, and of that for steps that are pushed.
-_COPIES: Final = 4 + MAX_WAVES_BEHIND + 1
+# Arrays of the size of the stage's weights, beside the weights and their copies for minibatches in flight, of a stage
+# whose memory is limited: the gradient, where the optimizer's sum is too, and one layer's on its way into it.
+_COPIES: Final = 2
 # Of the largest input or output of a layer, beside what is kept for the backward pass: the output, gradients on their
 # way through a layer (3), and two messages in each direction on both links, of which the neighbours have half (4).
 _TEMPORARIES: Final = 8
 _SCRATCH_BYTES: Final = 24_000_000  # what BLAS keeps, and small arrays
 
 
-def live_rule(optimizer: OptimizerConfig, in_flight: int) -> MemoryRule:
-    """The rule for N_m minibatches in flight.
+def live_rule(optimizer: OptimizerConfig) -> MemoryRule:
+    """What a stage whose memory is limited takes at most.
 
-    Unlike in the paper, the last stage keeps N_m copies of its weights too: it is N_m - 1 minibatches ahead of what the
-    first stage has completed, and makes their steps only when the first stage does. The inputs of as many may wait at
-    each stage.
+    The last stage keeps one copy of its weights, as in the paper. The inputs of N_m minibatches may wait at each stage.
     """
+    return MemoryRule(
+        _COPIES + num_states(optimizer), inputs=True, temporaries=_TEMPORARIES, reserved_bytes=_SCRATCH_BYTES
+    )
+
+
+def paper_rule(optimizer: OptimizerConfig) -> MemoryRule:
+    """The paper's: weights, gradient, the optimizer's state, and for each minibatch in flight weights and activations;
+    without what an interpreter and its libraries take."""
+    return MemoryRule(1 + num_states(optimizer))
+
+
+def num_states(optimizer: OptimizerConfig) -> int:
+    """Arrays of the weights' size that the optimizer keeps."""
     match optimizer:
         case AdamConfig():
-            state = 2
+            return 2
         case AdagradConfig(momentum=momentum):
-            state = 2 if momentum else 1
+            return 2 if momentum else 1
         case SgdConfig(momentum=momentum):
-            state = 1 if momentum else 0
+            return 1 if momentum else 0
         case _:
-            state = 2
-    return MemoryRule(
-        _COPIES + state, stash_last=in_flight, inputs=True, temporaries=_TEMPORARIES, reserved_bytes=_SCRATCH_BYTES
-    )
+            return 2
 
 
 def partition_by_profile(config: JobConfig, worker: int) -> tuple[Profile, Partitioning]:
@@ -71,5 +76,5 @@ def partition_by_profile(config: JobConfig, worker: int) -> tuple[Profile, Parti
         )
         for number, device in enumerate(pipeline.devices_of(worker), 1)
     ]  # fmt: skip
-    rule = live_rule(config.training.optimizer, in_flight)
+    rule = live_rule(config.training.optimizer)
     return profile, partition_in_order(profile, devices, Network(), in_flight=in_flight, memory=rule)

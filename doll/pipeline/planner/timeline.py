@@ -111,7 +111,6 @@ class Timeline:
         parameter_bytes: float,
         activation_bytes: float,
         optimizer_multiplier: float,
-        stash_last: int | None = None,
     ) -> Steps:
         """Bytes of this stage over time: W (1 + opt), and W + A for each minibatch in flight.
 
@@ -119,12 +118,9 @@ class Timeline:
             parameter_bytes: W of this stage.
             activation_bytes: A of this stage, of one minibatch.
             optimizer_multiplier: opt, arrays of W's size besides W.
-            stash_last: versions of W that the last stage keeps all the time; default: one for each minibatch in flight.
         """
         fixed = parameter_bytes * (1.0 + optimizer_multiplier)
         each = activation_bytes + parameter_bytes
-        if stash_last is not None and stage == self.num_stages - 1:
-            fixed, each = fixed + stash_last * parameter_bytes, activation_bytes
         return [(0.0, fixed)] + [(at_s, fixed + count * each) for at_s, count in self.in_flight_steps(stage)]
 
 

@@ -10,9 +10,11 @@ which differs where samples are refused.
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ from doll.task.base import Task, stack
 
 _TOLERANCE: Final = 1e-6
 _GRADIENT_TOLERANCE: Final = 1e-4
+_PIECE: Final = 1 << 18  # numbers; their float64 fit into a cache
 
 
 class Layer(NamedTuple):
@@ -235,12 +238,34 @@ def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, flo
         return {}
     # Not ones: behind a softmax the sum is always the same.
     weights = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64).reshape(output.shape).to(output.dtype)
-    gradients = torch.autograd.grad(output, list(parameters.values()), weights, allow_unused=True)
-    return {
-        name: (float(gradient.double().norm()), float(gradient.double().sum()))
-        for name, gradient in zip(parameters, gradients, strict=True)
-        if gradient is not None
-    }
+    found: dict[str, tuple[float, float]] = {}
+
+    def take(name: str, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None  # one at a time: together they are as large as the model
+        assert gradient is not None
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        squares = total = 0.0
+        flat = values.reshape(-1)
+        for at in range(0, len(flat), _PIECE):
+            exact = flat[at : at + _PIECE].double()
+            squares, total = squares + float(exact.square().sum()), total + float(exact.sum())
+        found[name] = (math.sqrt(squares), total)
+
+    kept = [(parameter, parameter.grad) for parameter in parameters.values()]
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
+        for name, parameter in parameters.items()
+    ]
+    try:
+        for parameter in parameters.values():
+            parameter.grad = None
+        torch.autograd.backward(output, weights, inputs=list(parameters.values()))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+    return {name: found[name] for name in parameters if name in found}
 
 
 def _through(task: Task, name: str, layers: Sequence[Layer], h: Any) -> Any:

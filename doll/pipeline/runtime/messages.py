@@ -60,7 +60,7 @@ class Settle(_Message, frozen=True):
     Attributes:
         commits: come first.
         forget_from: the steps of this batch and later ones are void; None: none are.
-        store: write the sum of the steps of the wave that ends below this batch to the shared memory; None: nothing.
+        store: write the sum of the steps of the wave that ends below this batch to the shared file; None: nothing.
         show: write the weights with all own steps there.
         version, included: as in `Forward`, where a stage before has failed on a minibatch that was to be computed on
             them; -1: none has.
@@ -120,14 +120,14 @@ class Ready(_Message, frozen=True):
 
 
 class Adopted(_Message, frozen=True):
-    """The weights in the shared memory are in use at this stage: it does not read them there again."""
+    """The weights in the shared file are in use at this stage: it does not read them there again."""
 
     stage: int
     version: int
 
 
 class Stored(_Message, frozen=True):
-    """What `Settle` asked for is in the shared memory; `until` is its `store`, None for `show`."""
+    """What `Settle` asked for is in the shared file; `until` is its `store`, None for `show`."""
 
     stage: int
     until: int | None

@@ -1,9 +1,13 @@
 """One stage of a virtual worker: a part of the model, on one device, with the weights of the minibatches in flight.
 
 The stage's own weights are the last version that was adopted, with the worker's own steps. A minibatch gets a copy of
-them in its slot, so that its backward pass uses what its forward pass used. After it, the slot holds the gradient,
-until the coordinator has judged the minibatch and each stage steps on its part. All stages step in the same order, so
-a minibatch sees one version of the weights at all of them (vertical sync; the HetPipe paper, section 4).
+them, a replica, so that its backward pass uses what its forward pass used. After it, the gradient waits in the
+minibatch's slot until the coordinator has judged the minibatch and each stage steps on its part. All stages step in the
+same order, so a minibatch sees one version of the weights at all of them (vertical sync; the HetPipe paper, section 4).
+
+Memory: the weights, the gradient, the optimizer's state, and a replica for each minibatch between its two passes, as
+the paper counts; the last stage, and each with one minibatch in flight, needs no replica. Gradients that wait and the
+steps of waves are in `doll.pipeline.runtime.vectors`.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any, Final, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -25,9 +29,11 @@ from doll.optim.optimizer import Optimizer, square_length
 from doll.pipeline.links.device import Sent, StageDevice, as_received, crossing_problem, is_differentiable
 from doll.pipeline.profiling.layers import only_calls
 from doll.pipeline.runtime.messages import Commit
+from doll.pipeline.runtime.vectors import PIECE, VectorFile, Vectors, VectorsInFile, VectorsInMemory, pieces
 from doll.task.base import Task
 
 Array = npt.NDArray[Any]
+_NOTHING: Final = torch.zeros(0)
 
 
 class VectorRange(NamedTuple):
@@ -107,14 +113,18 @@ class StageGradient(NamedTuple):
 
 
 class _Wave(NamedTuple):
+    """The sum of the steps of a wave, below batch `until`, in vector `number`."""
+
     until: int
-    steps: torch.Tensor
+    number: int
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """What autograd needs of one minibatch."""
+    """What one minibatch needs between its passes."""
 
+    replica: FlatModel
+    buffers: torch.Tensor  # before its forward pass
     input: torch.Tensor
     output: torch.Tensor | Sent  # of the last stage: its own, then the loss
     num_samples: int
@@ -125,12 +135,13 @@ class Stage:
 
     def __init__(
         self, task: Task, whole: FlatModel, layers: Sequence[torch.nn.Module], *, training: TrainingConfig, slots: int,
-        is_first: bool, is_last: bool, device: StageDevice,
+        is_first: bool, is_last: bool, device: StageDevice, is_limited: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
             whole: the undivided model; `layers` are a part of its module, and leave it.
             slots: N_m, minibatches in flight.
+            is_limited: the device's memory is: what the stage does not compute with is in a file.
 
         Raises:
             ConfigError: a parameter is not in the model's vector.
@@ -145,14 +156,17 @@ class Stage:
         self._local = FlatModel(module, device=device.name, may_be_empty=True)
         self.ranges: tuple[VectorRange, ...] = ranges_of(self._local, homes)
         self._optimizer = Optimizer(self._local, training.optimizer, sum_in=self._local.grad)
-        # One backward pass at a time: they share the gradient.
-        self._replicas = [
-            FlatModel(_replica(module), device=device.name, may_be_empty=True, grad=self._local.grad)
-            for _ in range(slots)
-        ]
+        # Free ones; there are as many as were needed at once. A minibatch needs no copy where nothing steps on the
+        # weights or adopts others between its passes: the last stage does both at once.
+        self._replicas = [self._local] if slots == 1 or is_last else []
         self._in_flight: dict[int, _InFlight] = {}
         self._buffer_squares: dict[int, float] = {}
-        self._wave: torch.Tensor | None = None  # steps of the wave under way
+        # By number: a slot's gradient below `slots`, then the steps of waves.
+        numel = self._local.flat.numel()
+        self._vectors: Vectors = VectorsInFile(numel) if is_limited else VectorsInMemory(numel, device.name)
+        self._piece = torch.empty(min(PIECE, numel), dtype=torch.float32, device=device.name)
+        self._first_wave = slots  # number of a vector
+        self._wave: int | None = None  # of the wave under way; None: it has no steps
         self._waves: deque[_Wave] = deque()  # whole ones that the weights in use need not hold
         _warm_up()
 
@@ -163,24 +177,22 @@ class Stage:
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    def adopt(self, shared: npt.NDArray[np.float32], included: int) -> None:
+    def adopt(self, shared: VectorFile, included: int) -> None:
         """Use this stage's part of `shared`, with the own steps that it does not hold.
 
         Args:
-            shared: float32, shape (numel of the whole model,).
+            shared: as long as the whole model's vector.
             included: how many batches of this worker's stream it holds.
         """
         flat = self._local.flat.detach()
         for part in self.ranges:
-            source = torch.from_numpy(shared[part.there : part.there + part.length])
-            flat[part.here : part.here + part.length].copy_(source)
+            shared.read(part.there, flat[part.here : part.here + part.length])
         while self._waves and self._waves[0].until <= included:
-            self._waves.popleft()
-        n = self._local.num_parameters
-        for wave in self._waves:
-            flat[:n] += wave.steps[:n]
-        if self._wave is not None:
-            flat[:n] += self._wave[:n]
+            self._vectors.free(self._waves.popleft().number)
+        under_way = () if self._wave is None else (self._wave,)
+        for number in (*(wave.number for wave in self._waves), *under_way):
+            for piece in pieces(0, self._local.num_parameters):
+                flat[piece] += self._read(number, piece)
 
     def commit(self, commit: Commit) -> None:
         """Step on the gradient in the slot, or drop it; end the wave.
@@ -189,40 +201,64 @@ class Stage:
             DivergedError: a number of the weights or of the optimizer's state is not finite.
         """
         if commit.scale and commit.slot >= 0:
-            replica, n, floats = self._replicas[commit.slot], self._local.num_parameters, self._local.num_floats
-            weights, step = self._local.flat.detach(), replica.flat.detach()
-            self._optimizer.add(step)  # a copy, in the memory of the gradient: the slot is free
-            step[:n] = weights[:n]
+            weights, n = self.weights, self._local.num_parameters
+            gradient = self._local.grad
+            self._vectors.read(commit.slot, 0, gradient)
+            self._optimizer.add(gradient)  # where it is
+            # The slot has the weights before the step now, and behind them the buffers of the minibatch.
+            self._vectors.write(commit.slot, 0, weights[:n])
             self._optimizer.apply([], commit.scale, commit.num_samples)
-            torch.sub(weights[:n], step[:n], out=step[:n])
-            if self._wave is None:
-                self._wave = step.clone()
-            else:
-                self._wave[:floats] += step[:floats]
-                self._wave[floats:] = step[floats:]
+            self._add_to_wave(commit.slot)
+        if commit.slot >= 0:
+            self._vectors.free(commit.slot)
         if commit.ends_wave and self._wave is not None:
             self._waves.append(_Wave(commit.batch + 1, self._wave))
             self._wave = None
 
+    def _add_to_wave(self, before: int) -> None:
+        """Add the step to the wave's: from the parameters in vector `before` to those in use, and its buffers."""
+        is_first = self._wave is None
+        if self._wave is None:
+            taken = {wave.number for wave in self._waves}
+            self._wave = next(number for number in count(self._first_wave) if number not in taken)
+        n, floats, numel = self._local.num_parameters, self._local.num_floats, self._local.flat.numel()
+        for part in pieces(0, n):
+            step = self.weights[part] - self._read(before, part)
+            self._vectors.write(self._wave, part.start, step if is_first else step.add_(self._read(self._wave, part)))
+        for part in pieces(n, floats):
+            values = self._read(before, part)
+            self._vectors.write(
+                self._wave, part.start, values if is_first else values.clone().add_(self._read(self._wave, part))
+            )
+        for part in pieces(floats, numel):  # bytes: the last minibatch's
+            self._vectors.write(self._wave, part.start, self._read(before, part))
+
+    def _read(self, number: int, part: slice) -> torch.Tensor:
+        """`part` of vector `number`, until the next call."""
+        piece = self._piece[: part.stop - part.start]
+        self._vectors.read(number, part.start, piece)
+        return piece
+
     def forget(self, batch: int) -> None:
         """The steps of this batch and later ones are void. The weights are right again when a version is adopted."""
         while self._waves and self._waves[-1].until > batch:
-            self._waves.pop()
-        self._wave = None
+            self._vectors.free(self._waves.pop().number)
+        if self._wave is not None:
+            self._vectors.free(self._wave)
+            self._wave = None
 
-    def store(self, until: int, shared: npt.NDArray[np.float32]) -> None:
+    def store(self, until: int, shared: VectorFile) -> None:
         """Write the sum of the steps of the wave below `until` to its places in `shared`."""
-        steps = next((wave.steps for wave in self._waves if wave.until == until), None)
-        self._write(torch.zeros_like(self._local.flat) if steps is None else steps, shared)
-
-    def show(self, shared: npt.NDArray[np.float32]) -> None:
-        """Write the stage's own weights to their places in `shared`."""
-        self._write(self.weights, shared)
-
-    def _write(self, values: torch.Tensor, shared: npt.NDArray[np.float32]) -> None:
+        number = next((wave.number for wave in self._waves if wave.until == until), None)
         for part in self.ranges:
-            target = torch.from_numpy(shared[part.there : part.there + part.length])
-            target.copy_(values[part.here : part.here + part.length])
+            for piece in pieces(part.here, part.here + part.length):
+                values = torch.zeros(piece.stop - piece.start) if number is None else self._read(number, piece)
+                shared.write(part.there + piece.start - part.here, values)
+
+    def show(self, shared: VectorFile) -> None:
+        """Write the stage's own weights to their places in `shared`."""
+        for part in self.ranges:
+            shared.write(part.there, self.weights[part.here : part.here + part.length])
 
     # --- minibatches ------------------------------------------------------------------------------------------------
 
@@ -234,8 +270,13 @@ class Stage:
             TaskError: the output is nothing that the next stage can take, or `Task.forward` does something with it that
                 belongs behind the last stage.
         """
-        replica = self._replicas[slot]
-        replica.flat.detach().copy_(self.weights)
+        self.drop(slot)
+        replica = self._take_replica()
+        parameters, floats = self._local.num_parameters, self._local.num_floats
+        if replica is not self._local:
+            replica.flat.detach().copy_(self.weights)
+        buffers = self.weights[parameters:].clone()
+        self._in_flight[slot] = item = _InFlight(replica, buffers, _NOTHING, _NOTHING, num_samples)
         module = replica.module.train()
         n = num_samples
         if n == 1:
@@ -257,14 +298,13 @@ class Stage:
         if not self._is_last and (problem := crossing_problem(output)):
             raise TaskError(f"this stage {problem}: cut the model elsewhere (worker.pipeline.layers)")
         replica.restore_buffers()
-        parameters, floats = self._local.num_parameters, self._local.num_floats
-        change = replica.flat.detach()[parameters:floats] - self.weights[parameters:floats]
+        change = replica.flat.detach()[parameters:floats] - buffers[: floats - parameters]
         self._buffer_squares[slot] = square_length(change) if len(change) else 0.0
-        self._in_flight[slot] = _InFlight(received, output if self._is_last else Sent(output), n)
+        item.input, item.output = received, output if self._is_last else Sent(output)
         return output.detach()
 
     def loss(self, slot: int, y: Array) -> Loss:
-        """At the last stage: the loss, whose gradient `backward` then takes."""
+        """At the last stage: the loss, whose gradient `backward` then takes, before the next `forward`."""
         item = self._in_flight[slot]
         target = self.device.put(y)
         output = item.output
@@ -282,8 +322,8 @@ class Stage:
         Args:
             gradient: of the output; None at the last stage.
         """
-        item = self._in_flight.pop(slot)
-        replica = self._replicas[slot]
+        item = self._in_flight[slot]
+        replica = item.replica
         gradients = replica.grad
         gradients.zero_()
         if isinstance(item.output, Sent):
@@ -292,15 +332,29 @@ class Stage:
         elif item.output.requires_grad:
             torch.autograd.backward(item.output)
         flat, n, floats = replica.flat.detach(), self._local.num_parameters, self._local.num_floats
-        flat[:n] = gradients[:n]
         flat[n:floats] *= item.num_samples
-        squares = square_length(flat[:n]) if n else 0.0
-        return StageGradient(None if self._is_first else item.input.grad, squares, self._buffer_squares.pop(slot))
+        self._vectors.write(slot, 0, gradients[:n])
+        self._vectors.write(slot, n, flat[n:])
+        squares = square_length(gradients[:n]) if n else 0.0
+        result = StageGradient(None if self._is_first else item.input.grad, squares, self._buffer_squares[slot])
+        self.drop(slot)
+        return result
 
     def drop(self, slot: int) -> None:
-        """There will be no backward pass."""
-        self._in_flight.pop(slot, None)
+        """There will be no backward pass (any more)."""
+        item = self._in_flight.pop(slot, None)
+        if item is not None:
+            self._replicas.append(item.replica)
+            if item.replica is self._local:
+                self.weights[self._local.num_parameters :] = item.buffers
         self._buffer_squares.pop(slot, None)
+
+    def _take_replica(self) -> FlatModel:
+        if self._replicas:
+            return self._replicas.pop()
+        # One backward pass at a time: they share the gradient.
+        module = _replica(self._local.module)
+        return FlatModel(module, device=self.device.name, may_be_empty=True, grad=self._local.grad)
 
 
 def _warm_up() -> None:
@@ -310,8 +364,14 @@ def _warm_up() -> None:
 
 
 def _replica(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy, without the frozen parameters, which never change."""
-    return copy.deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
+    """A copy whose tensors have the same memory: frozen parameters keep it, and `FlatModel` moves the others."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        is_trained = parameter.requires_grad
+        memo[id(parameter)] = torch.nn.Parameter(parameter.detach()) if is_trained else parameter
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach()
+    return copy.deepcopy(module, memo)
 
 
 def _use_running_stats(module: torch.nn.Module) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
 from doll.errors import ConfigError, TaskError
@@ -38,6 +37,7 @@ from doll.pipeline.runtime.messages import (
     encode,
 )
 from doll.pipeline.runtime.stage import Stage
+from doll.pipeline.runtime.vectors import VectorFile
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -65,18 +65,18 @@ class Links:
 
 
 @dataclass(frozen=True)
-class SharedMemory:
-    """float32, shape (numel,) each, shared by all processes of a virtual worker: what is pulled, and what is pushed."""
+class SharedVectors:
+    """Vectors of the whole model, shared by all processes of a virtual worker: what is pulled, and what is pushed."""
 
-    pulled: npt.NDArray[np.float32]
-    pushed: npt.NDArray[np.float32]
+    pulled: VectorFile
+    pushed: VectorFile
 
 
 class StageProcess:
     """Runs one stage. `run` returns when the virtual worker has ended."""
 
     def __init__(
-        self, make_stage: Callable[[], Stage], links: Links, shared: SharedMemory, *, number: int, fingerprint: str,
+        self, make_stage: Callable[[], Stage], links: Links, shared: SharedVectors, *, number: int, fingerprint: str,
         slowdown: float = 1.0, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
         """

@@ -53,7 +53,7 @@ class WaveSplitError(DollError):
 
 @dataclass(frozen=True, slots=True)
 class PullWeights:
-    """Bring these weights into the memory that all stages read; report `pulled`. No stage reads older ones there."""
+    """Bring these weights into the file that all stages read; report `pulled`. No stage reads older ones there."""
 
     weights: Weights
 
@@ -144,7 +144,7 @@ class VirtualWorkerCore:
         self._commits: list[Commit] = []  # not sent yet
         self._results: deque[Done | Void] = deque()  # in order; `Done` of a wave that is not stored holds the rest up
         self._to_store: deque[Wave] = deque()  # waves that are complete; the first one may be under way
-        self._storing: Wave | None = None  # in the shared memory; not in `_to_store` any more where it is void
+        self._storing: Wave | None = None  # in the shared file; not in `_to_store` any more where it is void
         self._is_showing = False
         self._has_steps = False  # the wave under way
         self._members: list[Submitted] = []  # of the wave under way: the committed ones
@@ -155,7 +155,7 @@ class VirtualWorkerCore:
         self._last: tuple[Submitted, int] | None = None  # that was committed, and its version
         self._forget_from: int | None = None
         self._known: Weights | None = None  # the newest of this term
-        self._spare: Weights | None = None  # in the memory that the stages read, not in use
+        self._spare: Weights | None = None  # in the file that the stages read, not in use
         self._base: Weights | None = None  # of the minibatch that started last
         self._pulling: Weights | None = None
         self._is_adopted = True
@@ -173,7 +173,7 @@ class VirtualWorkerCore:
 
     @property
     def is_storing(self) -> bool:
-        """The shared memory is in use."""
+        """The shared file is in use."""
         return self._storing is not None or self._is_showing
 
     @property
@@ -271,7 +271,7 @@ class VirtualWorkerCore:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def pulled(self, weights: Weights, *, is_there: bool) -> list[Action]:
-        """The memory that all stages read holds these weights; or the blob store does not have them any more."""
+        """The file that all stages read holds these weights; or the blob store does not have them any more."""
         self._pulling = None
         if is_there and weights.term == self._term and self._known is not None:
             self._spare = weights
@@ -322,7 +322,7 @@ class VirtualWorkerCore:
         return self._advance()
 
     def pushed(self, until: int) -> list[Action]:
-        """The steps of this wave are in the blob store: the shared memory is free."""
+        """The steps of this wave are in the blob store: the shared file is free."""
         if self._storing is None or self._storing.until != until:
             raise ValueError(f"expected the wave that is stored, {self._storing}, to be pushed; got {until}")
         if self._to_store and self._to_store[0] is self._storing:

@@ -63,12 +63,11 @@ def _sizes(config: JobConfig, worker: int) -> list[tuple[float, float]]:
 
 def _memory(timeline: Timeline, sizes: Sequence[tuple[float, float]], config: JobConfig) -> list[Steps]:
     """Memory of each stage over time."""
-    in_flight = timeline.in_flight
-    rule = live_rule(config.training.optimizer, in_flight)
+    rule = live_rule(config.training.optimizer)
     return [
         timeline.memory_steps(
             stage, parameter_bytes=weights, activation_bytes=activations,
-            optimizer_multiplier=rule.optimizer_multiplier, stash_last=in_flight,
+            optimizer_multiplier=rule.optimizer_multiplier,
         )
         for stage, (weights, activations) in enumerate(sizes)
     ]  # fmt: skip

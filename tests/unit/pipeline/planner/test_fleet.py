@@ -272,6 +272,6 @@ def test_memory_is_counted_as_the_live_system_takes_it(profile_file: Path, tmp_p
     code, out, err = run(job, *arguments)
     assert code == 0, err
     stage = next(each for each in json.loads(out)["candidates"] if "workers" in each)["workers"][0]["stages"][0]
-    rule = live_rule(SgdConfig() if optimizer == "sgd" else AdamConfig(), 1)
+    rule = live_rule(SgdConfig() if optimizer == "sgd" else AdamConfig())
     size = PROFILE.size_of(0, len(LAYERS))
     assert stage["memory_bytes"] == rule.stage_bytes(size, in_flight=1, is_last=True)

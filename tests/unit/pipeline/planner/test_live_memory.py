@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
-from doll.pipeline.planner.profiled import live_rule
+from doll.pipeline.planner.profiled import live_rule, paper_rule
 from doll.pipeline.profiling.profile import StageSize
 
 
@@ -19,13 +19,16 @@ from doll.pipeline.profiling.profile import StageSize
     ],
 )
 def test_the_optimizers_state_is_counted(optimizer: OptimizerConfig, arrays: int) -> None:
-    plain = live_rule(SgdConfig(), 4)
-    assert live_rule(optimizer, 4).optimizer_multiplier == plain.optimizer_multiplier + arrays
+    plain = live_rule(SgdConfig())
+    assert live_rule(optimizer).optimizer_multiplier == plain.optimizer_multiplier + arrays
 
 
-def test_the_last_stage_keeps_a_copy_for_each_minibatch_in_flight_too() -> None:
-    size, rule = StageSize(1_000_000, 0, input_bytes=1_000, largest_bytes=5_000), live_rule(SgdConfig(), 4)
-    first = rule.stage_bytes(size, in_flight=4, is_last=False)
-    assert rule.stage_bytes(size, in_flight=4, is_last=True) == first
-    more = live_rule(SgdConfig(), 5).stage_bytes(size, in_flight=5, is_last=True)
-    assert more == first + 1_000_000 + 1_000  # a copy, and an input that waits
+def test_the_last_stage_has_one_copy_as_in_the_paper_and_the_inputs_that_wait() -> None:
+    size = StageSize(1_000_000, 0, input_bytes=1_000, largest_bytes=5_000)
+    rule, paper = live_rule(SgdConfig(momentum=0.9)), paper_rule(SgdConfig(momentum=0.9))
+    one, four = (rule.stage_bytes(size, in_flight=number, is_last=True) for number in (1, 4))
+    assert four == one + 3 * 1_000
+    others = [rule.stage_bytes(size, in_flight=number, is_last=False) for number in (1, 4)]
+    assert others[1] == others[0] + 3 * (1_000_000 + 1_000)
+    assert paper.stage_bytes(size, in_flight=4, is_last=False) == 7_000_000
+    assert paper.stage_bytes(size, in_flight=4, is_last=True) == 4_000_000

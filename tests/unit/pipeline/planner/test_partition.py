@@ -263,8 +263,6 @@ def test_memory_of_a_stage() -> None:
     size, rule = StageSize(100, 7, input_bytes=11, largest_bytes=13), MemoryRule(2.0)
     assert rule.stage_bytes(size, in_flight=4, is_last=False) == 300 + 28 + 400
     assert rule.stage_bytes(size, in_flight=4, is_last=True) == 300 + 7 + 100
-    assert MemoryRule(2.0, stash_last=4).stage_bytes(size, in_flight=4, is_last=True) == 300 + 7 + 400
-    assert MemoryRule(2.0, stash_last=4).stage_bytes(size, in_flight=2, is_last=True) == 300 + 7 + 200
     more = MemoryRule(2.0, inputs=True, temporaries=3.0, reserved_bytes=5.0)
     assert more.stage_bytes(size, in_flight=4, is_last=True) == 300 + 7 + 100 + 4 * 11 + 3 * 13 + 5
 
@@ -279,12 +277,11 @@ def test_the_size_of_a_stage() -> None:
     assert profile.size_of(3, 4) == (8, kept[3], 20, 20)
 
 
-def most_in_flight(profile: Profile, devices: Sequence[Device], *, stash: bool = False, limit: int = 64) -> int:
-    """Max_m: the most minibatches in flight that fit, up to `limit`. `stash`: the last stage keeps as many versions."""
+def most_in_flight(profile: Profile, devices: Sequence[Device], *, limit: int = 64) -> int:
+    """Max_m: the most minibatches in flight that fit, up to `limit`."""
     for count in range(1, limit + 1):
-        memory = MemoryRule(1.0, stash_last=count) if stash else PAPER
         try:
-            best_partition(profile, devices, Network(), in_flight=count, memory=memory)
+            best_partition(profile, devices, Network(), in_flight=count, memory=PAPER)
         except DoesNotFitError:
             return count - 1
     return limit
@@ -295,11 +292,9 @@ def test_the_most_minibatches_in_flight() -> None:
     # The first stage needs 200 + 110 N_m bytes, the last one 310.
     devices = devices_of(1, 1, memory_bytes=640)
     assert most_in_flight(profile, devices) == 4
-    assert most_in_flight(profile, devices, stash=True) == 4
     # The last stage needs 210 + 100 N_m bytes with a version for each minibatch: it is the one with less memory.
     unequal = [Device("small", memory_bytes=310), Device("large", memory_bytes=1e9)]
     assert most_in_flight(profile, unequal) == 64
-    assert most_in_flight(profile, unequal, stash=True) == 1
     assert most_in_flight(profile, devices_of(1, 1, memory_bytes=300)) == 0
 
 

@@ -202,7 +202,6 @@ def test_memory_over_time_follows_the_minibatches_in_flight() -> None:
     assert timeline.memory_steps(0, **sizes)[:3] == [(0.0, 30.0), (0.0, 43.0), (1.0, 56.0)]
     assert max(value for _, value in timeline.memory_steps(0, **sizes)) == 30.0 + 4 * 13.0
     assert max(value for _, value in timeline.memory_steps(3, **sizes)) == 30.0 + 13.0
-    assert max(value for _, value in timeline.memory_steps(3, **sizes, stash_last=4)) == 30.0 + 4 * 10.0 + 3.0
     assert timeline.memory_steps(0, **sizes)[-1] == (timeline.end_s, 30.0)
 
 

@@ -19,7 +19,8 @@ from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError
 from doll.pipeline.links.device import StageDevice
 from doll.pipeline.runtime.messages import Commit
-from doll.pipeline.runtime.stage import Stage
+from doll.pipeline.runtime.stage import Stage, StageGradient
+from doll.pipeline.runtime.vectors import VectorFile
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.task.base import Task
@@ -43,7 +44,9 @@ CUTS = {
 class Chain:
     """Stages of a model, driven by hand; `shared` is what they store."""
 
-    def __init__(self, task: Task, stops: Sequence[int], slots: int = 2, **training: Any) -> None:
+    def __init__(
+        self, task: Task, stops: Sequence[int], slots: int = 2, *, is_limited: bool = False, **training: Any
+    ) -> None:
         torch.manual_seed(0)
         self.task, self.training = task, TrainingConfig.model_validate(training or SGD)
         whole = FlatModel(task.build_model())
@@ -54,33 +57,39 @@ class Chain:
         self.stages = [
             Stage(
                 task, whole, layers[start:stop], training=self.training, slots=slots, is_first=start == 0,
-                is_last=stop == len(layers), device=StageDevice(),
+                is_last=stop == len(layers), device=StageDevice(), is_limited=is_limited,
             )
             for start, stop in zip(starts, stops, strict=True)
         ]  # fmt: skip
-        self.shared = np.zeros_like(self.first_weights)
+        self.results: dict[int, StageGradient] = {}  # of the last stage, by slot
+        self.file = VectorFile(len(self.first_weights))
+        self.shared = self.file.mapped()
 
     def adopt(self, weights: Array, included: int = 0) -> None:
+        self.shared[:] = weights
         for stage in self.stages:
-            stage.adopt(weights, included)
+            stage.adopt(self.file, included)
+        self.shared[:] = 0.0
 
     def weights(self) -> Array:
         for stage in self.stages:
-            stage.show(self.shared)
+            stage.show(self.file)
         return self.shared.copy()
 
     def forward(self, slot: int, x: Array, y: Array) -> Any:
         h = x
         for stage in self.stages:
             h = stage.device.get(stage.forward(slot, h, len(x)))
-        return self.stages[-1].loss(slot, y)
+        loss = self.stages[-1].loss(slot, y)
+        self.results[slot] = self.stages[-1].backward(slot, None)
+        return loss
 
     def backward(self, slot: int) -> tuple[float, float]:
         """Norm of the gradient, and of the change of the buffers."""
-        gradient, squares, changes = None, 0.0, 0.0
-        for stage in reversed(self.stages):
-            result = stage.backward(slot, gradient)
-            gradient = None if result.of_input is None else stage.device.get(result.of_input)
+        result = self.results.pop(slot)
+        squares, changes = result.squares, result.buffer_squares
+        for stage in reversed(self.stages[:-1]):
+            result = stage.backward(slot, None if result.of_input is None else stage.device.get(result.of_input))
             squares, changes = squares + result.squares, changes + result.buffer_squares
         return squares**0.5, changes**0.5
 
@@ -88,7 +97,10 @@ class Chain:
         """What is in the slots."""
         values = np.zeros_like(self.first_weights)
         for stage in self.stages:
-            stage._write(stage._replicas[slot].flat.detach(), values)
+            waiting = torch.zeros(len(stage.weights))
+            stage._vectors.read(slot, 0, waiting)
+            for part in stage.ranges:
+                values[part.there : part.there + part.length] = waiting[part.here : part.here + part.length]
         return values
 
     def commit(self, batch: int, slot: int, *, scale: float, n: int, ends_wave: bool = False) -> None:
@@ -97,7 +109,7 @@ class Chain:
 
     def store(self, until: int) -> Array:
         for stage in self.stages:
-            stage.store(until, self.shared)
+            stage.store(until, self.file)
         return self.shared.copy()
 
 
@@ -167,12 +179,15 @@ def test_each_number_of_the_model_is_at_one_stage() -> None:
 
 
 def test_frozen_parameters_are_there_once() -> None:
-    chain = Chain(Net(), [2, 8], 3)
-    modules = [replica.module for replica in chain.stages[1]._replicas] + [chain.stages[1]._local.module]
+    chain = Chain(Net(), [2, 7, 8], 3)
+    middle = chain.stages[1]
+    for slot in range(3):
+        chain.forward(slot, *samples(chain.task, slot, 4))
+    modules = [item.replica.module for item in middle._in_flight.values()] + [middle._local.module]
     frozen = {p.data_ptr() for module in modules for p in module.parameters() if not p.requires_grad}
     trainable = {p.data_ptr() for module in modules for p in module.parameters() if p.requires_grad}
     assert len(frozen) == 2
-    assert len(trainable) == 4 * 4
+    assert len(trainable) == 4 * 2
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -187,10 +202,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("in_flight", [1, 3])
-def test_the_sum_of_a_waves_steps_is_that_of_an_undivided_worker(name: str, in_flight: int) -> None:
+@pytest.mark.parametrize(("in_flight", "is_limited"), [(1, False), (3, False), (1, True), (3, True)])
+def test_the_sum_of_a_waves_steps_is_that_of_an_undivided_worker(name: str, in_flight: int, is_limited: bool) -> None:
     """Minibatch p is computed on the steps up to p - N_m; the undivided worker computes it on the same numbers."""
-    chain = Chain(Net(), [2, 5, 8], in_flight, **OPTIMIZERS[name])
+    chain = Chain(Net(), [2, 5, 8], in_flight, is_limited=is_limited, **OPTIMIZERS[name])
     undivided = Undivided(chain)
     wave = 3
     chain.adopt(chain.first_weights)
@@ -225,9 +240,10 @@ def undivided_view(undivided: Undivided, chain: Chain) -> Array:
     return undivided.computer.weights[: chain.num_parameters]
 
 
-def test_the_backward_pass_uses_the_weights_of_the_forward_pass() -> None:
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_the_backward_pass_uses_the_weights_of_the_forward_pass(is_limited: bool) -> None:
     """Other weights have been adopted and stepped on in between (the stash)."""
-    chain = Chain(Net(), [2, 5, 8], 2)
+    chain = Chain(Net(), [2, 5, 8], 2, is_limited=is_limited)
     computer = Undivided(chain).computer
     weights = chain.first_weights
     chain.adopt(weights)
@@ -251,9 +267,10 @@ def learn(chain: Chain, batch: int, *, ends_wave: bool = False, scale: float = 0
     chain.commit(batch, 0, scale=scale, n=8, ends_wave=ends_wave)
 
 
+@pytest.mark.parametrize("is_limited", [False, True])
 @pytest.mark.parametrize("included", [0, 2, 4])
-def test_weights_that_are_adopted_get_the_own_steps_that_they_lack(included: int) -> None:
-    chain = Chain(Net(), [2, 5, 8])
+def test_weights_that_are_adopted_get_the_own_steps_that_they_lack(included: int, is_limited: bool) -> None:
+    chain = Chain(Net(), [2, 5, 8], is_limited=is_limited)
     chain.adopt(chain.first_weights)
     for batch in range(5):
         learn(chain, batch, ends_wave=batch % 2 == 1)
@@ -267,8 +284,9 @@ def test_weights_that_are_adopted_get_the_own_steps_that_they_lack(included: int
     assert chain.weights()[n:].tobytes() == newer[n:].tobytes(), "statistics are the version's"
 
 
-def test_steps_that_are_void_are_forgotten() -> None:
-    chain = Chain(Net(), [2, 5, 8])
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_steps_that_are_void_are_forgotten(is_limited: bool) -> None:
+    chain = Chain(Net(), [2, 5, 8], is_limited=is_limited)
     chain.adopt(chain.first_weights)
     for batch in range(5):
         learn(chain, batch, ends_wave=batch % 2 == 1)
@@ -284,8 +302,9 @@ def test_steps_that_are_void_are_forgotten() -> None:
     assert chain.store(4).any()
 
 
-def test_what_is_dropped_changes_nothing() -> None:
-    chain = Chain(Net(), [2, 5, 8])
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_what_is_dropped_changes_nothing(is_limited: bool) -> None:
+    chain = Chain(Net(), [2, 5, 8], is_limited=is_limited)
     chain.adopt(chain.first_weights)
     learn(chain, 0, scale=0.0)
     chain.forward(0, *samples(chain.task, 1, 8))
@@ -313,6 +332,39 @@ def test_weights_that_are_not_finite_are_not_kept_quiet() -> None:
     chain.adopt(chain.first_weights)
     with pytest.raises(DivergedError):
         learn(chain, 0, scale=float("nan"))
+
+
+def test_limited_and_other_stages_compute_the_same_bits() -> None:
+    chains = [Chain(Images(), [2, 4, 6], 1, is_limited=each, **OPTIMIZERS["adam"]) for each in (False, True)]
+    for chain in chains:
+        chain.adopt(chain.first_weights)
+        for batch in range(5):
+            learn(chain, batch, ends_wave=batch % 2 == 1)
+    one, other = ([chain.store(2), chain.store(4), chain.weights()] for chain in chains)
+    for expected, actual in zip(one, other, strict=True):
+        assert actual.tobytes() == expected.tobytes()
+
+
+def test_a_minibatch_takes_a_copy_of_the_weights_between_its_passes_only() -> None:
+    """The paper's rule: as many copies as minibatches between forward and backward pass; the last stage has the weights
+    alone, and so has each with one minibatch in flight."""
+    chain = Chain(Net(), [3, 8], 3)
+    for slot in range(3):
+        chain.forward(slot, *samples(chain.task, slot, 8))
+    first, last = chain.stages
+    held = {item.replica.flat.data_ptr() for item in first._in_flight.values()}
+    assert len(held - {first.weights.data_ptr()}) == 3
+    assert (last._in_flight, last._replicas) == ({}, [last._local])
+    assert [stage._replicas for stage in Chain(Net(), [3, 8], 1).stages[:1]] != [[]]
+
+
+def test_a_copy_of_the_weights_that_is_made_takes_no_memory_but_its_own() -> None:
+    stage = Chain(Images(), [2, 4, 6]).stages[0]
+    models = [stage._local, stage._take_replica()]
+    assert models[0].flat.data_ptr() != models[1].flat.data_ptr()
+    for model in models:
+        tensors = [*model.module.parameters(), *model.module.buffers()]
+        assert {each.untyped_storage().data_ptr() for each in tensors} == {model.flat.untyped_storage().data_ptr()}
 
 
 class Tied(Net):

@@ -6,12 +6,12 @@ import selectors
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 from doll.pipeline.links.link import StageLink, socket_pair
 from doll.pipeline.runtime import stage_process
 from doll.pipeline.runtime.messages import Ready, Stop, decode, encode
-from doll.pipeline.runtime.stage_process import Links, SharedMemory, StageProcess
+from doll.pipeline.runtime.stage_process import Links, SharedVectors, StageProcess
+from doll.pipeline.runtime.vectors import VectorFile
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -28,9 +28,10 @@ def test_a_stage_outlives_a_coordinator_that_does_not_read_for_long(monkeypatch:
     monkeypatch.setattr(stage_process, "ALIVE_EVERY_S", 0.0)
     (control, own), (chain, before) = socket_pair(), socket_pair()
     own.limit_sending(1.0)
-    nothing = np.zeros(0, np.float32)
     make: Any = lambda: None  # noqa: E731
-    process = StageProcess(make, Links(own, before, None), SharedMemory(nothing, nothing), number=0, fingerprint="f")
+    process = StageProcess(
+        make, Links(own, before, None), SharedVectors(VectorFile(0), VectorFile(0)), number=0, fingerprint="f"
+    )
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(process.run()))
     thread.start()

@@ -1,0 +1,94 @@
+"""A limit of what a process may take, and whether an error says that it is reached. Linux only."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from doll.errors import ConfigError, TaskError
+
+_KIB: Final = 1024
+_MAX_REASON_CHARS: Final = 300
+# Of torch, which raises RuntimeError; of a stage, which has sent the text of its error; of Python without room for the
+# stack of a thread.
+_WORDS: Final = ("allocate memory", "MemoryError", "CUDA out of memory", "std::bad_alloc", "can't start new thread")
+
+
+def data_bytes() -> int:
+    """Private memory that this process may write to (RLIMIT_DATA counts it), in bytes: heap, mappings, stacks.
+
+    Raises:
+        ConfigError: this system is not Linux.
+    """
+    try:
+        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError as exc:
+        raise ConfigError(f"worker.memory_bytes: expected Linux, which has /proc/self/status ({exc.strerror})") from exc
+    words = (line.split() for line in text.splitlines())
+    return next(int(line[1]) * _KIB for line in words if line[0] == "VmData:")
+
+
+class DataLimit:
+    """Lets this process, and those that it forks, take so much beside what it had before, each for itself."""
+
+    def __init__(self, more_bytes: float | None) -> None:
+        """`more_bytes`: None: any."""
+        self._more_bytes = more_bytes
+        self._base_bytes = 0
+
+    def begin(self) -> None:
+        """What the process has now does not count."""
+        if self._more_bytes is not None:
+            self._base_bytes = data_bytes()
+            self._set(self._base_bytes + int(self._more_bytes))
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """What the process takes meanwhile does not count, such as the stacks of its clients' threads."""
+        if self._more_bytes is None:
+            yield
+            return
+        before = data_bytes()
+        self._set(resource.RLIM_INFINITY)
+        yield
+        self._base_bytes += data_bytes() - before
+        self._set(self._base_bytes + int(self._more_bytes))
+
+    @staticmethod
+    def _set(limit: int) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard != resource.RLIM_INFINITY and (limit == resource.RLIM_INFINITY or limit > hard):
+            limit = hard
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def out_of_memory(error: BaseException, limit_bytes: float | None) -> TaskError | None:
+    """What to say of an error that comes from too little memory, where the memory is limited: a restart would fail
+    again. None: it is another error, or nothing is limited.
+
+    Args:
+        limit_bytes: `worker.memory_bytes`.
+    """
+    if limit_bytes is None or not _is_of_memory(error):
+        return None
+    first = str(error).partition("\n")[0][:_MAX_REASON_CHARS] or type(error).__name__
+    return TaskError(
+        f"out of memory: a process of this worker needs more than worker.memory_bytes, {limit_bytes / 1e6:g} MB beside "
+        "what the interpreter and its libraries take: divide the model (worker.pipeline, or more of its stages), or "
+        f"set a smaller data.batch_size or a larger worker.memory_bytes ({first})"
+    )
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM):
+            return True
+        if any(words in str(cause) for words in _WORDS):
+            return True
+        cause = cause.__cause__
+    return False
