@@ -238,7 +238,7 @@ def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, flo
         return {}
     # Not ones: behind a softmax the sum is always the same.
     weights = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64).reshape(output.shape).to(output.dtype)
-    found: dict[str, tuple[float, float]] = {}
+    outcomes: dict[str, tuple[float, float]] = {}
 
     def take(name: str, parameter: torch.Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None  # one at a time: together they are as large as the model
@@ -249,7 +249,7 @@ def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, flo
         for at in range(0, len(flat), _PIECE):
             exact = flat[at : at + _PIECE].double()
             squares, total = squares + float(exact.square().sum()), total + float(exact.sum())
-        found[name] = (math.sqrt(squares), total)
+        outcomes[name] = (math.sqrt(squares), total)
 
     kept = [(parameter, parameter.grad) for parameter in parameters.values()]
     hooks = [
@@ -265,7 +265,7 @@ def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, flo
             hook.remove()
         for parameter, gradient in kept:
             parameter.grad = gradient
-    return {name: found[name] for name in parameters if name in found}
+    return {name: outcomes[name] for name in parameters if name in outcomes}
 
 
 def _through(task: Task, name: str, layers: Sequence[Layer], h: Any) -> Any:
