@@ -14,8 +14,11 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from doll.config import load
@@ -135,27 +138,36 @@ def read_run(task: str, label: str, rate: float, seed: int, report: dict[str, An
     )  # fmt: skip
 
 
-def runs_of(task: str, folder: Path, options: Options, kafka: LocalKafka) -> Iterator[Run]:
-    """Each policy at each step size and seed."""
-    rates = [float(word) for word in options.settings["rates"].split(",")] if task == "ratings" else [0.0]
+def runs_of(folder: Path, options: Options, kafka_address: Callable[[], str]) -> Iterator[Run]:
+    """Each policy at each task, step size and seed: those of one policy one after the other."""
     for seed in options.seeds:
         for label in options.settings["policies"].split(","):
-            for rate in rates:
-                own = folder / f"{task}-{label.replace(':', '-')}-{rate:g}-{seed}"
-                own.mkdir(exist_ok=True)
-                kept = own / "run.json"
-                if not kept.is_file():
-                    changes = [*changes_of(task, options, own), f"training.policy={policy_of(label, task)}"]
-                    changes += [f"seed={seed}", f"job={own.name}", f"kafka.address={kafka.address}"]
-                    if rate:
-                        changes.append(f"training.optimizer.lr={rate!r}")
-                    (own / "straggler").unlink(missing_ok=True)
-                    report = run_up(load(JOBS / _EXAMPLES[task] / "job.yaml", changes), own)
-                    run = read_run(task, label, rate, seed, report)
-                    kept.write_text(json.dumps(run._asdict()), encoding="utf-8")
-                run = Run(**json.loads(kept.read_text(encoding="utf-8")))
-                print(f"{task} {run.label} at {rate:g}: {run.loss:.4f}, staleness {run.mean_staleness:.2f}", flush=True)
-                yield run
+            for task in options.settings["tasks"].split(","):
+                for rate in (
+                    [float(word) for word in options.settings["rates"].split(",")] if task == "ratings" else [0.0]
+                ):
+                    own = folder / f"{task}-{label.replace(':', '-')}-{rate:g}-{seed}"
+                    kept = own / "run.json"
+                    if not kept.is_file():
+                        _learn(task, label, rate, seed, own, options, kafka_address())
+                    run = Run(**json.loads(kept.read_text(encoding="utf-8")))
+                    print(
+                        f"{task} {run.label} at {rate:g}: {run.loss:.4f}, staleness {run.mean_staleness:.2f}",
+                        flush=True,
+                    )
+                    yield run
+
+
+def _learn(task: str, label: str, rate: float, seed: int, own: Path, options: Options, kafka_address: str) -> None:
+    """One run, which is kept in the folder `own`."""
+    own.mkdir(exist_ok=True)
+    (own / "straggler").unlink(missing_ok=True)
+    changes = [*changes_of(task, options, own), f"training.policy={policy_of(label, task)}"]
+    changes += [f"seed={seed}", f"job={own.name}", f"kafka.address={kafka_address}"]
+    if rate:
+        changes.append(f"training.optimizer.lr={rate!r}")
+    report = run_up(load(JOBS / _EXAMPLES[task] / "job.yaml", changes), own)
+    (own / "run.json").write_text(json.dumps(read_run(task, label, rate, seed, report)._asdict()), encoding="utf-8")
 
 
 def best_of(runs: Sequence[Run]) -> list[Run]:
@@ -256,8 +268,14 @@ def _claim(claim: str, paper: str, ours: str, missed: Sequence[int], why: str) -
 
 def run(folder: Path, options: Options) -> Report:
     tasks = options.settings["tasks"].split(",")
-    with LocalKafka(folder / "kafka") as kafka:
-        runs = [run for task in tasks for run in runs_of(task, folder, options, kafka)]
+    with ExitStack() as stack:
+
+        @cache
+        def kafka_address() -> str:
+            data = Path(stack.enter_context(TemporaryDirectory()))
+            return stack.enter_context(LocalKafka(data)).address
+
+        runs = list(runs_of(folder, options, kafka_address))
     best = best_of(runs)
     return Report(
         "ESSP: five policies with a straggler",
