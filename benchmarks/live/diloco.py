@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 NAME: Final = "diloco"
 PAPER: Final = "DiLoCo (arXiv 2311.08105), with the quorum and the grace of Decoupled DiLoCo (2604.21428)"
-SETTINGS: Final = {"samples": "80000", "slow_samples": "24000", "mbit_per_s": "10", "grid": "no"}
+SETTINGS: Final = {"samples": "96000", "slow_samples": "16000", "mbit_per_s": "10", "grid": "no"}
 SEEDS: Final = (0, 1, 2)
 WORKERS: Final = 4
 H: Final = 16
@@ -73,9 +73,7 @@ def _diloco(label: str, outer: str, lr: float, grid: tuple[float, ...], **option
 # The steps of the workers of isp and essp are added, so theirs are smaller.
 SETTINGS_OF_POLICIES: Final = (
     Setting("doll", "{name: doll, group_size: 4}", (0.05, 0.025), (0.0125, 0.025, 0.05, 0.1, 0.2), is_slow=True),
-    Setting(
-        "isp, v = 0.7", "{name: isp, significance: 0.7}", (0.0125,), (0.00625, 0.0125, 0.025), is_slow=True
-    ),
+    Setting("isp, v = 0.7", "{name: isp, significance: 0.7}", (0.0125,), (0.00625, 0.0125, 0.025)),
     Setting("essp, s = 3", "{name: essp, staleness: 3}", (0.00625,), (0.003125, 0.00625, 0.0125, 0.025)),
     _diloco("outer 0.7 and 0.9", "outer_lr: 0.7, outer_momentum: 0.9", 0.0125, (0.00625, 0.0125, 0.05)),
     _diloco("outer 0.7 and 0.5", "outer_lr: 0.7, outer_momentum: 0.5", 0.025, (0.025, 0.05, 0.1), is_slow=True),
@@ -210,7 +208,8 @@ def measure(
     Raises:
         RuntimeError: it has failed, or its audit has.
     """
-    parent = folder / f"{setting.label}-{lr}-{seed}-{mbit_per_s}".replace(" ", "")
+    # Without the label: Kafka takes a comma in a path for the end of it.
+    parent = folder / f"{len(list(folder.iterdir()))}-{setting.label.partition(',')[0]}"
     with Relays() as relays:
         meter = Meter() if mbit_per_s is None else Meter(relays, mbit_per_s * 1e6 / 8)
         report = run_up(job, parent, hook=lambda *_: meter)
@@ -247,8 +246,8 @@ def report_of(runs: Sequence[Run]) -> Report:
             "or at each worker (the others).",
             "`outer 0.7 and 0.9`: rate and Nesterov momentum of the outer step, those of the paper and the defaults; "
             "`outer 1 and 0` is the mean of the workers' models.",
-            "Grids of step sizes, tried with seed 0 and 128,000 samples; the tables have the best by bytes, of doll "
-            f"also the best by its last loss: {grids}.",
+            f"Grids of step sizes, which `--set grid=yes` runs: {grids}. Without it the runs are those with the fewest "
+            "bytes, and of doll also with the lowest last loss.",
             "Bytes are those of weights and contributions. On top come samples, 25 kB for each batch of any policy, "
             "and control records of some hundred bytes.",
         ],
@@ -334,25 +333,26 @@ def slow_table(runs: Sequence[Run]) -> Table:
 
 
 def claims(runs: Sequence[Run]) -> list[Claim]:
-    """Of runs without a limit."""
+    """Of runs without a limit: each kind of `diloco` at its best step size, where the largest share is the smallest."""
     found: list[Claim] = []
     by_loss = {loss: shares(runs, loss) for loss in LOSSES}
+    best: dict[str, tuple[float, float, dict[float, float]]] = {}  # by label: the largest share, the step size, all
     for label, lr in _groups(runs):
-        if not label.startswith("diloco"):
-            continue
         means = {loss: statistics.fmean(of[label, lr]) for loss, of in by_loss.items() if (label, lr) in of}
-        above = [f"{loss:g}" for loss, share in means.items() if not share <= SHARE]
-        if not means:
-            continue
+        if label.startswith("diloco") and means:
+            largest = max(means.values())
+            if label not in best or largest < best[label][0]:
+                best[label] = (largest, lr, means)
+    for label, (_, lr, means) in best.items():
         known = [share for share in means.values() if math.isfinite(share)]
         ours = f"{min(known):.3f} to {max(known):.3f} of doll's bytes, by loss" if known else "no loss is reached"
         claim = f"{label}, step size {lr:g}: at most a tenth of doll's bytes to the same loss"
         paper = f"H = {H}: a bar of this project"
-        if not above:
-            found.append(Claim(claim, paper, ours, "reproduced"))
-        else:
+        if above := [f"{loss:g}" for loss, share in means.items() if not share <= SHARE]:
             why = f"more than a tenth, or not reached by all seeds, to {', '.join(above)}"
             found.append(Claim(claim, paper, ours, "not reproduced", why))
+        else:
+            found.append(Claim(claim, paper, ours, "reproduced"))
     return found
 
 

@@ -47,6 +47,9 @@ def test_a_share_above_a_tenth_at_any_loss_is_not_the_bar() -> None:
     doll = run("doll", [0, 100, 200], [2.0, 1.0, 0.5])
     [good] = claims([doll, run("diloco, a", [0, 9, 18], [2.0, 1.0, 0.5])])
     assert good.verdict == "reproduced"
+    [best] = claims([doll, good_run := run("diloco, a", [0, 9, 18], [2.0, 1.0, 0.5], lr=0.2),
+                     run("diloco, a", [0, 9, 18], [2.0, 1.0, 0.9], lr=0.3)])  # fmt: skip
+    assert f"step size {good_run.lr:g}" in best.claim, "the step size that reaches all"
     [late] = claims([doll, run("diloco, a", [0, 9, 25], [2.0, 1.0, 0.5])])
     assert (late.verdict, late.why) == (
         "not reproduced", "more than a tenth, or not reached by all seeds, to 0.8, 0.7, 0.6, 0.55",
