@@ -235,7 +235,7 @@ def report_of(runs: Sequence[Run]) -> Report:
         tables.append(slow_table(slow))
     grids = "; ".join(f"{each.label}: {', '.join(f'{lr:g}' for lr in each.grid)}" for each in SETTINGS_OF_POLICIES)
     return Report(
-        "DiLoCo: bytes to a loss, and time on a slow network",
+        "DiLoCo: bytes to a loss",
         tables,
         seeds,
         "± is the standard deviation over seeds" if len(seeds) > 1 else "one run, so the spread is not known",
@@ -374,19 +374,21 @@ def slow_claims(runs: Sequence[Run]) -> list[Claim]:
 def draw(figure: Figure, data: dict[str, Any]) -> None:
     from doll.process.figures import decorate
 
-    panels = figure.subplots(1, 2)
     runs = [Run(**run) for run in data["runs"]]
     seed = min(run.seed for run in runs)
+    limit = next((run.mbit_per_s for run in runs if run.mbit_per_s is not None), None)
+    left, right = figure.subplots(1, 2)
     for number, setting in enumerate(SETTINGS_OF_POLICIES):
         for each in runs:
             if each.key != (setting.label, setting.lrs[0]) or each.seed != seed:
                 continue
-            axes = panels[0] if each.mbit_per_s is None else panels[1]
-            x = [size / 1e6 for size in each.sent_bytes] if each.mbit_per_s is None else each.at_s
-            axes.plot(x, each.losses, linewidth=1, color=f"C{number}", label=f"{each.label}, {each.lr:g}")
-    panels[0].set_xscale("log")
-    limit = next((run.mbit_per_s for run in runs if run.mbit_per_s is not None), None)
-    decorate(panels[0], "without a limit", "MB both ways", "held-out loss")
-    decorate(panels[1], f"workers on {limit:g} Mbit/s" if limit else "", "seconds since the first update", "")
-    for axes in panels:
-        axes.legend(fontsize=6, frameon=False)
+            style = {"linewidth": 1, "color": f"C{number}", "label": f"{each.label}, {each.lr:g}"}
+            if each.mbit_per_s is None:
+                left.plot([size / 1e6 for size in each.sent_bytes], each.losses, **style)
+            if each.mbit_per_s == limit:
+                right.plot(each.at_s, each.losses, **style)
+    left.set_xscale("log")
+    network = f"workers on {limit:g} Mbit/s" if limit else "a network without a limit"
+    decorate(left, "bytes", "MB both ways", "held-out loss")
+    decorate(right, network, "seconds since the first update", "held-out loss")
+    left.legend(fontsize=6, frameon=False)
