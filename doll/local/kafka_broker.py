@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
-from doll.errors import ServiceUnavailableError
+from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.readiness import ReadinessProbe
 from doll.local import kafka_jars, processes
 
@@ -130,7 +130,13 @@ class LocalKafka(processes.LocalServer):
         advertised_ports: Mapping[str, int] | None = None,
         member: ClusterMember | None = None,
     ) -> None:
+        """
+        Raises:
+            ConfigError: Kafka cannot have its data in `folder`.
+        """
         self._folder = folder.resolve()
+        if "," in str(self._folder):  # Kafka would put what follows the comma below the working directory
+            raise ConfigError(f"{self._folder}: expected a path without a comma: Kafka takes it for two; move the run")
         super().__init__(self._folder / "kafka.log")
         self._say = say
         self._identity = identity
