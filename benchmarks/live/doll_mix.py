@@ -148,7 +148,9 @@ def run(folder: Path, options: Options) -> Report:
             f"θ_0 = {theta_0:g} s, θ = {RATIO:g} θ_0, α = {ALPHA:g}, a cycle of {CYCLE_S:g} s, boots of {BOOT_S:g} s "
             f"(the theorems have none), prices {SPEED_UP:g} times faster than recorded; {WORKERS} workers, "
             f"λ = {RATE:g}, K = {GROUP}, b = {BATCH}. Costs are those of {POOL}.",
-            "“predicted” is the backtest of the same market and rule before the run.",
+            "“predicted” is the backtest of the same market and rule before the run. For `theorem` and `pace` it "
+            "begins with an α of 0.5 until it has seen spot, and the live controller with the plan's α. As `theorem` "
+            "takes N_s from α, this is the likely reason why its predictions are too high.",
         ],
         data={"rows": [asdict(row) for row in rows]},
     )
