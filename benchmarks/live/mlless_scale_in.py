@@ -101,7 +101,8 @@ def run(folder: Path, options: Options) -> Report:
         claims=claims(rows),
         notes=[
             f"{asked['workers']} workers at first, batches of {asked['batch_size']} ratings, isp with v = 0.7, a "
-            f"decision every {asked['every_s']} s; runs of both kinds alternate. The stream of a worker that leaves waits.",
+            f"decision every {asked['every_s']} s; runs of both kinds alternate. The stream of a worker "
+            "that leaves waits.",
         ],
         data={"rows": [asdict(row) for row in rows]},
     )
