@@ -24,7 +24,7 @@ from benchmarks.tables import Table
 
 NAME = "stage_memory"
 PAPER = "Park et al. 2020 (HetPipe), sections 1, 4 and 7"
-SETTINGS = {"width": "1800", "layers": "8", "stages": "4", "memory_mb": "240", "updates": "12"}
+SETTINGS = {"width": "1800", "layers": "8", "stages": "4", "memory_mb": "240", "updates": "8"}
 
 _EVERY_S = 0.2
 _ANY_BYTES = 1e12  # a limit that is none; it marks the processes of the worker
