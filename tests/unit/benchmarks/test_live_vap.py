@@ -78,7 +78,8 @@ def test_one_worker_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
         task = PacedDigits(batch_s=0.25, hidden=[3])
         model = task.build_model()
-        inputs = torch.zeros(1, 8, 8)
+        inputs = torch.zeros(32, 8, 8)
         task.forward(model.train(), inputs)
+        task.forward(model.train(), inputs[:1])
         task.forward(model.eval(), inputs)
-    assert slept == [0.25, 2.5], "and the evaluator does not wait"
+    assert slept == [0.25, 2.5], "neither the evaluator waits, nor the guard at each sample of the first batch"
