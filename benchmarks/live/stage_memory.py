@@ -26,6 +26,10 @@ NAME = "stage_memory"
 PAPER = "Park et al. 2020 (HetPipe), sections 1, 4 and 7"
 SETTINGS = {"width": "1800", "layers": "8", "stages": "4", "memory_mb": "240", "updates": "8"}
 
+_FILES = (
+    "The worker's own process maps the undivided model, the pulled version and the pushed steps from files. The table "
+    "counts those pages, which the kernel can take back; the limit (RLIMIT_DATA) does not."
+)
 _EVERY_S = 0.2
 _ANY_BYTES = 1e12  # a limit that is none; it marks the processes of the worker
 
@@ -88,7 +92,7 @@ def run(folder: Path, options: Options) -> Report:
     return Report(
         "A model for which no process of a worker has the memory", [table], options.seeds,
         "one seed: whether a run succeeds is the result", [claim],
-        [f"The undivided worker under the limit ends with: {says[-1][-700:]}"],
+        [_FILES, f"The undivided worker under the limit ends with: {says[-1][-700:]}"],
         {"weights_mb": weights_bytes / 1e6, "limit_mb": wish["memory_mb"], "runs": [each._asdict() for each in runs]},
     )  # fmt: skip
 
