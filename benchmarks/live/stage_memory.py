@@ -54,7 +54,7 @@ class Run(NamedTuple):
     def of(cls, name: str, report: dict[str, Any], taken_bytes: tuple[int, ...]) -> Run:
         return cls(
             name, report["exit_code"], report["updates"], report["training_seconds"], report["best_loss"], taken_bytes,
-            report.get("error") or "",
+            (report.get("error") or "").strip().rpartition("\n")[2],  # those before name folders of this machine
         )  # fmt: skip
 
 
