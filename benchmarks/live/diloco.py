@@ -299,12 +299,12 @@ def bytes_table(runs: Sequence[Run]) -> Table:
 def shares(runs: Sequence[Run], loss: float) -> dict[tuple[str, float], list[float]]:
     """Bytes to `loss` by the fewest of `doll` at any of its step sizes, for each seed; infinite where it was not
     reached."""
-    found: dict[tuple[str, float], list[float]] = {}
+    by_kind: dict[tuple[str, float], list[float]] = {}
     for each in runs:
         others = [run.bytes_to(loss) for run in runs if run.label == "doll" and run.seed == each.seed]
         if others and math.isfinite(fewest := min(others)):
-            found.setdefault(each.key, []).append(each.bytes_to(loss) / fewest)
-    return found
+            by_kind.setdefault(each.key, []).append(each.bytes_to(loss) / fewest)
+    return by_kind
 
 
 def shares_table(runs: Sequence[Run]) -> Table:
@@ -313,7 +313,7 @@ def shares_table(runs: Sequence[Run]) -> Table:
     table = Table("Share of the fewest bytes of doll, at any of its step sizes, to the same loss", columns, left=_LEFT)
     by_loss = [shares(runs, loss) for loss in LOSSES]
     for label, lr in _groups(runs):
-        cells = (_cell(found.get((label, lr), []), 3) for found in by_loss)
+        cells = (_cell(shares_at.get((label, lr), []), 3) for shares_at in by_loss)
         table.rows.append([label, f"{lr:g}", *cells])
     return table
 
@@ -334,7 +334,7 @@ def slow_table(runs: Sequence[Run]) -> Table:
 
 def claims(runs: Sequence[Run]) -> list[Claim]:
     """Of runs without a limit: each kind of `diloco` at its best step size, where the largest share is the smallest."""
-    found: list[Claim] = []
+    result: list[Claim] = []
     by_loss = {loss: shares(runs, loss) for loss in LOSSES}
     best: dict[str, tuple[float, float, dict[float, float]]] = {}  # by label: the largest share, the step size, all
     for label, lr in _groups(runs):
@@ -350,10 +350,10 @@ def claims(runs: Sequence[Run]) -> list[Claim]:
         paper = f"H = {H}: a bar of this project"
         if above := [f"{loss:g}" for loss, share in means.items() if not share <= SHARE]:
             why = f"more than a tenth, or not reached by all seeds, to {', '.join(above)}"
-            found.append(Claim(claim, paper, ours, "not reproduced", why))
+            result.append(Claim(claim, paper, ours, "not reproduced", why))
         else:
-            found.append(Claim(claim, paper, ours, "reproduced"))
-    return found
+            result.append(Claim(claim, paper, ours, "reproduced"))
+    return result
 
 
 def slow_claims(runs: Sequence[Run]) -> list[Claim]:

@@ -29,7 +29,7 @@ SETTINGS: Final = {
     "lr": "60",  # of a worker's mean gradient: at twice that the factors diverge
     "rate_per_s": "40000",  # ratings of each worker's stream
     "checkpoint_s": "20",  # between two checkpoints, each of which makes workers send what they hold back
-    "all_reduce": "yes",  # sparse all-reduce by DistributedDataParallel on the same links, where they can be had
+    "all_reduce": "yes",  # sparse all-reduce by DistributedDataParallel on the same links, where they are available
     "samples": "",  # end of a run that does not reach the loss
 }
 JOB: Final = JOBS / "ratings" / "job.yaml"
@@ -120,7 +120,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """What v = 0.7 saves, for each kind of factors, and whether it is faster on the slowest network."""
-    found = []
+    result = []
     for factors in dict.fromkeys(row.factors for row in rows if row.factors != ALL_REDUCE):
         for mbit_per_s in sorted({row.mbit_per_s for row in rows}):
             pairs = [pair for pair in pairs_of(rows, factors, mbit_per_s, 0.7) if all(row.is_reached for row in pair)]
@@ -138,7 +138,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
                 if factors == "tables"
                 else "the cause is not known"
             )
-            found.append(
+            result.append(
                 Claim(
                     what, f"at least {FEWER} times fewer bytes, at most {MORE:g} % more updates, faster where limited",
                     f"{fewer:.2f} times fewer, {more:+.1f} % updates, {faster:.2f} times as fast",
@@ -152,7 +152,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         mine = [row for row in rows if (row.factors, row.mbit_per_s, row.significance) == (factors, mbit_per_s, 0.7)]
         faster = min(row.faster(other) for other, row in zip(others, mine, strict=False))
         fewer = min(row.fewer(other) for other, row in zip(others, mine, strict=False))
-        found.append(
+        result.append(
             Claim(
                 f"PMF, {factors}, {mbit_per_s:g} Mbit/s: v = 0.7 against sparse all-reduce, to the same loss", "faster",
                 f"{faster:.2f} times as fast, {fewer:.2f} times fewer bytes",
@@ -160,7 +160,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
                 "" if faster > 1 else "the stream and the parameter server's work bound the time, not the links",
             )
         )  # fmt: skip
-    return found
+    return result
 
 
 def changes_of(options: Options, job: JobConfig, factors: str) -> list[str]:

@@ -208,12 +208,12 @@ def _of_table_4(model: str, result: ModelResult) -> list[Check]:
 
 def cause_checks() -> list[Check]:
     """How many of the paper's orders hold as the assumptions are changed one after the other."""
-    found = all_orders()
+    orders = all_orders()
     checks = [
         Check(f"cause: orders of Fig. 4 that hold, {name}", None, len(held), sum(held.values()), "", None)
-        for name, held in found.items()
+        for name, held in orders.items()
     ]
-    last = list(found.values())[-1]
+    last = list(orders.values())[-1]
     checks.append(Check("cause: all orders, with the last of these", None, len(last), sum(last.values()), "all",
                         all(last.values())))  # fmt: skip
     return checks

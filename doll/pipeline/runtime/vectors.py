@@ -19,7 +19,7 @@ import torch
 
 PIECE: Final = 1 << 17
 """Numbers that are read or written at once: 512 KiB, which a processor's cache holds. Arrays of 1 MiB and more are
-mapped anew each time where freed memory is returned (`doll.process.memory`)."""
+mapped again each time where freed memory is returned (`doll.process.memory`)."""
 
 
 def pieces(begin: int, end: int) -> Iterator[slice]:

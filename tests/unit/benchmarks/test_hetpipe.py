@@ -135,8 +135,8 @@ def test_an_order_of_figure_4_that_changes_is_seen() -> None:
     known = set(failed(figure_4(PAPERS_RATES)))
     vgg, resnet = PAPERS_RATES["VGG-19"], PAPERS_RATES["ResNet-152"]
     worse = {"VGG-19": {**vgg, "NP": 340.0}, "ResNet-152": resnet}
-    found = set(failed(figure_4(worse))) - known
-    assert found == {
+    changed = set(failed(figure_4(worse))) - known
+    assert changed == {
         "Fig. 4, VGG-19: NP by Horovod",
         "Fig. 4, VGG-19: NP, images/s; the others have 230 at least",
     }

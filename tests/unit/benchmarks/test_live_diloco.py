@@ -35,10 +35,10 @@ def test_shares_are_of_the_fewest_bytes_of_doll_at_any_step_size_with_the_same_s
         run("diloco, a", [0, 6], [2.0, 0.5]), run("diloco, a", [0, 10], [2.0, 0.5], seed=1),
         run("diloco, b", [0, 6], [2.0, 1.5]),
     ]  # fmt: skip
-    found = shares(runs, 1.0)
-    assert found["diloco, a", 0.1] == pytest.approx([0.1, 0.05])
-    assert found["diloco, b", 0.1] == [math.inf]
-    assert found["doll", 0.2] == pytest.approx([1.0, math.inf])
+    by_kind = shares(runs, 1.0)
+    assert by_kind["diloco, a", 0.1] == pytest.approx([0.1, 0.05])
+    assert by_kind["diloco, b", 0.1] == [math.inf]
+    assert by_kind["doll", 0.2] == pytest.approx([1.0, math.inf])
     assert shares(runs, 0.1) == {}, "doll has not reached it"
     assert bytes_table(runs).rows[1][3] == "40.0 (1 of 2)"
 
