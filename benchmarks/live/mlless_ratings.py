@@ -27,7 +27,7 @@ SETTINGS: Final = {
     "mbit_per_s": "0,100",  # of each worker's link in each direction; 0: without a limit
     "batch_size": "6272",  # ratings: MLLess's 6 K, and a whole number of records
     "lr": "60",  # of a worker's mean gradient: at twice that the factors diverge
-    "rate_per_s": "40000",  # ratings of each worker's stream
+    "rate_per_s": "",  # ratings of each worker's stream; empty: as fast as they are taken
     "checkpoint_s": "20",  # between two checkpoints, each of which makes workers send what they hold back
     "all_reduce": "yes",  # sparse all-reduce by DistributedDataParallel on the same links, where they are available
     "samples": "",  # end of a run that does not reach the loss
@@ -170,9 +170,8 @@ def changes_of(options: Options, job: JobConfig, factors: str) -> list[str]:
     changes = [
         f"source.path={ratings}", f"task.args.ratings_path={ratings}", f"training.optimizer.lr={asked['lr']}",
         f"data.batch_size={asked['batch_size']}", f"task.args.sparse={factors == 'tables'}",
-        f"arrivals.rate_per_s={asked['rate_per_s']}", f"checkpoint.every_s={asked['checkpoint_s']}",
-        "checkpoint.every_updates=1000000",
-        "evaluation.every_s=0.2",
+        f"arrivals.rate_per_s={rate}" if (rate := asked["rate_per_s"]) else "arrivals.process=asap",
+        f"checkpoint.every_s={asked['checkpoint_s']}", "checkpoint.every_updates=1000000", "evaluation.every_s=0.2",
     ]  # fmt: skip
     if samples := "100000" if options.quick else asked["samples"]:
         changes.append(f"stop.samples={samples}")
@@ -195,8 +194,8 @@ def run(folder: Path, options: Options) -> Report:
     notes = [
         f"{job.data.workers} workers, batches of {asked['batch_size']} ratings, a checkpoint every "
         f"{asked['checkpoint_s']} s. Where the network is limited, each worker has a link of its own: to Redis, or "
-        f"to the others with the all-reduce. Ratings come at {asked['rate_per_s']}/s to each worker, which bounds the "
-        "time; the all-reduce reads them from memory."
+        "to the others with the all-reduce. The stream is faster than the workers; the all-reduce reads its "
+        "ratings from memory, and has no ledger, no checkpoints and no server."
     ]
     try:
         for seed, limit in product(

@@ -12,6 +12,8 @@ from benchmarks.live.diloco import SETTINGS_OF_POLICIES, Run, bytes_table, claim
 from benchmarks.live.experiment import JOBS
 from doll.config.policy import POLICIES
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 def run(
     label: str, sent_mb: Sequence[float], losses: Sequence[float], *, lr: float = 0.1, seed: int = 0,
