@@ -131,6 +131,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
             faster = min(row.faster(first) for first, row in pairs)
             where = f"{mbit_per_s:g} Mbit/s" if mbit_per_s else "no limit"
             what = f"PMF, {factors}, {where}: v = 0.7 against v = 0, to the same loss"
+            bar = f"at least {FEWER} times fewer bytes, at most {MORE:g} % more updates, faster where limited"
             is_met = fewer >= FEWER and more <= MORE and (not mbit_per_s or faster > 1)
             why = (
                 "with tables a worker fetches the rows that its batch needs, at v = 0 as well, and a row has changed "
@@ -140,7 +141,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
             )
             result.append(
                 Claim(
-                    what, f"at least {FEWER} times fewer bytes, at most {MORE:g} % more updates, faster where limited",
+                    what, f"our bar: {bar}",
                     f"{fewer:.2f} times fewer, {more:+.1f} % updates, {faster:.2f} times as fast",
                     "reproduced" if is_met else "not reproduced", "" if is_met else why,
                 )
@@ -152,12 +153,13 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         mine = [row for row in rows if (row.factors, row.mbit_per_s, row.significance) == (factors, mbit_per_s, 0.7)]
         faster = min(row.faster(other) for other, row in zip(others, mine, strict=False))
         fewer = min(row.fewer(other) for other, row in zip(others, mine, strict=False))
+        why = "a batch asks for its rows when it begins, one table after the other, and waits for them"
         result.append(
             Claim(
                 f"PMF, {factors}, {mbit_per_s:g} Mbit/s: v = 0.7 against sparse all-reduce, to the same loss", "faster",
                 f"{faster:.2f} times as fast, {fewer:.2f} times fewer bytes",
                 "reproduced" if faster > 1 else "not reproduced",
-                "" if faster > 1 else "the stream and the parameter server's work bound the time, not the links",
+                "" if faster > 1 else why,
             )
         )  # fmt: skip
     return result
