@@ -135,8 +135,8 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         return []
     good = min(gains) > 1
     why = (
-        "the job ends some ten seconds after the knee: who leaves then saves little, and a sum of fewer steps needs more "
-        "rounds"
+        "the job ends some ten seconds after the knee: who leaves then saves little, and a sum of fewer steps needs "
+        "more rounds"
     )
     return [
         Claim(
