@@ -37,6 +37,11 @@ def target_reached(stop: StopConfig, evaluation: Evaluated) -> str | None:
     return None
 
 
+def is_target(reason: str) -> bool:
+    """Whether a job that ended for this reason has reached its loss or accuracy: what work was left is not needed."""
+    return reason.startswith(("accuracy: ", "loss: "))
+
+
 class StallDetector:
     """Since when no update can be made. Call `check` about once a second."""
 

@@ -24,6 +24,7 @@ from doll.monitor.views.display import Display
 from doll.process.metric_names import DELIVERED_TOTAL, PRODUCER
 from doll.provisioner.billing import all_on_demand_usd
 from doll.provisioner.state_store import FileStateStore
+from doll.ps.engine.stopping import is_target
 from doll.records.control import AnyRecord, Finished, Metric
 from doll.run.folder import RunFolder
 from doll.run.local.context import LocalRun, RunHook
@@ -49,7 +50,7 @@ class SpotWorkerPool(RunHook):
         self._waiting_since_s = time.monotonic()
         self._began_s = time.time()
         self._finished_s: float | None = None
-        self._finished_version = 0
+        self._is_done = False
         self._closed = False
         self._reported_moves = self._reported_preemptions = 0
         for line in spot_run.text().splitlines():
@@ -61,7 +62,8 @@ class SpotWorkerPool(RunHook):
             return  # of another type, or of an earlier run on the same topics
         if isinstance(record, Finished):
             if self._finished_s is None:
-                self._finished_s, self._finished_version = machines.clock.at(record.time_s), record.version
+                self._finished_s = machines.clock.at(record.time_s)
+                self._is_done = record.version >= self._target_updates or is_target(record.reason)
         elif record.source == PRODUCER and not machines.clock.runs:
             self._open_market(machines, record.values.get(DELIVERED_TOTAL, 0.0))
 
@@ -179,7 +181,7 @@ class SpotWorkerPool(RunHook):
         end_s = self._finished_s if self._finished_s is not None else machines.clock()
         return SpotResult(
             finish_s=end_s - (machines.opened_s or end_s),
-            reached=self._finished_version >= self._target_updates,
+            reached=self._is_done,
             deadline_s=planner.deadline_s,
             cost_usd=machines.usd_until(end_s),
             cost_until_terminated_usd=machines.decision.bill.usd,

@@ -1,0 +1,30 @@
+"""Why a job ends."""
+
+from __future__ import annotations
+
+import pytest
+from doll.config import StopConfig
+from doll.ps.engine.stopping import is_target, progress_reached, target_reached, time_reached
+from doll.records.control import Evaluated
+
+
+@pytest.mark.parametrize("stop", [StopConfig(loss=0.5), StopConfig(accuracy=0.7)])
+def test_a_target_that_is_reached_leaves_no_work(stop: StopConfig) -> None:
+    """`doll spot` says of such a job that it has met its deadline, although it has made fewer updates than planned."""
+    evaluation = Evaluated(term=1, version=9, loss=0.4, accuracy=0.8)
+    reason = target_reached(stop, evaluation)
+    assert reason is not None
+    assert is_target(reason)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        progress_reached(StopConfig(updates=5), updates=5, samples_total=0),
+        progress_reached(StopConfig(samples=5), updates=5, samples_total=9),
+        time_reached(StopConfig(seconds=1.0), 2.0), "interrupted",
+    ],
+)  # fmt: skip
+def test_other_ends_are_no_targets(reason: str | None) -> None:
+    assert reason is not None
+    assert not is_target(reason)
