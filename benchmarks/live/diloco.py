@@ -12,20 +12,18 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
 
 import numpy as np
 from doll.config import JobConfig, load
-from doll.drill.relay import Relays
-from doll.local.processes import LOOPBACK
 from doll.monitor.views.comparison import read_run
 from doll.records.control import AnyRecord, ServerStatus
 from doll.run.local.context import RunHook
 from doll.run.local.up import run_up
 
+from benchmarks.live import slow_network
 from benchmarks.live.experiment import JOBS, Claim, Options, Report, mean_sd
 from benchmarks.tables import Table
 
@@ -84,17 +82,15 @@ SETTINGS_OF_POLICIES: Final = (
 
 @dataclass
 class Meter(RunHook):
-    """Notes the bytes both ways that each status of the parameter server says, and keeps a slow network.
+    """Notes the bytes both ways that each status of the parameter server says.
 
     Attributes:
-        slow: the relays between workers and Redis; None: none.
+        network: of the workers.
         sent: versions, and the bytes when they were the newest.
     """
 
-    slow: Relays | None = None
-    bytes_per_s: float = math.inf
+    network: RunHook
     sent: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
-    _ports: dict[str, int] = field(default_factory=dict)
 
     def feed(self, record: AnyRecord) -> None:
         if isinstance(record, ServerStatus) and (counted := record.measures) is not None:
@@ -102,13 +98,7 @@ class Meter(RunHook):
             self.sent.append((record.version, pushed + counted.weights_bytes + counted.row_bytes))
 
     def services(self, role: str, stack: Stack) -> Services:
-        if self.slow is None or not role.startswith("worker-"):
-            return stack.services
-        if role not in self._ports:
-            relay = self.slow.open()
-            relay.target_port, relay.bytes_per_s = urlsplit(stack.services.redis).port or 0, self.bytes_per_s
-            self._ports[role] = relay.port
-        return replace(stack.services, redis=f"redis://{LOOPBACK}:{self._ports[role]}/0")
+        return self.network.services(role, stack)
 
 
 @dataclass(frozen=True)
@@ -210,8 +200,8 @@ def measure(
     """
     # Without the label: Kafka takes a comma in a path for the end of it.
     parent = folder / f"{len(list(folder.iterdir()))}-{setting.label.partition(',')[0]}"
-    with Relays() as relays:
-        meter = Meter() if mbit_per_s is None else Meter(relays, mbit_per_s * 1e6 / 8)
+    with slow_network.network(mbit_per_s or 0.0) as network:
+        meter = Meter(network)
         report = run_up(job, parent, hook=lambda *_: meter)
     if report["exit_code"]:
         raise RuntimeError(f"{setting.label}: {report['error'] or report['reason']}")

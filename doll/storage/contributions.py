@@ -19,10 +19,10 @@ from doll.tables.rows import Rows, TableShape
 Vector = npt.NDArray[np.float32]
 Tables = Mapping[str, TableShape]
 
-_PARAMETERS: Final = "parameters"  # no table has this name: theirs are paths of parameters, which end in `weight`
-_TAIL: Final = "tail"  # what is behind the parameters: buffers, which are always whole
+PARAMETERS: Final = "parameters"  # no table has this name: theirs are paths of parameters, which end in `weight`
+TAIL: Final = "tail"  # what is behind the parameters: buffers, which are always whole
 # A value of the sparse form takes 5 bytes and more, and both sides more time than 4 bytes of the dense one.
-_MAX_SHARE: Final = 0.6
+MAX_SHARE: Final = 0.6
 _NO_TABLES: Final[Tables] = {}
 _NO_ROWS: Final[Mapping[str, Rows]] = {}
 
@@ -57,16 +57,16 @@ class Compressor(NamedTuple):
             return encode_blob(values, job=self.job, kind="g", version=version)
         parameters = values[:n]
         ids = np.flatnonzero(parameters)
-        is_dense = len(ids) > _MAX_SHARE * n
+        is_dense = len(ids) > MAX_SHARE * n
         if is_dense and not rows:
             return encode_blob(values, job=self.job, kind="g", version=version)
         pieces: dict[str, Vector | Rows] = {}
         if n:
-            pieces[_PARAMETERS] = parameters if is_dense else Rows(ids, parameters[ids].reshape(-1, 1))
+            pieces[PARAMETERS] = parameters if is_dense else Rows(ids, parameters[ids].reshape(-1, 1))
         if len(values) > n:
-            pieces[_TAIL] = values[n:]
+            pieces[TAIL] = values[n:]
         return encode_push(
-            {**pieces, **rows}, _shapes(len(values), n, self.tables), job=self.job, version=version
+            {**pieces, **rows}, shapes_of(len(values), n, self.tables), job=self.job, version=version
         ).parts
 
 
@@ -82,7 +82,7 @@ def decode_contribution(
     """
     if blob_info(data).kind != "p":
         return DecodedContribution(decode_blob(data, job=job, kind="g", version=version, numel=numel), numel)
-    pieces = decode_push(data, _shapes(numel, num_parameters, tables), job=job, version=version)
+    pieces = decode_push(data, shapes_of(numel, num_parameters, tables), job=job, version=version)
     values = np.zeros(numel, np.float32)
     num_sent = 0
     rows: dict[str, Rows] = {}
@@ -92,7 +92,7 @@ def decode_contribution(
             assert isinstance(piece, Rows), "a dense section is of a vector"
             rows[name] = piece
             continue
-        into = values[:num_parameters] if name == _PARAMETERS else values[num_parameters:]
+        into = values[:num_parameters] if name == PARAMETERS else values[num_parameters:]
         if isinstance(piece, Rows):
             into[piece.ids] = piece.values[:, 0]
         else:
@@ -100,6 +100,7 @@ def decode_contribution(
     return DecodedContribution(values, num_sent, rows)
 
 
-def _shapes(numel: int, num_parameters: int, tables: Tables) -> dict[str, int | TableShape]:
-    shapes: dict[str, int | TableShape] = {**tables, _PARAMETERS: num_parameters}
-    return shapes if numel == num_parameters else shapes | {_TAIL: numel - num_parameters}
+def shapes_of(numel: int, num_parameters: int, tables: Tables = _NO_TABLES) -> dict[str, int | TableShape]:
+    """Of the sections of a blob: the flat vector's two, and the tables."""
+    shapes: dict[str, int | TableShape] = {**tables, PARAMETERS: num_parameters}
+    return shapes if numel == num_parameters else shapes | {TAIL: numel - num_parameters}

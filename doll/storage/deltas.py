@@ -6,19 +6,16 @@ whole (MLLess, section 4: workers exchange filtered updates).
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from doll.errors import BlobError
 from doll.storage.blobs import Buffer
-from doll.storage.sections import Vector, decode_delta, encode_delta
+from doll.storage.contributions import MAX_SHARE, PARAMETERS, TAIL, shapes_of
+from doll.storage.sections import Shapes, Vector, decode_delta, encode_delta
 from doll.tables.rows import Ids, Rows
-
-_PARAMETERS: Final = "parameters"
-_TAIL: Final = "tail"  # buffers, behind the parameters
-# Of all numbers. A changed one takes 5 bytes and more, one of the whole 4.
-MAX_SHARE: Final = 0.6
 
 
 class Layout(NamedTuple):
@@ -28,8 +25,8 @@ class Layout(NamedTuple):
     num_parameters: int  # the first so many
 
     @property
-    def shapes(self) -> dict[str, int]:
-        return {_PARAMETERS: self.num_parameters, _TAIL: self.numel - self.num_parameters}
+    def shapes(self) -> Shapes:
+        return shapes_of(self.numel, self.num_parameters)
 
 
 class Delta(NamedTuple):
@@ -60,9 +57,9 @@ def changes(
     ids = np.flatnonzero(old[:n] != new[:n])
     if len(ids) > MAX_SHARE * n:
         return None
-    pieces: dict[str, Vector | Rows] = {_PARAMETERS: Rows(ids, after[ids].reshape(-1, 1))}
+    pieces: dict[str, Vector | Rows] = {PARAMETERS: Rows(ids, after[ids].reshape(-1, 1))}
     if (old[n:] != new[n:]).any():
-        pieces[_TAIL] = after[n:]
+        pieces[TAIL] = after[n:]
     return encode_delta(pieces, layout.shapes, job=job, since=since, version=version).parts
 
 
@@ -75,11 +72,9 @@ def decode_changes(data: Buffer, layout: Layout, *, job: str, version: int) -> D
         NotFiniteError: a parameter is NaN or infinite.
     """
     pieces, since = decode_delta(data, layout.shapes, job=job, version=version)
-    parameters = pieces.get(_PARAMETERS, Rows(np.empty(0, np.int64), np.empty((0, 1), np.float32)))
-    tail = pieces.get(_TAIL)
-    if not isinstance(parameters, Rows):  # a form that `changes` does not make, and that means the same
-        parameters = Rows(np.arange(layout.num_parameters), parameters.reshape(-1, 1))
-    if isinstance(tail, Rows):
-        return Delta(since, np.concatenate([parameters.ids, tail.ids + layout.num_parameters]),
-                     np.concatenate([parameters.values[:, 0], tail.values[:, 0]]), None)  # fmt: skip
+    parameters, tail = pieces.get(PARAMETERS), pieces.get(TAIL)
+    if not isinstance(parameters, Rows) or isinstance(tail, Rows):
+        raise BlobError(
+            f"delta of version {version}: expected some of the parameters, and the buffers whole or not at all"
+        )
     return Delta(since, parameters.ids, parameters.values[:, 0], tail)

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from doll.errors import BlobError
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, delta_key
-from doll.storage.deltas import MAX_SHARE, Delta, Layout, decode_changes
+from doll.storage.contributions import MAX_SHARE
+from doll.storage.deltas import Delta, Layout, decode_changes
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
