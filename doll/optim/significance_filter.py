@@ -15,7 +15,23 @@ from doll.tables.rows import Floats, Ids, Rows, add_in_order, no_rows
 Array = npt.NDArray[np.float32]
 
 
-class Residual:
+class _NewestBatch:
+    """Which batch is the newest of which a part is held back: its part alone can be told from the others."""
+
+    _batch = -1
+
+    def _expect_later(self, batch: int) -> None:
+        if batch <= self._batch:
+            raise IllegalEventError(f"expected a batch after {self._batch}, got {batch}: a part of it is held back")
+
+    def _expect_newest(self, batch: int) -> None:
+        if 0 <= batch < self._batch:
+            raise IllegalEventError(
+                f"expected batch {self._batch}, the newest of which a part is held back, or a later one; got {batch}"
+            )
+
+
+class Residual(_NewestBatch):
     """What one worker holds back of its steps. Shapes: (num_parameters,).
 
     A number of the residual is sent as soon as it is larger than v / sqrt(t) of the number that it changes, in absolute
@@ -49,8 +65,7 @@ class Residual:
         Raises:
             IllegalEventError: the batch, or a later one, is in what is held back already.
         """
-        if batch <= self._batch:
-            raise IllegalEventError(f"expected a batch after {self._batch}, got {batch}: a part of it is held back")
+        self._expect_later(batch)
         self._before[:] = self._held
         self._batch = batch
         total = self._held
@@ -87,12 +102,6 @@ class Residual:
         held = self._before if 0 <= until <= self._batch else self._held
         return held.copy() if self._size and held.any() else None
 
-    def _expect_newest(self, batch: int) -> None:
-        if self._size and 0 <= batch < self._batch:
-            raise IllegalEventError(
-                f"expected batch {self._batch}, the newest of which a part is held back, or a later one; got {batch}"
-            )
-
     def clear(self) -> None:
         """Hold nothing."""
         self._held[:] = 0.0
@@ -104,7 +113,7 @@ class Residual:
 See: TypeAlias = Callable[[Ids], tuple[Floats, npt.NDArray[np.bool_]]]
 
 
-class RowResidual:
+class RowResidual(_NewestBatch):
     """What one worker holds back of its steps on one table: `Residual` of rows."""
 
     def __init__(self, threshold: float, width: int) -> None:
@@ -123,8 +132,7 @@ class RowResidual:
         Raises:
             IllegalEventError: the batch, or a later one, is in what is held back already.
         """
-        if batch <= self._batch:
-            raise IllegalEventError(f"expected a batch after {self._batch}, got {batch}: a part of it is held back")
+        self._expect_later(batch)
         self._before, self._batch = self.held, batch
         total = add_in_order([self.held, step])
         rows, is_here = see(total.ids)
@@ -149,12 +157,6 @@ class RowResidual:
         """As `Residual.of`; no rows: nothing."""
         self._expect_newest(until)
         return self._before if 0 <= until <= self._batch else self.held
-
-    def _expect_newest(self, batch: int) -> None:
-        if 0 <= batch < self._batch:
-            raise IllegalEventError(
-                f"expected batch {self._batch}, the newest of which a part is held back, or a later one; got {batch}"
-            )
 
     def clear(self) -> Ids:
         """Hold nothing. The rows of which something was held, before or after the newest batch."""
