@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from doll.errors import TaskError
 from doll.process.data_limit import DataLimit, data_bytes, out_of_memory
@@ -29,7 +29,11 @@ def code_of_fork(work: Callable[[], object]) -> int:
 
 
 def take(megabytes: int) -> object:
-    return np.ones(megabytes * MB, np.uint8)
+    """A mapping of its own: memory that an allocator gives may be what the process has had before."""
+    try:
+        return mmap.mmap(-1, megabytes * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as exc:
+        raise MemoryError from exc
 
 
 def test_a_process_takes_what_it_may_and_no_more() -> None:
