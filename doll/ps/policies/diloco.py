@@ -30,7 +30,10 @@ class DilocoPolicyConfig(PolicyConfig):
         default=0.75, gt=0, le=1, description="share of the live workers whose changes an outer step needs"
     )
     grace_s: NonNegativeFloat = Field(
-        default=2.0, le=86_400, description="how long an outer step waits for the other workers once it has its quorum"
+        default=2.0,
+        le=86_400,
+        description="how long an outer step waits at most for the other workers once it has its quorum; it never waits "
+        "longer than the quorum took, nor for workers that missed an earlier outer step",
     )
     age_discount: float = Field(
         default=0.5,
@@ -73,9 +76,11 @@ class Diloco(Policy):
     """An update is the H batches of each worker of a round, in pushes of their own.
 
     A worker begins a round as soon as it has H waiting batches and nothing of it is at the server, on the newest
-    weights. The round ends when every live worker has delivered; or `grace_s` after a quorum has; or, where nobody
-    computes any more because streams are dry, `grace_s` after the last one. Who comes later is in the next round,
-    and its change counts less (`DilocoPolicyConfig.age_discount`): no sample is dropped.
+    weights. The round ends when every live worker that is not late has delivered; or a grace after a quorum has; or,
+    where nobody computes any more because streams are dry, a grace after the last one. The grace is as long as the
+    round has taken so far, and at most `grace_s`: a worker that stands still costs the others half of one round.
+    Who comes later is late, and in the round in which it comes; its change counts less
+    (`DilocoPolicyConfig.age_discount`): no sample is dropped.
 
     Source: Douillard et al., DiLoCo (arXiv 2311.08105); quorum and grace window: Decoupled DiLoCo (2604.21428); weights
     by age: 2605.09126.
@@ -101,12 +106,18 @@ class Diloco(Policy):
         self._grace_s = grace_s
         self._to_start: dict[int, int] = {}  # workers, and how many batches each is granted next
         self._delivered: set[int] = set()  # workers with held batches
+        self._computing: set[int] = set()  # workers with batches under way
+        self._late: set[int] = set()  # those of them that have delivered nothing since an update was made without them
+        self._began_s: float | None = None  # since when batches of this round are computed
         self._ends_since_s: float | None = None  # since when the round may end after its grace
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
         for number in workers:
             worker = view.worker(number)
             (self._delivered.add if worker.held else self._delivered.discard)(number)
+            (self._computing.add if worker.computing else self._computing.discard)(number)
+            if worker.held or not worker.computing:
+                self._late.discard(number)
             if count := self._next_batches(worker):
                 self._to_start[number] = count
             else:
@@ -125,6 +136,8 @@ class Diloco(Policy):
     def start(self, view: PolicyView) -> Sequence[int]:
         if not self._to_start:
             return ()
+        if self._began_s is None:
+            self._began_s = view.now_s
         starts, self._to_start = self._to_start, {}
         return [number for number in sorted(starts) for _ in range(starts[number])]
 
@@ -135,11 +148,17 @@ class Diloco(Policy):
             return ()
         if self._ends_since_s is None:
             self._ends_since_s = view.now_s
-        is_complete = not view.num_computing and delivered >= view.num_live
-        if not is_complete and view.now_s - self._ends_since_s < self._grace_s:
+        is_complete = self._computing == self._late and delivered >= view.num_live - len(self._late)
+        if not is_complete and view.now_s - self._ends_since_s < self._grace_now_s():
             return ()
-        self._ends_since_s = None
+        self._late = self._computing.copy()
+        self._began_s = self._ends_since_s = None
         return view.held_batches()
+
+    def _grace_now_s(self) -> float:
+        if self._began_s is None or self._ends_since_s is None:
+            return self._grace_s
+        return min(self._grace_s, self._ends_since_s - self._began_s)
 
     def batches_needed(self, view: PolicyView) -> int:
         return self.batches_per_push

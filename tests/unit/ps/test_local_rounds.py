@@ -134,6 +134,57 @@ def test_a_quorum_that_is_lost_begins_its_grace_again() -> None:
     assert view.collected() == {0, 1, 2}
 
 
+def round_of(view: View, took_s: float, *numbers: int) -> set[int]:
+    """The next round: these are granted H batches and deliver after `took_s`. Who is in its outer step."""
+    for number in numbers:
+        view.put(number, held=0, computing=0, applied=view.worker(number).applied + view.worker(number).held, waiting=H)
+    assert view.policy.start(view) == [number for number in sorted(numbers) for _ in range(H)]
+    for number in numbers:
+        view.put(number, computing=H, waiting=0)
+    view.now_s += took_s
+    view.delivered(*numbers)
+    return view.collected()
+
+
+def test_the_grace_is_no_longer_than_the_round_took_and_who_missed_one_is_not_waited_for() -> None:
+    view = View(Diloco(H, quorum=0.75, grace_s=2.0), 4)
+    assert round_of(view, 0.1, 0, 1, 2, 3) == {0, 1, 2, 3}
+    view.put(3, held=0, waiting=H, applied=H)
+    view.policy.start(view)
+    view.put(3, computing=H, waiting=0)  # and stands still
+    assert round_of(view, 0.1, 0, 1, 2) == set()
+    view.now_s += 0.09
+    assert view.collected() == set()
+    view.now_s += 0.02
+    assert view.collected() == {0, 1, 2}, "after as long as the quorum took, not after 2 s"
+    assert round_of(view, 0.1, 0, 1, 2) == {0, 1, 2}, "it missed a round: nobody waits"
+    view.put(3, computing=0, held=H)
+    assert round_of(view, 0.1, 0, 1, 2) == {0, 1, 2, 3}, "in the round in which it comes"
+    assert round_of(view, 0.1, 0, 1, 2, 3) == {0, 1, 2, 3}
+    view.put(3, held=0, waiting=H, applied=3 * H)
+    view.policy.start(view)
+    view.put(3, computing=H, waiting=0)
+    assert round_of(view, 5.0, 0, 1, 2) == set(), "it is waited for again"
+    view.now_s += 2.0
+    assert view.collected() == {0, 1, 2}, "never longer than grace_s"
+
+
+def test_late_workers_are_no_quorum() -> None:
+    view = view_of()
+    view.delivered(0, 1, 2)
+    assert view.collected() == set()
+    view.now_s = 2.0
+    assert view.collected() == {0, 1, 2}
+    for number in (0, 1, 2):
+        view.put(number, held=0, computing=H)
+    view.delivered(0, 1)
+    view.now_s = 100.0
+    assert view.collected() == set(), "two of four live workers"
+    view.put(3, computing=0, is_live=False)
+    view.put(2, computing=0, is_live=False)
+    assert view.collected() == {0, 1}
+
+
 @pytest.mark.parametrize("values", [{"local_batches": 0}, {"quorum": 0.0}, {"quorum": 1.1}, {"grace_s": -1.0}])
 def test_numbers_out_of_range_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected 1 to 1000 local batches"):
