@@ -18,11 +18,12 @@ import tempfile
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 from doll.config import JobConfig, StopConfig, load
 from doll.drill.main import run_drill
+from doll.drill.plan import FaultTarget
 from doll.run.local.up import run_up
 
 from benchmarks.results import keep
@@ -70,13 +71,15 @@ def samples_in(updates: Path, begin_s: float, seconds: float) -> float:
     return float(end - begin)
 
 
-def measure(config: JobConfig, seconds: float, every_s: float, seed: int, *, with_faults: bool) -> dict[str, Any]:
+def measure(
+    config: JobConfig, seconds: float, every_s: float, seed: int, *, with_faults: bool, only: FaultTarget | None = None
+) -> dict[str, Any]:
     """One run; its samples, and what its audit says."""
     with tempfile.TemporaryDirectory(prefix="doll-faults-") as name:
         if with_faults:
             # The last one comes behind the time that is measured: the job ends when it has recovered from it.
             faults = math.ceil((seconds + _WARM_UP_S) / every_s) + 1
-            report, failure = run_drill(config, Path(name), faults=faults, seed=seed, every_s=every_s)
+            report, failure = run_drill(config, Path(name), faults=faults, seed=seed, every_s=every_s, only=only)
             if failure:
                 raise RuntimeError(failure)
         else:
@@ -107,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=1)
     parser.add_argument("--policy", help="a policy with its defaults [that of the job file]")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the job file")
+    parser.add_argument("--only", choices=get_args(FaultTarget), help="fault no other processes than these [all]")
     parser.add_argument("--asap", action="store_true", help="a stream that is faster than the workers")
     args = parser.parse_args(argv)
     config = job_of(args.job, asap=args.asap, policy=args.policy, changes=args.set)
@@ -114,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for pair in range(args.pairs):
         for with_faults in (False, True) if pair % 2 == 0 else (True, False):
             seconds = args.seconds if with_faults else args.calm_seconds or args.seconds
-            run = measure(config, seconds, args.every, pair, with_faults=with_faults)
+            run = measure(config, seconds, args.every, pair, with_faults=with_faults, only=args.only)
             runs.append({"pair": pair, **run})
             print(run, file=sys.stderr, flush=True)
     shares = [
@@ -124,7 +128,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     kept = statistics.median(shares)
     policy = config.training.policy.name
-    facts = {"job": config.job, "policy": policy, "asap": args.asap, "seconds": args.seconds, "every_s": args.every}
+    facts = {
+        "job": config.job,
+        "policy": policy,
+        "asap": args.asap,
+        "seconds": args.seconds,
+        "every_s": args.every,
+        "only": args.only,
+    }
     path = keep(
         f"faults-{policy}-{datetime.now():%Y%m%d-%H%M%S}", {**facts, "kept": kept, "shares": shares, "runs": runs}
     )

@@ -18,6 +18,7 @@ from doll.cli.options import (
     SetOption,
 )
 from doll.cli.output import emit
+from doll.drill.plan import FaultTarget
 
 
 def up(
@@ -60,6 +61,10 @@ def drill(
             help="Seconds from one fault to the next [default: as soon as the job has recovered, some sooner].",
         ),
     ] = None,
+    only: Annotated[
+        FaultTarget | None,
+        typer.Option("--only", help="Fault no other processes than these [default: all].", show_default=False),
+    ] = None,
     runs_folder: RunsFolderOption = Path("runs"),
     fresh: FreshOption = False,
     as_json: JsonOption = False,
@@ -76,7 +81,7 @@ def drill(
 
     report, failure = run_drill(
         job.target().config, runs_folder, faults=faults, seed=seed, standby=standby, brokers=brokers, fresh=fresh,
-        replay=replay, every_s=every_s,
+        replay=replay, every_s=every_s, only=only,
     )  # fmt: skip
     if failure is None:
         _finish(report, as_json)

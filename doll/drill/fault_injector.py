@@ -63,6 +63,7 @@ class FaultInjector(RunHook):
         metadata: FakeMetadataService | None = None,
         every_s: float | None = None,
         standby: bool = False,
+        only: FaultTarget | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.standby = standby
@@ -77,6 +78,7 @@ class FaultInjector(RunHook):
         self._say = say
         self._clock = clock
         self._every_s = every_s
+        self._only = only
         self._copies = LateCopies(config)
         for worker in range(config.data.workers):
             for relay in relays.to(f"worker-{worker}", "control"):
@@ -166,7 +168,13 @@ class FaultInjector(RunHook):
         )
 
     def plan_for(self, targets: Collection[FaultTarget], brokers: int) -> tuple[Fault, ...]:
-        """The faults to inject, in order."""
+        """The faults to inject, in order.
+
+        Raises:
+            DrillError: this job does not run what is to be faulted.
+        """
+        if self._only is not None and self._only not in targets:
+            raise DrillError(f"expected faults of what this job runs, {sorted(targets)}, got {self._only!r}")
         pipeline, links = self._config.worker.pipeline, self._control.links
         sends_no_grants = bool(links) and "local" not in links  # neither through Kafka nor on a socket
         impossible = {
@@ -185,6 +193,7 @@ class FaultInjector(RunHook):
             brokers=brokers,
             stages=0 if pipeline is None else pipeline.stages,
             without={name for name, is_impossible in impossible.items() if is_impossible},
+            only=self._only,
         )
 
     @property
@@ -233,7 +242,9 @@ class FaultInjector(RunHook):
         ]  # fmt: skip
 
     def _targets(self, stack: Stack) -> set[FaultTarget]:
-        targets: set[FaultTarget] = {"worker", "stage", "ps"}
+        targets: set[FaultTarget] = {"worker", "ps"}
+        if self._config.worker.pipeline is not None:
+            targets.add("stage")
         if self._config.source is not None and not isinstance(self._config.source, StdinSource):
             targets.add("producer")
         if self._config.evaluation.enabled:

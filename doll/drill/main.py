@@ -21,6 +21,7 @@ from doll.storage.stores import open_store
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
+    from doll.drill.plan import FaultTarget
     from doll.monitor.views.display import Display
 
 
@@ -47,6 +48,7 @@ def run_drill(
     fresh: bool = False,
     replay: bool = False,
     every_s: float | None = None,
+    only: FaultTarget | None = None,
 ) -> tuple[dict[str, Any], str | None]:
     """Run the job until `faults` faults are recovered from; the report, as of `run_up`, and a failure of the drill.
 
@@ -55,6 +57,7 @@ def run_drill(
         brokers: size of the local Kafka cluster. With more than one, each topic is replicated on all brokers, and one
             broker at a time fails.
         every_s: seconds from one fault to the next; None: the next follows the recovery from the one before, or sooner.
+        only: what is faulted; None: all that the job runs.
         replay: keep an event log of each parameter server, replay them after the run, and compare with the checkpoints.
 
     Raises:
@@ -75,7 +78,7 @@ def run_drill(
         def hook(run: RunFolder, display: Display) -> FaultInjector:
             drill = FaultInjector(
                 endless, say=display.say, run_folder=run.path, faults=faults, seed=seed, relays=relays,
-                metadata=metadata, standby=standby, every_s=every_s,
+                metadata=metadata, standby=standby, every_s=every_s, only=only,
             )  # fmt: skip
             drills.append((run, drill))
             return drill

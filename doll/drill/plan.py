@@ -159,12 +159,14 @@ def make_plan(
     brokers: int = 1,
     stages: int = 0,
     without: Collection[str] = (),
+    only: FaultTarget | None = None,
 ) -> tuple[Fault, ...]:
     """`faults` faults on `targets`. Each possible kind is drawn once, heaviest first; the rest is drawn by weight.
 
     Args:
         targets: what may fail. Connections are cut only to services among them. Of several brokers one at a time
             fails, never Kafka as a whole.
+        only: the one of the targets that is faulted; None: all of them.
         links: kinds of control links that the job uses.
         stages: of each worker that is a pipeline; 0: none is.
         standby: the job has a standby parameter server, so nothing else may start a successor.
@@ -183,9 +185,10 @@ def make_plan(
         and not (brokers == 1 and kind.target == "broker")
         and not (kind.target == "stage" and not stages)
         and kind.name not in without
+        and (only is None or kind.target == only)
     ]
     if faults < 1 or not kinds:
-        raise ValueError(f"expected at least one fault and one target, got {faults} and {sorted(targets)}")
+        raise ValueError(f"expected at least one fault and one target, got {faults} and {only or sorted(targets)}")
     rng = random.Random(seed)
 
     drawn = sorted(kinds, key=lambda kind: -kind.weight)[:faults]

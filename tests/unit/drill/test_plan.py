@@ -48,6 +48,14 @@ def test_only_the_targets_that_are_named_are_broken() -> None:
     # Connections to a Kafka that is not ours are left alone too.
     assert {fault.kind.cut_from for fault in plan} == {None, "redis"}
     assert {fault.cut for fault in plan if fault.kind.cut_from} == {"silent", "reset"}
+
+
+def test_faults_of_some_targets_cut_these_from_every_service() -> None:
+    plan = make_plan(500, 3, workers=2, targets=ALL, only="worker")
+    assert {fault.kind.target for fault in plan} == {"worker"}
+    assert {fault.kind.cut_from for fault in plan} == {None, "redis", "kafka"}
+    with pytest.raises(ValueError, match=r"one target, got 1 and stage"):
+        make_plan(1, 3, workers=2, targets=ALL, only="stage")
     with pytest.raises(ValueError, match="at least one fault"):
         make_plan(0, 3, workers=2, targets=ALL)
     with pytest.raises(ValueError, match="one target"):
