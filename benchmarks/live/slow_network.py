@@ -21,11 +21,12 @@ CHANGES: Final = ("blobs.kind=redis",)  # of the job: shared memory has no netwo
 
 @dataclass
 class SlowNetwork(RunHook):
-    """Each worker has a link of its own, which passes `bytes_per_s` in each direction. Samples and grants do not pass
-    it."""
+    """Each worker has a link of its own, which passes `bytes_per_s` in each direction, each byte `delay_s` late.
+    Samples do not pass it, and grants only where `control.kind` is `redis`."""
 
     relays: Relays
-    bytes_per_s: float
+    bytes_per_s: float | None
+    delay_s: float = 0.0
     _ports: dict[str, int] = field(default_factory=dict)
 
     def services(self, role: str, stack: Stack) -> Services:
@@ -33,16 +34,17 @@ class SlowNetwork(RunHook):
             return stack.services
         if role not in self._ports:
             relay = self.relays.open()
-            relay.target_port, relay.bytes_per_s = urlsplit(stack.services.redis).port or 0, self.bytes_per_s
+            relay.target_port = urlsplit(stack.services.redis).port or 0
+            relay.bytes_per_s, relay.delay_s = self.bytes_per_s, self.delay_s
             self._ports[role] = relay.port
         return replace(stack.services, redis=f"redis://{LOOPBACK}:{self._ports[role]}/0")
 
 
 @contextmanager
-def network(mbit_per_s: float) -> Iterator[RunHook]:
-    """The hook of a run on links of `mbit_per_s` in each direction; 0: on the machine's own."""
-    if not mbit_per_s:
+def network(mbit_per_s: float, delay_s: float = 0.0) -> Iterator[RunHook]:
+    """The hook of a run on links of `mbit_per_s` in each direction, each byte `delay_s` late; 0: no such limit."""
+    if not (mbit_per_s or delay_s):
         yield RunHook()
         return
     with Relays() as relays:
-        yield SlowNetwork(relays, mbit_per_s * 1e6 / 8)
+        yield SlowNetwork(relays, mbit_per_s * 1e6 / 8 or None, delay_s)

@@ -62,7 +62,7 @@ def simulate(name: str, staleness: int, seeds: range, *, policy: type[Policy] | 
     """The reads of `ssp` or `essp`.
 
     Args:
-        policy: in place of the one of this name, made with `staleness`.
+        policy: in place of the one of this name, made with `staleness`, and s + 1 batches under way.
     """
     reads = Reads(Histogram(), 0.0, 0.0)
     for seed in seeds:
@@ -70,7 +70,7 @@ def simulate(name: str, staleness: int, seeds: range, *, policy: type[Policy] | 
             EsspPolicyConfig(staleness=staleness) if name == "essp" else SspPolicyConfig(staleness=staleness),
             workers=WORKERS, clocks=CLOCKS, compute=clock_times(np.random.default_rng((1, seed))),
             latency_s=LATENCY_S, read="waits" if name == "essp" else "asks", seed=seed, warm_up=WARM_UP,
-            policy=policy(staleness) if policy is not None else None,  # type: ignore[call-arg]
+            policy=policy(staleness, staleness + 1) if policy is not None else None,  # type: ignore[call-arg]
         )  # fmt: skip
         system.run()
         reads.histogram.merge(system.histogram)
@@ -146,8 +146,8 @@ def run(quick: bool) -> Result:
         "request and an answer.",
         "ESSP's mean does not notice s, but its spread does: what it shows is how far the workers are apart, and the "
         "larger s is, the further apart they may be. The paper's histograms are narrower.",
-        "In the simulated network a worker goes on while its last step travels, as the paper's does (s + 1 grants "
-        "under way). The live server grants the next batch when the last step has come, which takes milliseconds.",
+        "In the simulated network a worker goes on while its last steps travel, as the paper's does (`under_way` of "
+        "s + 1), and grants take no time.",
     ]
     return Result(
         "ESSP Fig. 1: staleness and blocked time",

@@ -54,7 +54,7 @@ def simulate(name: str, rate: float, staleness: int, seed: int, *, policy: type[
     """One run of `ssp` or `essp`.
 
     Args:
-        policy: in place of the one of this name, made with `staleness`.
+        policy: in place of the one of this name, made with `staleness`, and s + 1 batches under way.
     """
     problem = low_rank(200, 150, 5, 0.3, 0.1, np.random.default_rng((2, seed)))
     steps = FactorSteps(problem, workers=WORKERS, share=SHARE, rate=rate, seed=seed, evaluate_every=2 * WORKERS)
@@ -62,7 +62,7 @@ def simulate(name: str, rate: float, staleness: int, seed: int, *, policy: type[
         EsspPolicyConfig(staleness=staleness) if name == "essp" else SspPolicyConfig(staleness=staleness),
         workers=WORKERS, clocks=CLOCKS, compute=clock_times(np.random.default_rng((3, seed))), latency_s=LATENCY_S,
         read="waits" if name == "essp" else "asks", seed=seed, steps=steps,
-        policy=policy(staleness) if policy is not None else None,  # type: ignore[call-arg]
+        policy=policy(staleness, staleness + 1) if policy is not None else None,  # type: ignore[call-arg]
     )  # fmt: skip
     system.run()
     return Run(steps.mse, [(version / WORKERS, loss) for version, loss in steps.losses])

@@ -70,25 +70,11 @@ class Steps(Protocol):
         """Add the steps of these batches."""
 
 
-class SspAhead(Ssp):
-    """A worker may have s + 1 grants: what it may compute follows from the clocks alone, and it does not wait for its
-    last push to arrive. In the live system it does (one grant under way), as a round trip is short there."""
-
-    def max_under_way(self) -> int:
-        return self.staleness + 1
-
-
-class EsspAhead(Essp):
-    """As `SspAhead`."""
-
-    def max_under_way(self) -> int:
-        return self.staleness + 1
-
-
 def policy_of(config: PolicyConfig) -> Policy:
-    """The policy of the simulation: the live one, with as many grants under way as the clocks allow."""
+    """The policy of the simulation: the live one. As many batches are under way as the clocks allow, as in the
+    paper."""
     if isinstance(config, BoundedStalenessConfig):
-        return (EsspAhead if config.name == "essp" else SspAhead)(config.staleness)
+        return (Essp if config.name == "essp" else Ssp)(config.staleness, config.staleness + 1)
     return make_policy(config)
 
 

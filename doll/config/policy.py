@@ -64,6 +64,11 @@ class PolicyConfig(Section, ABC):
         return 1
 
     @property
+    def pushes_under_way(self) -> int:
+        """How many batches of a worker, each in a push of its own, may be granted and not in the model; default: 1."""
+        return 1
+
+    @property
     def filter_threshold(self) -> float:
         """v of the significance filter: a worker holds a change back while it is at most v / sqrt(t) of the number
         that it changes, t being the round, which is 1 for

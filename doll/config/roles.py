@@ -148,7 +148,7 @@ class BlobConfig(Section):
     """time to live of weights and gradients"""
     keep_versions: int = Field(default=4, le=100_000, ge=2)
     """number of newest versions of the weights that are kept; an older one is kept while a grant that names it is not
-    answered, at most one for each worker"""
+    answered, at most one for each worker, or two under ssp and essp with several batches under way"""
 
 
 class KafkaConfig(Section):

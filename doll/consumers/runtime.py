@@ -254,8 +254,8 @@ class WorkerRuntime:
                 await self._store_rest(order)
                 continue
             grant, batches = order.grant, order.batches
-            while batches and core.is_current(grant):
-                begun_at_s = time.monotonic()
+            while batches and (begun := core.begin(grant)) is not None:
+                grant, begun_at_s = begun, time.monotonic()
                 first, last = batches[0].number, batches[-1].number
                 what = f"batch {first}" if first == last else f"batches {first} to {last}"
                 try:

@@ -18,16 +18,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeAlias, TypeVar
 
 from doll.drill.plan import Cut
 from doll.local.processes import LOOPBACK
 
 T = TypeVar("T")
+Late: TypeAlias = asyncio.Queue[tuple[float, bytes]]  # (when it is due, on the loop's clock, what), b"" at the end
 R = TypeVar("R", bound="Relay")
 
 _CHUNK: Final = 1 << 18
 _BACKLOG: Final = 128
+_LATE_PIECES: Final = 256  # of one direction, on their way at once
 _ANSWER_S: Final = 60.0  # the relays' thread answers within milliseconds, later on an overloaded machine
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
@@ -40,6 +42,7 @@ class Relay(ABC):
         watch: called for each new connection, on the relays' thread; what it returns is called with the bytes that the
             service sends on it, in order.
         bytes_per_s: how much passes in each direction, all connections together; None: as much as comes.
+        delay_s: how long each byte takes in each direction, behind that; of connections that open from now on.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, listening: socket.socket) -> None:
@@ -53,6 +56,7 @@ class Relay(ABC):
         self.cut: Cut | None = None
         self.watch: Callable[[], Callable[[bytes], None]] | None = None
         self.bytes_per_s: float | None = None
+        self.delay_s = 0.0
         self._free_at_s = [0.0, 0.0]  # when what was accepted before has passed, to the service and from it
 
     @abstractmethod
@@ -127,8 +131,13 @@ class Relay(ABC):
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.sock_connect(far, address)
             async with asyncio.TaskGroup() as directions:
-                directions.create_task(self._forward(near, far, 0))
-                directions.create_task(self._forward(far, near, 1, self.watch() if self.watch is not None else None))
+                late: list[Late | None] = [asyncio.Queue(_LATE_PIECES) if self.delay_s else None for _ in range(2)]
+                for queue, sink in zip(late, (far, near), strict=True):
+                    if queue is not None:
+                        directions.create_task(self._forward_late(queue, sink))
+                watch = self.watch() if self.watch is not None else None
+                directions.create_task(self._forward(near, far, 0, late[0]))
+                directions.create_task(self._forward(far, near, 1, late[1], watch))
             near.close()
             far.close()
         except* OSError:
@@ -138,17 +147,35 @@ class Relay(ABC):
             _reset(far)
 
     async def _forward(
-        self, source: socket.socket, sink: socket.socket, direction: int, watch: Callable[[bytes], None] | None = None
-    ) -> None:
+        self, source: socket.socket, sink: socket.socket, direction: int, late: Late | None,
+        watch: Callable[[bytes], None] | None = None,
+    ) -> None:  # fmt: skip
         while data := await self._loop.sock_recv(source, _CHUNK):
             if watch is not None:
                 watch(data)
             if self.bytes_per_s is not None:
                 await self._pass(len(data) / self.bytes_per_s, direction)
+            if late is not None:
+                await late.put((self._loop.time() + self.delay_s, data))
+                continue
             await self._open.wait()
             await self._loop.sock_sendall(sink, data)
+        if late is not None:
+            await late.put((self._loop.time() + self.delay_s, b""))
+            return
         await self._open.wait()
         sink.shutdown(socket.SHUT_WR)
+
+    async def _forward_late(self, late: Late, sink: socket.socket) -> None:
+        """Send what is in `late` when its time has come, while more comes."""
+        while True:
+            due_s, data = await late.get()
+            await asyncio.sleep(due_s - self._loop.time())
+            await self._open.wait()
+            if not data:
+                sink.shutdown(socket.SHUT_WR)
+                return
+            await self._loop.sock_sendall(sink, data)
 
     async def _pass(self, seconds: float, direction: int) -> None:
         """Wait until what takes so long has passed, behind what came before it."""

@@ -173,7 +173,7 @@ class TimedWorld(World[TimedProcess]):
         worker, order = process.worker, process.first_order
         grant = order.grant
         if process.cached < max(grant.min_version, process.offered):
-            process.cached = max(grant.version, process.offered)
+            process.cached = max(process.protocol.newest(grant).version, process.offered)
         seconds = self._seconds_of(worker, order.batches[len(process.done)].number)
         heappush(self._queue, (self.now + seconds, COMPUTED, worker, self._compute_event[worker]))
 

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 from channel_process import WORKERS, Process, job_of, takes_tables
 from doll.consumers.protocol.worker_core import (
+    Compute,
     GradientDone,
     StoreRest,
 )
@@ -220,6 +221,9 @@ class World(worlds.World[Process]):
         if core is None:
             return
         core.drain()
+        for order in process.orders:  # none of them is begun
+            if isinstance(order, Compute):
+                core.begin(order.grant)
         if not core.busy and (rest := core.rest) is not None:
             self.counts["rests of leaving workers"] += 1
             self.do(process, core.rest_stored(rest, process.handler.store_rest(rest.until)))
@@ -241,7 +245,11 @@ class World(worlds.World[Process]):
             self.do(process, core.rest_stored(order, process.handler.store_rest(order.until)))
             return
         grant, batches = order.grant, order.batches
-        while batches and not process.is_dead and core.is_current(grant):
+        while batches and not process.is_dead and (begun := core.begin(grant)) is not None:
+            grant = begun
+            on_their_way = [record for queue in process.to_server.values() for record in queue]
+            self.counts["begun ahead of a push"] += any(isinstance(record, Push) for record in on_their_way)
+            self.counts["weights of a later grant"] += begun.version > order.grant.version
             left = [self.rng.randrange(1, 5)]
 
             def goes_on(batch: int, number: int, term: int = grant.term, left: list[int] = left) -> bool:

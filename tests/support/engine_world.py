@@ -31,6 +31,8 @@ from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import LockstepConfig
 from doll.ps.policies.diloco import DilocoPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
+from doll.ps.policies.essp import EsspPolicyConfig
+from doll.ps.policies.ssp import SspPolicyConfig
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.records.control import (
     AnyRecord,
@@ -52,6 +54,8 @@ from msgspec import structs
 POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for name in registered.names()} | {
     "doll": DollPolicyConfig(group_size=3),
     "doll, sets": DollPolicyConfig(group_size=6),  # as many as one worker may hold
+    "ssp, ahead": SspPolicyConfig(staleness=3, under_way=4),
+    "essp, ahead": EsspPolicyConfig(staleness=3, under_way=4),
     "wsp": WspPolicyConfig(wave_batches=3, clock_distance=1),
     "diloco": DilocoPolicyConfig(local_batches=3, quorum=0.6, grace_s=1.0),
 }
@@ -422,11 +426,11 @@ class World(worlds.World[Process]):
             return
         grant, batches = order.grant, order.batches
         if not process.in_set:
-            if not core.is_current(grant):
+            if (begun := core.begin(grant)) is None:
                 process.orders.popleft()
                 return
-            self._begin_set(process, grant)
-            if not self._load_weights(process, grant):
+            self._begin_set(process, begun)
+            if not self._load_weights(process, begun):
                 process.orders.popleft()
                 self.do(process, core.weights_missing(grant))
                 return
@@ -505,6 +509,8 @@ class World(worlds.World[Process]):
                 process.cached = (grant.term, source)
                 return True
         is_granted = self.is_serving and grant.term == self.term and grant.grant_ids[0] in self.engine._grants
+        if is_granted and self.engine.policy.takes_later_weights:  # or until two later grants are on their way
+            is_granted = grant.version in self.engine.named_versions
         assert is_allowed or not is_granted or grant.key in self.lost, "the weights of a grant live until its answer"
         return is_allowed
 

@@ -216,8 +216,10 @@ class Job:
 
     def compute(self, worker: Worker) -> None:
         order = worker.orders.popleft()
-        done = worker.handler.handle(order.grant, order.batches, lambda batch, grant_id: True)
-        assert done is not None
         assert worker.core is not None
+        grant = worker.core.begin(order.grant)
+        assert grant is not None
+        done = worker.handler.handle(grant, order.batches, lambda batch, grant_id: True)
+        assert done is not None
         assert len(done.batches) == len(order.batches)
         self.do(worker, worker.core.gradient_done(order.grant, order.batches, done, 0.0))

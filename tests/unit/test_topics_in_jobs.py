@@ -23,6 +23,8 @@ POLICIES = {
     "asp": "{name: asp, contribution: step}",
     "ssp": "{name: ssp, staleness: 3}",
     "essp": "{name: essp, staleness: 3}",
+    "ssp, ahead": "{name: ssp, staleness: 3, under_way: 4}",
+    "essp, ahead": "{name: essp, staleness: 3, under_way: 4}",
     "vap": "{name: vap, value_bound: 40}",
     "wsp": "{name: wsp, wave_batches: 2, clock_distance: 1}",
 }

@@ -301,6 +301,7 @@ class WorkerCore:
         self._announced = welcome.next_batch
         self._granted_until = welcome.next_batch  # behind the last batch that was granted
         self._grants = Grants()  # of this server
+        self._newest: Grant | None = None  # of this server, the one with the newest weights
         self._applied = 0  # batches below it are in the model
         self._held_back_until = 0  # of batches below it a part of the steps is only here; 0: of none
         self._rest: Push | None = None  # the newest, until it is durable
@@ -437,6 +438,7 @@ class WorkerCore:
         if not self._durable <= grant.first < end <= self.next_batch:
             return [self._nack(grant, "batch")]
         self._granted_until = max(self._granted_until, end)
+        self._newest = self.newest(grant)
         answers, orders = self._grants.take(grant)
         return [*map(Send, answers), *(self._compute(order, batches) for order, batches in orders)]
 
@@ -465,6 +467,23 @@ class WorkerCore:
     def is_current(self, grant: Grant) -> bool:
         """Is any gradient of this grant still wanted?"""
         return any(self.is_wanted(grant.term, *item) for item in enumerate(grant.grant_ids, grant.first))
+
+    def newest(self, grant: Grant) -> Grant:
+        """`grant` with the newest weights that this worker was granted.
+
+        A grant may wait for its turn while others are computed. Its own weights may be gone then, and newer ones are
+        closer to the model. Its oldest version stays, so that they are read only where the worker has none as new.
+        """
+        newest = self._newest
+        if newest is None or newest.term != grant.term or newest.version <= grant.version:
+            return grant
+        return msgspec.structs.replace(grant, version=newest.version, key=newest.key, included=newest.included)
+
+    def begin(self, grant: Grant) -> Grant | None:
+        """What to compute now that it is the turn of `grant`; None: nothing, since it is void or the worker leaves."""
+        if self.draining:
+            self.not_begun(grant)
+        return self.newest(grant) if self.is_current(grant) else None
 
     def gradient_done(
         self, grant: Grant, batches: Sequence[Batch], done: GradientDone, begun_at_s: float
@@ -557,7 +576,7 @@ class WorkerCore:
     def _follow(self, term: int) -> None:
         """Nothing of an earlier server counts for the next one, which numbers its grants from one again."""
         if term > self.term:
-            self.term, self._grants = term, Grants()
+            self.term, self._grants, self._newest = term, Grants(), None
             self._applied = self._held_back_until = self._settling_until = self._settled_until = 0
             self._rest = None
 
@@ -609,7 +628,8 @@ class WorkerCore:
         return actions
 
     def drain(self) -> None:
-        """This process must leave (SIGTERM, a spot notice): announce nothing more; finish what is under way."""
+        """This process must leave (SIGTERM, a spot notice): announce nothing more, and begin nothing more; finish the
+        batch that is being computed."""
         self.draining = True
 
     def leave(self, cause: str) -> Sequence[WorkerAction]:

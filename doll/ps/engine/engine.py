@@ -82,6 +82,9 @@ from doll.storage.blobs import scope_of, weights_key
 DRY_ROUND_S: Final = 15.0
 VOID: Final = "requeued_void"  # the counter of batches that the policy let be computed again
 _RECENT_EVENTS: Final = 30
+# Of a worker's grants that may use the weights of later ones. Two: while the newest is on its way, the worker knows of
+# the one before.
+_NAMING_GRANTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,10 +403,14 @@ class Engine:
             self.counters["requeued"] += 1
             self.counters[f"requeued_{cause}"] += 1
             if grant.pushed is None:
-                if self._grants.release(grant) and grant.version < self.version:
-                    self._actions.append(ReleaseWeights(grant.version))
+                self._release(grant)
             elif grant.number == grant.pushed.number:
                 self._drop(grant.pushed.push, cause)
+
+    def _release(self, grant: ActiveGrant) -> None:
+        """The weights that this grant names are not kept for it any more."""
+        if self._grants.release(grant) and grant.version < self.version:
+            self._actions.append(ReleaseWeights(grant.version))
 
     def _forget_waiting(self, worker: Worker) -> None:
         """What this worker has announced or pushed late does not count: its process holds other batches now."""
@@ -508,8 +515,7 @@ class Engine:
         worker.market = push.market
         for grant in pushed.grants:
             grant.pushed = pushed
-            if self._grants.release(grant) and grant.version < self.version:
-                self._actions.append(ReleaseWeights(grant.version))
+            self._release(grant)
         self._limits.answered(worker)
         if push.key:
             # Under a policy that holds back, rests may be applied before it at the end.
@@ -754,6 +760,9 @@ class Engine:
             )
         grant = self._grants.grant(worker, self.version, min_version, self._now)
         self._limits.granted(worker, grant, self._now)
+        standing = worker.partition.computing_grants
+        if self.policy.takes_later_weights and len(standing) > _NAMING_GRANTS:
+            self._release(standing[-1 - _NAMING_GRANTS])
         return grant
 
     def _send_all_grants(self, granted: dict[int, list[ActiveGrant]]) -> bool:

@@ -23,7 +23,7 @@ class Grants:
         num_computing: batches whose gradients have not come.
         num_held: batches whose gradients are at the server.
         named_versions: versions that unanswered grants name, each with the number of these grants: their workers may
-            still have to read these weights.
+            still have to read these weights. Of grants that may use those of later ones only the newest count.
         changed: workers whose counters the policy does not know yet, in the order of the changes.
     """
 
@@ -82,7 +82,10 @@ class Grants:
         return grant
 
     def release(self, grant: ActiveGrant) -> bool:
-        """This grant is answered or void: its worker reads no weights for it. Whether none other names its version."""
+        """No weights are kept for this grant any more. Whether it was the last one that names its version."""
+        if not grant.names:
+            return False
+        grant.names = False
         self.named_versions[grant.version] -= 1
         if self.named_versions[grant.version]:
             return False
@@ -183,9 +186,10 @@ class Grants:
         assert list(self._standing) == sorted(self._standing)
         assert set(self._held) == {number for number, grant in self._standing.items() if grant.held}
         assert self.num_waiting == sum(worker.waiting for worker in self._owners)
-        named = Counter(grant.version for grant in self._standing.values() if grant.pushed is None)
+        named = Counter(grant.version for grant in self._standing.values() if grant.names)
         assert self.named_versions == named, "the weights of a grant live until it is answered or void, and no longer"
         for grant in self._standing.values():
+            assert not grant.names or grant.pushed is None
             assert grant.min_version <= grant.version <= version
             is_exact = self._is_exact and not is_ending  # at the end only rests are applied
             assert not is_exact or grant.version == grant.min_version == version, (

@@ -34,6 +34,7 @@ class ActiveGrant:
         min_version: the oldest weights that the policy allows for it.
         queue_position: place in the order of announcements, kept when the batch goes back to the queue.
         included: batches of its partition in `version`.
+        names: whether the weights of `version` are kept for it.
         pushed: the set that its push came in, once that is accepted; the gradient is then being fetched.
         held: the gradient is at the server.
     """
@@ -46,6 +47,7 @@ class ActiveGrant:
     queue_position: int
     granted_at_s: float
     included: int = 0
+    names: bool = True
     pushed: PushedSet | None = None
     held: bool = False
 

@@ -88,7 +88,8 @@ class ModelHost(HoldsTensors, Protocol):
         Called after each event of the engine, when its grants are sent; costs nothing where nothing is to be done.
 
         Published weights live while they are among the newest (`blobs.keep_versions`), and then while a grant names
-        them, until `release`. Of those older ones there is at most one for each worker: the oldest go first.
+        them, until `release`. Of those older ones there is at most one for each worker, or two where it may have
+        several pushes under way: the oldest go first.
 
         Args:
             named: versions that grants name.

@@ -21,8 +21,8 @@ class Essp(Ssp):
     name: ClassVar[str] = "essp"
     sends_versions: ClassVar[bool] = True
 
-    def __init__(self, staleness: int) -> None:
-        super().__init__(staleness)
+    def __init__(self, staleness: int, under_way: int = 1) -> None:
+        super().__init__(staleness, under_way)
         self._offered = 0  # the minimum clock at the last offer
 
     def recipients(self, view: PolicyView) -> Collection[int]:
@@ -32,4 +32,4 @@ class Essp(Ssp):
         return tuple(self._clocks.live)
 
 
-SPEC = PolicySpec("essp", EsspPolicyConfig, lambda config: Essp(config.staleness))
+SPEC = PolicySpec("essp", EsspPolicyConfig, lambda config: Essp(config.staleness, config.under_way))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from doll.ps.policies.base import PolicySpec
 from doll.ps.policies.gated import GatedByClock, GatedConfig
@@ -19,6 +19,16 @@ class BoundedStalenessConfig(GatedConfig):
     staleness: NonNegativeInt = Field(
         default=3, le=MAX_STALENESS, description="s: how many batches a worker may be ahead of the slowest one"
     )
+    under_way: PositiveInt = Field(
+        default=2,
+        le=MAX_STALENESS + 1,
+        description="how many batches of a worker may be granted and not in the model: with 1 it waits for a round "
+        "trip after each batch, with more it computes meanwhile; the paper's is staleness + 1: more changes nothing",
+    )
+
+    @property
+    def pushes_under_way(self) -> int:
+        return min(self.under_way, self.staleness + 1)
 
     @property
     def bound_text(self) -> str:
@@ -40,19 +50,35 @@ class SspPolicyConfig(BoundedStalenessConfig):
 
 class Ssp(GatedByClock):
     """A batch at clock t starts when every live worker's batches below t - s are in the model, and is computed on
-    weights that hold these; each step is an update of its own."""
+    weights that hold these; each step is an update of its own.
+
+    A worker may go on while its pushes are on their way. That changes no bound: the gate is on the batch's own clock,
+    and the minimum clock counts the worker's own batches in the model as well, so at most s + 1 of them are under way.
+    """
 
     name: ClassVar[str] = "ssp"
+    takes_later_weights: ClassVar[bool] = True
 
-    def __init__(self, staleness: int) -> None:
-        """`staleness`: s >= 0."""
-        if not 0 <= staleness <= MAX_STALENESS:
-            raise ValueError(f"expected a staleness of 0 to {MAX_STALENESS}, got {staleness}")
+    def __init__(self, staleness: int, under_way: int = 1) -> None:
+        """
+        Args:
+            staleness: s >= 0.
+            under_way: how many batches of a worker may be granted and not in the model, >= 1.
+        """
+        if not (0 <= staleness <= MAX_STALENESS and under_way >= 1):
+            raise ValueError(
+                f"expected a staleness of 0 to {MAX_STALENESS} and at least one batch under way, got {staleness} and "
+                f"{under_way}"
+            )
         self.staleness = staleness
+        self._under_way = under_way
         super().__init__(history=staleness)
+
+    def max_under_way(self) -> int:
+        return self._under_way
 
     def needed(self, batch: int, offset: int) -> int:
         return batch + offset - self.staleness
 
 
-SPEC = PolicySpec("ssp", SspPolicyConfig, lambda config: Ssp(config.staleness))
+SPEC = PolicySpec("ssp", SspPolicyConfig, lambda config: Ssp(config.staleness, config.under_way))

@@ -8,9 +8,10 @@ from collections.abc import Collection, Sequence
 import pytest
 from benchmarks.paper import essp_fig1, essp_fig2, vap_bound
 from benchmarks.paper.harness import Check
-from benchmarks.paper.network import EsspAhead, NetworkedSystem, SspAhead
+from benchmarks.paper.network import NetworkedSystem
 from doll.ps.policies.base import Policy, PolicyView
-from doll.ps.policies.essp import EsspPolicyConfig
+from doll.ps.policies.essp import Essp, EsspPolicyConfig
+from doll.ps.policies.ssp import Ssp
 from doll.ps.policies.vap import Vap
 
 
@@ -18,7 +19,7 @@ def failed(checks: Sequence[Check]) -> list[str]:
     return [check.what for check in checks if not check.is_expected]
 
 
-class Lazy(EsspAhead):
+class Lazy(Essp):
     """Sends new weights at every sixth move of the slowest only."""
 
     def recipients(self, view: PolicyView) -> Collection[int]:
@@ -26,14 +27,14 @@ class Lazy(EsspAhead):
         return super().recipients(view) if is_needed else ()
 
 
-class OneTooLoose(SspAhead):
+class OneTooLoose(Ssp):
     """A worker may be s + 1 ahead."""
 
     def needed(self, batch: int, offset: int) -> int:
         return super().needed(batch, offset) - 1
 
 
-class TooOld(SspAhead):
+class TooOld(Ssp):
     """The gate is right, but weights may be one clock too old."""
 
     def min_version(self, view: PolicyView, worker: int) -> int:
@@ -94,7 +95,7 @@ def test_essp_that_sends_weights_seldom_diverges_as_ssp_does() -> None:
     }
     assert failed(essp_fig2.checks_of(losses)) == []
 
-    class Never(EsspAhead):
+    class Never(Essp):
         """Sends new weights only when they have to be as new."""
 
         def recipients(self, view: PolicyView) -> Collection[int]:
@@ -149,5 +150,5 @@ def test_the_policies_of_the_simulation_are_the_live_ones_but_for_the_grants_und
             EsspPolicyConfig(staleness=staleness), workers=2, clocks=1, compute=lambda worker, batch: 1.0,
             latency_s=0.0, read="waits", seed=0,
         ).engine.policy  # fmt: skip
-        assert isinstance(policy, EsspAhead)
+        assert isinstance(policy, Essp)
         assert policy.max_under_way() == staleness + 1

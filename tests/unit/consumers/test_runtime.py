@@ -420,6 +420,22 @@ async def test_draining_finishes_what_is_owed_and_says_leave(start: Callable[...
     assert len(rig.runtime.buffer) == 1, "nothing more is decoded"
 
 
+async def test_draining_gives_back_what_is_not_begun(start: Callable[..., Rig]) -> None:
+    rig = start()
+    await rig.announce(3)
+    for number in (5, 6, 7):
+        rig.channel.command(grant(number, number))
+    await rig.until(lambda: rig.engine.submitted)
+    rig.departure.leave_within(100.0, "notice")
+    drained = asyncio.ensure_future(rig.runtime.drain())
+    await asyncio.sleep(0)
+    rig.engine.submitted.popleft()[2].set_result(done("k"))
+    await drained
+    assert [[item.batch for item in push.batches] for push in rig.channel.of(Push)] == [[5]]
+    assert not rig.engine.submitted
+    assert isinstance(rig.channel.sent[-1], Leave)
+
+
 async def test_draining_without_time_gives_up_the_gradient(start: Callable[..., Rig]) -> None:
     rig = start()
     await rig.announce(1)

@@ -122,6 +122,25 @@ def test_a_slow_link_takes_its_time_in_each_direction_for_all_connections_togeth
 
 
 @pytest.mark.slow
+def test_a_long_link_delays_each_message_and_not_the_one_behind_it(relay: Relay) -> None:
+    relay.delay_s = 0.2
+    with connect(relay) as connection:
+        began_s = time.monotonic()
+        for number in range(3):
+            connection.sendall(bytes([number]) * 4)
+            time.sleep(0.1)
+        got = b""
+        while len(got) < 12:
+            got += connection.recv(12 - len(got))
+        took_s = time.monotonic() - began_s
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""
+    assert got == bytes(4) + bytes([1]) * 4 + bytes([2]) * 4
+    assert took_s >= 0.2 + 2 * relay.delay_s, "both ways, of the last one"
+    assert took_s < 3 * 2 * relay.delay_s, "they are on their way together"
+
+
+@pytest.mark.slow
 def test_a_silent_cut_holds_back_what_is_sent_until_it_is_restored(relay: Relay) -> None:
     with connect(relay) as before:
         assert_answers(before)

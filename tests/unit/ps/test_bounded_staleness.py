@@ -25,17 +25,20 @@ CONFIGS = {"ssp": SspPolicyConfig, "essp": EsspPolicyConfig}
 class Counted(ClockWorld):
     """Attributes:
     reached: how often weights were as old as they may be.
+    most_under_way: the most batches of one worker that were granted and not in the model.
     """
 
     def __init__(self, policy: BoundedStalenessConfig, make: type[Ssp] | None = None) -> None:
         self._staleness = policy.staleness
-        self.reached = 0
+        self.reached = self.most_under_way = 0
         super().__init__(policy, None if make is None else partial(make, policy.staleness))
 
     def check(self, engine: Engine, grant: Grant, seen: list[int] | None) -> None:
         clock = grant.first + self.offset(grant.worker)
         needed = clock - self._staleness
         assert self.minimum >= needed, "too far ahead of the slowest"
+        under_way = grant.first + 1 - engine.worker(grant.worker).applied
+        self.most_under_way = max(self.most_under_way, under_way)
         for worker in engine.workers():
             if worker.is_live and seen is not None:
                 has = seen[worker.number] + self.offset(worker.number)
@@ -46,15 +49,27 @@ class Counted(ClockWorld):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32), length=st.integers(50, 3000), staleness=st.integers(0, 4))
-@example(seed=1, length=2000, staleness=0)
+@given(
+    seed=st.integers(0, 2**32), length=st.integers(50, 3000), staleness=st.integers(0, 4), under_way=st.integers(1, 6)
+)
+@example(seed=1, length=2000, staleness=0, under_way=2)
 def test_no_grant_is_further_ahead_or_misses_more_than_the_staleness_allows(
-    name: str, seed: int, length: int, staleness: int
+    name: str, seed: int, length: int, staleness: int, under_way: int
 ) -> None:
-    world = Counted(CONFIGS[name](staleness=staleness))
+    world = Counted(CONFIGS[name](staleness=staleness, under_way=under_way))
     play(world, random_steps(seed, length))
     world.settle()
     world.check_ledger()
+    assert world.most_under_way <= min(under_way, staleness + 1)
+
+
+@pytest.mark.parametrize("under_way", [1, 3])
+def test_the_random_runs_have_as_many_batches_of_a_worker_under_way_as_they_may(under_way: int) -> None:
+    """Otherwise the test above would prove little."""
+    worlds = [Counted(EsspPolicyConfig(staleness=2, under_way=under_way)) for _ in range(10)]
+    for seed, world in enumerate(worlds):
+        play(world, random_steps(seed, 2000))
+    assert max(world.most_under_way for world in worlds) == under_way
 
 
 class GatedByTheServersCount(Ssp):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import channel_process
 import doll.consumers.protocol.worker_core
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -125,6 +126,24 @@ def test_a_worker_that_computes_late_copies_is_caught(policy: str, of: str, monk
     assert found(policy, 1500, is_difference(of))
 
 
+class OldCount(WorkerCore):
+    """Takes newer weights for a batch, with the count of own batches of the grant that the batch has."""
+
+    def newest(self, grant: Grant) -> Grant:
+        return msgspec.structs.replace(super().newest(grant), included=grant.included)
+
+
+def test_a_worker_that_adds_own_steps_to_weights_that_hold_them_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "core_class", OldCount)
+    assert found("ssp, ahead", 400, is_difference("view of"))
+
+
+def test_a_worker_that_keeps_steps_behind_one_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepModel, "_forget_from", lambda self, batch: False)
+    monkeypatch.setattr(StepModel, "_expect_later", lambda self, batch: None)
+    assert found("ssp, ahead", 400, is_difference("view of"))
+
+
 def test_what_holds_the_steps_refuses_late_copies_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two guards, each of which is enough."""
     monkeypatch.setattr(doll.consumers.protocol.worker_core, "Grants", Forgetful)
@@ -205,9 +224,12 @@ def test_the_interleavings_reach_what_they_are_for() -> None:
     for seed in range(60):
         for policy in ("wsp", "isp"):
             seen += play(policy, seed).counts
+    for seed in range(20):
+        seen += play("essp, ahead", seed).counts
     expected = {
-        "copies", "links", "late messages", "rests", "rests of leaving workers", "settles", "rolled back",
-        "checkpoints", "servers", "processes", "sets of several batches", "views", "rows", "weights missing",
+        "begun ahead of a push", "weights of a later grant", "copies", "links", "late messages", "rests",
+        "rests of leaving workers", "settles", "rolled back", "checkpoints", "servers", "processes",
+        "sets of several batches", "views", "rows", "weights missing",
         "refused_late", "refused_duplicate", "grants_sent_again",
     }  # fmt: skip
     assert expected <= set(seen), expected - set(seen)

@@ -89,7 +89,10 @@ def test_waves_of_one_batch_are_ssp(staleness: int) -> None:
     count = 0
     for seed in range(20):
         seen: list[list[ev.EngineAction]] = []
-        for policy in (WspPolicyConfig(wave_batches=1, clock_distance=staleness), SspPolicyConfig(staleness=staleness)):
+        for policy in (
+            WspPolicyConfig(wave_batches=1, clock_distance=staleness),
+            SspPolicyConfig(staleness=staleness, under_way=1),
+        ):
             world = RecordedWorld(policy)
             play(world, random_steps(seed, 1500))
             seen.append(world.actions)

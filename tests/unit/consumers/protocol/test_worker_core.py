@@ -226,6 +226,37 @@ def test_a_draining_worker_announces_nothing_and_finishes_what_it_owes(core: Wor
     assert not core.busy
 
 
+def test_a_draining_worker_begins_nothing_and_owes_only_what_it_computes(core: WorkerCore) -> None:
+    for number in (5, 6, 7):
+        core.on_record(grant(number, number), 1.0)
+    assert core.begin(grant(5, 5)) == grant(5, 5)
+    core.drain()
+    assert core.begin(grant(6, 6)) is core.begin(grant(7, 7)) is None
+    assert core.busy
+    core.gradient_done(grant(5, 5), (batch(5),), DONE, 1.0)
+    assert not core.busy
+
+
+def test_a_batch_begins_with_the_newest_weights_that_were_granted(core: WorkerCore) -> None:
+    waiting = grant(6, 2, version=10, min_version=9, key="w:10")
+    core.on_record(grant(5, 1), 1.0)
+    core.on_record(waiting, 1.0)
+    core.on_record(grant(7, 3, version=12, min_version=10, key="w:12", included=6), 1.0)
+    core.on_record(waiting, 1.0)  # once more, late
+    assert core.begin(waiting) == grant(6, 2, version=12, min_version=9, key="w:12", included=6)
+    core.on_record(grant(6, 4, version=13, min_version=9, key="w:13"), 1.0)
+    assert core.begin(waiting) is None, "it is granted again"
+
+
+def test_weights_of_an_earlier_server_are_not_used(core: WorkerCore) -> None:
+    core.on_record(grant(5, 1, version=30), 1.0)
+    core.on_record(Hello(term=4), 1.0)
+    core.on_record(welcome(term=4), 1.0)
+    granted = grant(5, 1, term=4, version=20)
+    core.on_record(granted, 1.0)
+    assert core.begin(granted) == granted
+
+
 def test_a_group_does_not_wait_for_the_announcement_of_what_comes_while_a_gradient_is_computed() -> None:
     core = WorkerCore(welcome(next_batch=0), max_pending=32, now=0.0)
     assert core.batch_ready(batch(0)) == announced(0, 1)
