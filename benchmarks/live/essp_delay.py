@@ -1,7 +1,7 @@
 """What `under_way` of ssp and essp brings where a message takes long: blocked time, staleness and samples per second.
 
-Each row is one `doll up` of the digits for a fixed time. A batch takes `batch_s` seconds, and each worker reaches Redis,
-which has its grants, pushes, weights and steps, through a relay by which each byte comes `delay_s` late.
+Each row is one `doll up` of the digits for a fixed time. A batch takes `batch_s` seconds, and each worker reaches
+Redis, which has its grants, pushes, weights and steps, through a relay by which each byte comes `delay_s` late.
 """
 
 from __future__ import annotations

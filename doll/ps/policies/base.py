@@ -150,7 +150,7 @@ class Policy(ABC):
     holds_back: ClassVar[bool] = False  # a push may leave a part of its batches' steps at the worker
     takes_late_pushes: bool = True  # a push behind its time limit may answer the next grants of its batches
     sends_versions: ClassVar[bool] = False  # `recipients` may name workers
-    takes_later_weights: ClassVar[bool] = False  # of a later grant of its worker, for a batch whose own are gone
+    takes_later_weights: ClassVar[bool] = False  # a batch may use those of a later grant: its own may be gone
     batches_per_push: int = 1  # as in its section
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:  # noqa: B027
