@@ -18,6 +18,9 @@ from doll.run.local.context import RunHook
 from examples.digits.task import Digits
 from torch import nn
 
+from benchmarks.stage_tasks import pause
+
+FORWARD_SHARE: Final = 1 / 3  # of a block's time: the backward pass has twice the arithmetic
 SLOWNESS_ENV: Final = "DOLL_BENCHMARK_SLOWNESS"  # of one worker's process: its batches take so many times as long
 
 
@@ -64,3 +67,68 @@ class SameDirection(PacedDigits):
     ) -> npt.NDArray[np.float32]:
         time.sleep(self._batch_s)
         return np.full_like(weights, self._step)
+
+
+class Drift:
+    """How the speed of this process's device changes: a lognormal factor on its times, another one every `every_s`.
+
+    The factors are the process's own: they are drawn from its id and the time.
+    """
+
+    def __init__(self, sigma: float, every_s: float) -> None:
+        self.sigma, self.every_s = sigma, every_s
+
+    def factor(self, now_s: float, process: int) -> float:
+        """Median 1; the same within a period of `every_s`."""
+        if not self.sigma:
+            return 1.0
+        draw = np.random.default_rng((process, int(now_s / self.every_s))).standard_normal()
+        return float(np.exp(self.sigma * draw))
+
+
+class PacedBlock(nn.Module):
+    """A residual block, (n, width) to (n, width), whose passes take a stated time for a whole batch."""
+
+    def __init__(self, width: int, scale: float, block_s: float, batch_size: int, drift: Drift) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self._scale, self._block_s, self._batch_size, self._drift = scale, block_s, batch_size, drift
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = x + self._scale * torch.relu(self.linear(x))
+        # Neither where the evaluator measures, nor where the cut is compared with the undivided model.
+        if not (self.training and torch.is_grad_enabled() and len(x) >= self._batch_size):
+            return output
+        block_s = self._block_s * self._drift.factor(time.monotonic(), os.getpid())
+        return pause(output, FORWARD_SHARE * block_s, (1 - FORWARD_SHARE) * block_s)
+
+
+class PacedBlocks(Digits):
+    """Digits by blocks that can be cut anywhere: each takes as long as the others, and has as many parameters.
+
+    Args:
+        blocks: how many.
+        width: numbers between two of them.
+        block_s: seconds of a batch in a block, forward and backward.
+        batch_size: samples of a batch; fewer take no time.
+        drift, drift_every_s: sigma and period of `Drift`.
+        digits: as of `Digits`.
+    """
+
+    def __init__(
+        self, blocks: int, width: int, block_s: float, batch_size: int, drift: float = 0.0, drift_every_s: float = 1.0,
+        **digits: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**digits)
+        self.blocks, self.width = blocks, width
+        self.block_s, self._batch_size = block_s, batch_size
+        self._drift = Drift(drift, drift_every_s)
+
+    def build_model(self) -> nn.Module:
+        scale = self.blocks**-0.5
+        blocks = (
+            PacedBlock(self.width, scale, self.block_s, self._batch_size, self._drift) for _ in range(self.blocks)
+        )
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, self.width), nn.ReLU(), *blocks, nn.Linear(self.width, self.num_classes)
+        )
