@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from doll.config import load
 
-from benchmarks.live import mlless_ratings
+from benchmarks.live import mlless_filter, mlless_ratings
 from benchmarks.live.experiment import JOBS, Claim, Options, Report, mean_sd, up
 from benchmarks.tables import Table
 
@@ -76,7 +76,7 @@ def run(folder: Path, options: Options) -> Report:
     goal = job.stop.loss
     assert goal is not None, "the example has a loss to reach"
     given = replace(options, quick=False, settings={**mlless_ratings.SETTINGS, **asked, "samples": ""})
-    shared = mlless_ratings.changes_of(given, job, "dense")
+    shared = mlless_filter.changes_of(mlless_ratings.LEARNED, given, "dense")
     changes = [
         *shared, f"data.workers={asked['workers']}", "training.policy={name: isp, significance: 0.7}",
         f"stop={{loss: {goal}, updates: {20 if options.quick else _MAX_UPDATES}}}",

@@ -122,13 +122,11 @@ class PacedBlocks(Digits):
         super().__init__(**digits)
         self.blocks, self.width = blocks, width
         self.block_s, self._batch_size = block_s, batch_size
-        self._drift = Drift(drift, drift_every_s)
+        self.drift = Drift(drift, drift_every_s)
 
     def build_model(self) -> nn.Module:
         scale = self.blocks**-0.5
-        blocks = (
-            PacedBlock(self.width, scale, self.block_s, self._batch_size, self._drift) for _ in range(self.blocks)
-        )
+        blocks = (PacedBlock(self.width, scale, self.block_s, self._batch_size, self.drift) for _ in range(self.blocks))
         return nn.Sequential(
             nn.Flatten(), nn.Linear(64, self.width), nn.ReLU(), *blocks, nn.Linear(self.width, self.num_classes)
         )

@@ -1,4 +1,4 @@
-"""Sparse all-reduce beside `isp`: PMF of MovieLens 1M by torch's DistributedDataParallel over gloo, a process a worker.
+"""Sparse all-reduce beside `isp`: a job's task by torch's DistributedDataParallel over gloo, a process a worker.
 
 Each worker has a network namespace of its own. Its link to the others passes `mbit_per_s` in each direction, and counts
 its bytes. Namespaces need Linux and root. They and the processes end with the process that started them.
@@ -22,6 +22,8 @@ from benchmarks.live.experiment import Skip
 
 SUBNET: Final = "10.213.0"
 LINK: Final = "veth0"
+_BURST_BYTES: Final = 256_000
+_TICK_S: Final = 0.01  # a link passes its rate where a burst lasts for a tick of the kernel's clock
 # In namespaces of its own for processes, mounts and network: nothing of it is left when the shell has ended.
 _NETWORK: Final = """
 set -e
@@ -38,8 +40,8 @@ for i in $(seq 0 $(($1 - 1))); do
   ip netns exec worker$i ip link set veth0 up
   ip netns exec worker$i ip link set lo up
   if [ "$2" != 0 ]; then
-    tc qdisc add dev port$i root tbf rate $2mbit burst 256kb latency 200ms
-    ip netns exec worker$i tc qdisc add dev veth0 root tbf rate $2mbit burst 256kb latency 200ms
+    tc qdisc add dev port$i root tbf rate $2mbit burst $5 latency 200ms
+    ip netns exec worker$i tc qdisc add dev veth0 root tbf rate $2mbit burst $5 latency 200ms
   fi
 done
 for i in $(seq $(($1 - 1)) -1 1); do ip netns exec worker$i $3 -m benchmarks.live.sparse_allreduce_worker $i "$4" & done
@@ -81,7 +83,9 @@ def measure(job: Path, changes: Sequence[str], *, lr: float, mbit_per_s: float) 
     namespaces = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "bash", "-c", _NETWORK, "network")
     # The launcher kills `unshare` with this process, and that kills all the others.
     command = [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *namespaces]
-    command += [str(load(job, changes).data.workers), f"{mbit_per_s:g}", sys.executable, words]
+    burst_bytes = max(_BURST_BYTES, round(mbit_per_s * 1e6 / 8 * _TICK_S))
+    workers = load(job, changes).data.workers
+    command += [str(workers), f"{mbit_per_s:g}", sys.executable, words, str(burst_bytes)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import sys
@@ -15,8 +14,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from doll.config import JobConfig, load
-from doll.producers.sources import ratings
-from doll.task.base import load_task
+from doll.producers.sources import criteo, ratings
+from doll.records import lines
+from doll.task.base import Task, load_task
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.live.sparse_allreduce import LINK, SUBNET, Round
@@ -32,12 +32,17 @@ def _link_bytes() -> int:
     return int(fields[0]) + int(fields[8])
 
 
-def _ratings(job: JobConfig) -> npt.NDArray[Any]:
-    """All ratings that are not held out, as `doll.producers.sources.ratings.RECORD`."""
-    source: Any = job.source  # the section of the source `ratings`
-    with gzip.open(job.path(source.path)) as lines:
-        next(lines)  # the header
-        return np.frombuffer(b"".join(ratings.records(lines, source.holdout_one_in)), ratings.RECORD)
+def samples_of(job: JobConfig, task: Task) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """x and y of all samples of the job's file, but those held out of it."""
+    source: Any = job.source  # the section of the source `ratings` or `criteo`
+    path = job.path(source.path)
+    if source.kind == "ratings":
+        records = list(ratings.records(lines.read_file(path, header=source.header), source.holdout_one_in))
+    else:
+        records = list(criteo.records(lines.read_file(path)))
+    decoded = task.decode_block(memoryview(b"".join(records)), len(records[0]))
+    assert decoded is not None, "the file has packed records only"
+    return decoded
 
 
 def work(rank: int, told: Round) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def work(rank: int, told: Round) -> dict[str, Any]:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": f"{SUBNET}.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": LINK}
     task = load_task(job)
-    data, held_out = _ratings(job), list(task.holdout())
+    (all_x, all_y), held_out = samples_of(job, task), list(task.holdout())
     held_x = torch.from_numpy(np.stack([sample.x for sample in held_out]))
     held_y = torch.from_numpy(np.array([sample.y for sample in held_out], np.float32))
     torch.manual_seed(job.seed)
@@ -57,22 +62,22 @@ def work(rank: int, told: Round) -> dict[str, Any]:
     model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=told.lr * count)  # of the mean over the workers
     rng = np.random.default_rng(job.seed)
-    order, at, best, rounds = rng.permutation(len(data)), 0, np.inf, 0
+    order, at, best, rounds = rng.permutation(len(all_x)), 0, np.inf, 0
     dist.barrier()
     before_bytes, begun_s = _link_bytes(), time.monotonic()
     max_rounds = (job.stop.samples or 0) // (count * size)
     while rounds < max_rounds:
-        if at + count * size > len(data):
-            order, at = rng.permutation(len(data)), 0
-        mine = data[order[at + rank * size : at + (rank + 1) * size]]
+        if at + count * size > len(all_x):
+            order, at = rng.permutation(len(all_x)), 0
+        mine = order[at + rank * size : at + (rank + 1) * size]
         at, rounds = at + count * size, rounds + 1
-        x = torch.from_numpy(np.stack([mine["user"], mine["item"]], axis=1).astype(np.int32))
         optimizer.zero_grad()
-        task.loss(model(x), torch.from_numpy(mine["rating"].astype(np.float32))).backward()  # type: ignore[no-untyped-call]
+        output = task.forward(model, torch.from_numpy(all_x[mine]))
+        task.loss(output, torch.from_numpy(all_y[mine].astype(np.float32))).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if rounds % _EVALUATE_EVERY == 0:  # each worker has the same model
             with torch.no_grad():
-                best = min(best, float(task.loss(module(held_x), held_y)))
+                best = min(best, float(task.loss(task.forward(module, held_x), held_y)))
             if best <= goal:
                 break
     seconds = time.monotonic() - begun_s
