@@ -281,8 +281,8 @@ def learn(system: System, seed: int, folder: Path, options: Options, kafka_addre
     changes, asked = changes_of(system, options, seed), options.settings
     if system.distance is None:
         lr = float(asked["own_lr"]) if system.has_own_lr else system.num_gpus * float(asked["lr"])
-        told = Round(_JOB, changes, [slowdown(kind) for kind in "".join(system.gpus)], lr, seconds_of(options))
-        got = paced_allreduce.measure(told)
+        slowdowns = [slowdown(kind) for kind in "".join(system.gpus)]
+        got = paced_allreduce.measure(Round(_JOB, changes, slowdowns, lr, seconds_of(options)))
         curve = [(at_s, samples, loss) for at_s, samples, loss in got["curve"]]
         rate = rate_of([(at_s, samples) for at_s, samples, _ in curve])
         busy = got["busy_share"]
