@@ -313,7 +313,8 @@ class FunctionJob(TimedWorld):
             self.outcome.bytes_read += sum(num_bytes.values())
             version, weights = self._snapshot
             assert version == process.cached, "a grant names the newest version"
-            state.version, state.snapshot = version, (process.first_order.grant.included, weights)
+            included = process.protocol.newest(process.first_order.grant).included
+            state.version, state.snapshot = version, (included, weights)
             read_s = self._store.get(worker, num_bytes, self.now) - self.now
         return read_s + self._compute_s(worker, batch)
 

@@ -35,7 +35,7 @@ BSP, ISP, SSP = "bsp", "isp(0.7)", "ssp(3)"
 POLICIES: dict[str, PolicyConfig] = {
     BSP: BspPolicyConfig(contribution="step"),
     ISP: IspPolicyConfig(significance=0.7),
-    SSP: SspPolicyConfig(staleness=3),
+    SSP: SspPolicyConfig(staleness=3, under_way=1),  # a worker stores its update before it reads the next
 }
 # Of the paper, at 12 and 24 workers.
 PAPER_GAIN = {SSP: {8: 1.1, 16: 1.1}, ISP: {8: 1.9, 16: 1.4}}

@@ -89,7 +89,7 @@ def test_the_filter_reaches_the_target_and_one_that_drops_does_not() -> None:
     assert wrong.longer > 1.5
 
 
-@pytest.mark.parametrize("policy", [BSP, IspPolicyConfig(significance=0.7), SspPolicyConfig(staleness=2)])
+@pytest.mark.parametrize("policy", [BSP, IspPolicyConfig(significance=0.7), SspPolicyConfig(staleness=2, under_way=1)])
 def test_every_step_is_in_the_model_at_a_worker_or_on_its_way(policy: PolicyConfig) -> None:
     problem = Recorded()
     job = job_of(problem, policy)
@@ -120,7 +120,7 @@ def test_a_worker_alone_sees_all_its_steps_at_once() -> None:
     serial, parameters = Recorded(), Recorded().start()
     for batch in range(30):
         parameters += serial.step(parameters, 0, batch).values
-    for policy in (BSP, SspPolicyConfig(staleness=5), IspPolicyConfig(significance=0.7)):
+    for policy in (BSP, SspPolicyConfig(staleness=5, under_way=1), IspPolicyConfig(significance=0.7)):
         problem = Recorded()
         job_of(problem, policy, workers=1).run(target=0.0, most_steps=30)
         for one, other in zip(serial.seen, problem.seen, strict=False):
@@ -131,7 +131,7 @@ def test_staleness_bounds_what_a_worker_does_not_see() -> None:
     """With ssp(1) and a slow worker, the fast ones wait: all clocks stay within two."""
     problem = Recorded()
     job = FunctionJob(
-        problem, SspPolicyConfig(staleness=1), 3, Store(1e9), lambda worker, batch: 1.0 if worker else 9.0
+        problem, SspPolicyConfig(staleness=1, under_way=1), 3, Store(1e9), lambda worker, batch: 1.0 if worker else 9.0
     )
     job.run(target=0.0, most_steps=20)
     applied = [job.engine.worker(number).applied for number in range(3)]
