@@ -36,7 +36,7 @@ class PolicyConfig(Section, ABC):
     Attributes:
         serial_updates: the batches of an update are granted only when the update before has been made, so that
             Proposition 1 of the DOLL paper holds with K = `batches_per_update`.
-        publishes_deltas: an update changes so few numbers that workers read these, and not the whole weights.
+        publishes_deltas: an update changes so few numbers that workers read these, and not the whole weights or rows.
         supports_tables: its bounds hold for rows that workers ask for one by one as well.
     """
 

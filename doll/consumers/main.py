@@ -274,7 +274,8 @@ class _WorkerProcess:
             rows = TableRows(
                 row_client, config.worker.row_cache_bytes,
                 optimizer=row_optimizer(config.training.optimizer) if sends_steps and not task.defines_step else None,
-                threshold=config.training.policy.filter_threshold, report=self._channel.report,
+                threshold=config.training.policy.filter_threshold,
+                takes_patches=config.training.policy.publishes_deltas, report=self._channel.report,
             )  # fmt: skip
             model.tables.connect(rows.look_up)
         compressor = Compressor(scope)

@@ -70,7 +70,7 @@ class Residual(_NewestBatch):
         self._batch = batch
         total = self._held
         total += step
-        is_sent = _is_significant(total, weights, self._threshold, version)
+        is_sent = np.abs(total) > _limit(weights, self._threshold, version)
         np.multiply(total, is_sent, out=step)
         total[is_sent] = 0.0
         self.is_held = bool(total.any())
@@ -114,7 +114,11 @@ See: TypeAlias = Callable[[Ids], tuple[Floats, npt.NDArray[np.bool_]]]
 
 
 class RowResidual(_NewestBatch):
-    """What one worker holds back of its steps on one table: `Residual` of rows."""
+    """What one worker holds back of its steps on one table: `Residual` of rows.
+
+    Of a number that is sent, what is behind its first 16 bits is held back as well, where it is not significant either.
+    It then takes half the bytes (`doll.storage.sections`).
+    """
 
     def __init__(self, threshold: float, width: int) -> None:
         """`threshold`: v > 0."""
@@ -134,11 +138,15 @@ class RowResidual(_NewestBatch):
         """
         self._expect_later(batch)
         self._before, self._batch = self.held, batch
-        total = add_in_order([self.held, step])
-        rows, is_here = see(total.ids)
-        is_sent = _is_significant(total.values, rows, self._threshold, version) | ~is_here[:, None]
-        self.held = _without_zeros(Rows(total.ids, np.where(is_sent, np.float32(0.0), total.values)))
-        return _without_zeros(Rows(total.ids, np.where(is_sent, total.values, np.float32(0.0))))
+        ids, total = add_in_order([self.held, step])
+        rows, is_here = see(ids)
+        limit = _limit(rows, self._threshold, version)
+        short = _rounded(total)
+        sent = np.where(np.abs(total - short) <= limit, short, total)
+        sent[np.abs(total) <= limit] = 0.0
+        sent[~is_here] = total[~is_here]
+        self.held = _without_zeros(Rows(ids, total - sent))
+        return _without_zeros(Rows(ids, sent))
 
     def take_back(self, batch: int) -> Ids:
         """Batch `batch` and later ones are computed again. The rows of which now something else is held.
@@ -166,11 +174,15 @@ class RowResidual(_NewestBatch):
         return ids
 
 
-def _is_significant(change: Floats, weights: Floats, threshold: float, version: int) -> npt.NDArray[np.bool_]:
-    limit = np.float32(threshold / math.sqrt(version + 1))
-    # As a product: the ratio to a weight of zero is not defined.
-    is_larger: npt.NDArray[np.bool_] = np.abs(change) > limit * np.abs(weights)
-    return is_larger
+def _limit(weights: Floats, threshold: float, version: int) -> Floats:
+    """How large a change of each weight may be that is held back. As a product: the ratio to 0 is not defined."""
+    return np.float32(threshold / math.sqrt(version + 1)) * np.abs(weights)
+
+
+def _rounded(values: Floats) -> Floats:
+    """The nearest numbers whose last 16 bits are 0 (bfloat16): what they differ by is a float32, exactly."""
+    with np.errstate(over="ignore"):
+        return ((values.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def _without_zeros(rows: Rows) -> Rows:

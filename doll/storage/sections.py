@@ -6,15 +6,24 @@ rows. The header and its checksums are as in every blob (`doll.storage.blobs`).
 
 The body, little-endian: u32 number of sections, u32 0; then each section:
 
-    form (1 byte), 0 (1 byte), u16 bytes of the name, u32 width, u64 size, u64 count, u64 bytes of the keys, i64 since
-    name (UTF-8), keys, the values (float32)
+    form (1 byte), coding (1 byte), u16 bytes of the name, u32 width, u64 size, u64 count, u64 bytes of the keys,
+    i64 since
+    name (UTF-8), keys, bits (form `m` alone), the values (float32)
 
-each of the three padded with zeros to 8 bytes, so that values are aligned. `size` is the number of rows of the table,
-or of values of the vector. No section has the same form and name as another one.
+each of these padded with zeros to 8 bytes, so that values are aligned. `size` is the number of rows of the table,
+or of values of the vector. No section has the same form and name as another one, except those of form `c`, which differ
+in `since`; no key is in two of these.
 
-Keys increase strictly. Each is coded as its difference to the one before it, in 7 bits a byte (LEB128), the first to 0:
-the lowest bits first; a byte's top bit says that another one follows. There is one coding of each sequence of keys: a
-longer one of the same numbers is refused.
+Keys increase strictly. There are two codings:
+
+0.  Each key as its difference to the one before it, in 7 bits a byte (LEB128), the first to 0: the lowest bits first;
+    a byte's top bit says that another one follows. A longer coding of the same numbers is refused.
+1.  A bit for each key that there may be, the lowest bit of a byte first, 1 where it is there. It is the shorter one
+    where more than an eighth of all keys are there.
+
+Where few values need all of their 32 bits, 2 is added to the coding. Then the values are: u64 number of those that do,
+u64 bytes of their places; their places, coded as keys are (0); the upper 16 bits of all values; the lower 16 bits of
+those that need them, each padded with zeros to 8 bytes. All others' lower bits are 0.
 
 What encodes raises ValueError as `encode_push` does, what decodes raises BlobError and NotFiniteError as `decode_push`.
 
@@ -22,9 +31,13 @@ What encodes raises ValueError as `encode_push` does, what decodes raises BlobEr
 |---|---|---|---|
 | `d` | - | size of 1 | a vector, dense |
 | `r` | count | count of width | rows of a table; of width 1: some values of a vector |
-| `v` | count | count of 1 | some values of a table, of which value j of row i has the key i width + j |
+| `m` | count | one for each bit that is 1 | some values of rows of a table: bit i width + j is of value j of row i |
+| `v` | count | count of 1 | as `m`, of which value j of row i has the key i width + j; read, and no longer written |
 | `k` | count | - | send these rows |
-| `c` | count | - | send the rows of these that have changed since version `since` |
+| `c` | count | - | send what has changed in these rows since version `since` |
+
+In a push, the values that `m` leaves out are zero. In an answer they are as its receiver has them, and `since` is the
+CRC-32 of all rows that it has said it knows, in their order, as they are now.
 """
 
 from __future__ import annotations
@@ -38,7 +51,7 @@ import numpy.typing as npt
 
 from doll.errors import BlobError, NotFiniteError
 from doll.storage.blobs import Buffer, BytesKind, decode_bytes, encode_bytes
-from doll.tables.rows import Ids, Rows, TableShape
+from doll.tables.rows import Ids, Patch, Rows, TableShape
 
 Keys = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
@@ -53,7 +66,13 @@ Shapes: TypeAlias = Mapping[str, int | TableShape]
 _COUNT: Final = struct.Struct("<II")
 _HEAD: Final = struct.Struct("<cBHIQQQq")
 _ALIGNMENT: Final = 8
-_SPARSE_BYTES: Final = 5.2  # of a value with its key, about
+_DIFFERENCES: Final = 0  # codings of keys
+_BITMAP: Final = 1
+_HALVES: Final = 2  # is added to one of the two
+_HALVES_HEAD: Final = struct.Struct("<QQ")
+_MAX_WHOLE: Final = 1 / 8  # of the values that need 32 bits: else halves are not used
+_LOOK: Final = 64  # values that show whether it may be worth it; fewer are sent as they are
+_NO_PATCHES: Final[Mapping[str, Patch]] = {}
 
 
 def encode_keys(keys: Keys) -> Bytes:
@@ -134,6 +153,48 @@ def _cut_off(is_last: npt.NDArray[np.bool_]) -> str:
     return "" if not len(is_last) or is_last[-1] else ", the last one cut off"
 
 
+def encode_bitmap(keys: Keys, limit: int) -> Bytes:
+    """A bit for each number below `limit`, 1 for those in `keys`, strictly increasing and below `limit`.
+
+    Raises:
+        ValueError: the keys do not increase strictly.
+    """
+    if not (keys[1:] > keys[:-1]).all():
+        raise ValueError("expected keys that increase strictly: sort them, and add the values of equal ones")
+    is_in = np.zeros(limit, np.bool_)
+    is_in[keys] = True
+    return np.packbits(is_in, bitorder="little")
+
+
+def decode_bitmap(data: Bytes, *, count: int, limit: int) -> Keys:
+    """The `count` keys in `data`, strictly increasing and below `limit`.
+
+    No more memory than a small multiple of `data` is allocated, whatever `count` and `limit` say.
+
+    Raises:
+        BlobError: not the bitmap of such keys; the message says why.
+    """
+    is_in = _bits(data, limit, "keys")
+    keys = np.flatnonzero(is_in).view(np.uint64)
+    if len(keys) != count:
+        raise BlobError(f"expected {count} keys, got {len(keys)} in a bitmap")
+    return keys
+
+
+def _bits(data: Bytes, num_bits: int, what: str) -> npt.NDArray[np.bool_]:
+    """The bits in `data`, shape (num_bits,); those behind them in the last byte are 0."""
+    if len(data) != _bytes_of(num_bits):
+        raise BlobError(f"expected {_bytes_of(num_bits)} bytes of bits for {num_bits} {what}, got {len(data)}")
+    bits = np.unpackbits(data, bitorder="little").view(np.bool_)
+    if bits[num_bits:].any():
+        raise BlobError(f"expected {num_bits} {what}, got a bit of one behind these")
+    return bits[:num_bits]
+
+
+def _bytes_of(num_bits: int) -> int:
+    return (num_bits + 7) // 8
+
+
 class WireSize(NamedTuple):
     """Bytes of what a blob holds."""
 
@@ -152,10 +213,23 @@ class RowRequest(NamedTuple):
     """Rows of one table that a worker needs."""
 
     ids: Ids  # int64, strictly increasing: of rows to be sent
-    # int64, strictly increasing: of rows that the worker has as they were at version `since` or later; only rows that
-    # have changed after it are sent.
+    # int64, strictly increasing: of rows that the worker has as they were at version `since` or later; only what has
+    # changed after it is sent.
     known: Ids
-    since: int = 0  # a version; without meaning where `known` is empty
+    # A version, or one for each of `known`, int64, shape (len(known),); without meaning where `known` is empty.
+    since: int | npt.NDArray[np.int64] = 0
+
+
+class StoredAnswer(NamedTuple):
+    """What a blob of rows holds, by the name of the table; all of it as it is in `version`.
+
+    Attributes:
+        patches: of tables of which the receiver has said that it knows rows, where the server sends less than rows.
+    """
+
+    rows: dict[str, Rows]
+    version: int
+    patches: dict[str, Patch]
 
 
 class _Section(NamedTuple):
@@ -164,7 +238,8 @@ class _Section(NamedTuple):
     shape: TableShape
     since: int
     ids: Ids | None
-    values: npt.NDArray[np.float32] | None  # shape (count, width)
+    values: npt.NDArray[np.float32] | None  # shape (count, width), and of form `m` one for each bit, shape (n, 1)
+    is_there: npt.NDArray[np.bool_] | None = None  # shape (count, width): of form `m`
 
 
 def encode_push(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str, version: int) -> Encoded:
@@ -197,7 +272,7 @@ def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict
         NotFiniteError: a value of some row is NaN or infinite.
     """
     body, _ = decode_bytes(data, job=job, kind="p", version=version)
-    return _pieces(body, shapes, forms="drv")[0]
+    return _pieces(body, shapes, forms="drmv")[0]
 
 
 def decode_delta(data: Buffer, shapes: Shapes, *, job: str, version: int) -> tuple[dict[str, Vector | Rows], int]:
@@ -220,8 +295,9 @@ def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, jo
         shape = _table_shape(shapes[name])
         if len(request.ids):
             sections.append(_Section("k", name, shape, 0, request.ids, None))
-        if len(request.known):
-            sections.append(_Section("c", name, shape, request.since, request.known, None))
+        since = np.broadcast_to(request.since, len(request.known))
+        for version_known in np.unique(since).tolist():
+            sections.append(_Section("c", name, shape, version_known, request.known[since == version_known], None))
     return _encode(sections, job=job, kind="q", version=version)
 
 
@@ -233,43 +309,102 @@ def decode_row_request(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[
     for section in _decode(body, shapes, forms="kc"):
         ids = none if section.ids is None else section.ids
         before = requests.get(section.name, RowRequest(none, none))
-        requests[section.name] = (
-            before._replace(ids=ids) if section.form == "k" else before._replace(known=ids, since=section.since)
-        )
+        if section.form == "k":
+            requests[section.name] = before._replace(ids=ids)
+        elif not len(before.known):
+            requests[section.name] = before._replace(known=ids, since=section.since)
+        else:
+            requests[section.name] = _also_known(before, ids, section)
     return requests, version
 
 
-def encode_rows(rows: Mapping[str, Rows], shapes: Shapes, *, job: str, version: int) -> Encoded:
-    """The blob of rows as they are in `version`."""
+def _also_known(request: RowRequest, ids: Ids, section: _Section) -> RowRequest:
+    """`request` with `ids`, known since the version of `section`, as well."""
+    known = np.concatenate([request.known, ids])
+    since = np.concatenate([np.broadcast_to(request.since, len(request.known)), np.full(len(ids), section.since)])
+    order = np.argsort(known, kind="stable")
+    known = known[order]
+    if not (known[1:] > known[:-1]).all():
+        raise BlobError(f"section {section.name!r}: expected each row as known since one version, got one since two")
+    return request._replace(known=known, since=since[order])
+
+
+def encode_rows(
+    rows: Mapping[str, Rows], shapes: Shapes, *, job: str, version: int, patches: Mapping[str, Patch] = _NO_PATCHES
+) -> Encoded:
+    """The blob of rows as they are in `version`, and of numbers of other rows."""
     sections = [_Section("r", name, _table_shape(shapes[name]), 0, *piece) for name, piece in rows.items()]
+    for name, (ids, is_there, values, checksum) in patches.items():
+        shape = _table_shape(shapes[name])
+        sections.append(_Section("m", name, shape, checksum, ids, values.reshape(-1, 1), is_there))
     return _encode(sections, job=job, kind="r", version=version)
 
 
-def decode_rows(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[str, Rows], int]:
-    """Rows by the name of their table, views of `data`; and the version that they are of."""
+def decode_rows(data: Buffer, shapes: Shapes, *, job: str) -> StoredAnswer:
+    """What `encode_rows` was given, views of `data` where they can be."""
     body, version = decode_bytes(data, job=job, kind="r", version=None)
-    return {section.name: _rows(section) for section in _decode(body, shapes, forms="r")}, version
+    answer = StoredAnswer({}, version, {})
+    for section in _decode(body, shapes, forms="rm"):
+        if section.form == "r":
+            answer.rows[section.name] = _rows(section)
+        else:
+            answer.patches[section.name] = _patch(section)
+    return answer
 
 
 def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version: int) -> Encoded:
     parts: list[Buffer] = [_COUNT.pack(len(sections), 0)]
     plain = 0
-    for form, name, shape, since, ids, values in sections:
-        keys = np.empty(0, np.uint8) if ids is None else _coded(name, ids, _num_keys(form, shape))
+    for form, name, shape, since, ids, values, is_there in sections:
+        coding, keys = (0, np.empty(0, np.uint8)) if ids is None else _coded(name, ids, shape.num_rows)
         count = shape.num_rows if ids is None else len(ids)
-        width = 1 if form == "v" else shape.width
-        if values is not None and (values.shape != (count, width) or values.dtype != np.float32):
+        expected, bits = (count, shape.width), np.empty(0, np.uint8)
+        if is_there is not None:
+            if is_there.shape != expected:
+                raise ValueError(f"{name!r}: expected bits of shape {expected}, got {is_there.shape}")
+            expected, bits = (int(np.count_nonzero(is_there)), 1), np.packbits(is_there, bitorder="little")
+        if values is not None and (values.shape != expected or values.dtype != np.float32):
             raise ValueError(
-                f"{name!r}: expected float32 values of shape {(count, width)}, got {values.dtype} of {values.shape}"
+                f"{name!r}: expected float32 values of shape {expected}, got {values.dtype} of {values.shape}"
             )
         plain += (0 if ids is None else 8 * count) + (0 if values is None else 4 * values.size)
         title = name.encode()
-        parts.append(_HEAD.pack(form.encode(), 0, len(title), shape.width, shape.num_rows, count, len(keys), since))
-        body = b"" if values is None else np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-        for part in (title, keys.data, body):
+        plain_body = b"" if values is None else np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        body: list[Buffer] = [plain_body]
+        if values is not None and ids is not None and (halves := _halves(np.frombuffer(plain_body, "<u4"))):
+            coding, body = coding | _HALVES, halves
+        head = (form.encode(), coding, len(title), shape.width, shape.num_rows, count, len(keys), since)
+        parts.append(_HEAD.pack(*head))
+        for part in (title, keys.data, bits.data, *body):
             parts += [part, bytes(-len(part) % _ALIGNMENT)]
     blob = encode_bytes([part for part in parts if len(part)], job=job, kind=kind, version=version)
     return Encoded(blob, WireSize(plain, sum(map(len, blob))))
+
+
+def _halves(values: npt.NDArray[np.uint32]) -> list[Buffer]:
+    """The values in halves; empty where they are few, or too many need all of their bits."""
+    if len(values) < _LOOK:
+        return []
+    for some in (values[:_LOOK], values):
+        is_whole = (some & 0xFFFF) != 0
+        if np.count_nonzero(is_whole) > _MAX_WHOLE * len(some):
+            return []
+    places = np.flatnonzero(is_whole)
+    keys = encode_keys(places.astype(np.uint64))
+    upper, lower = (values >> 16).astype("<u2"), values[places].astype("<u2")
+    head = _HALVES_HEAD.pack(len(places), len(keys))
+    return [head, keys.data, upper.view(np.uint8).data, lower.view(np.uint8).data]
+
+
+def _from_halves(reader: _Reader, num_values: int, what: str) -> npt.NDArray[np.float32]:
+    """`num_values` values that were sent in halves."""
+    num_whole, key_bytes = _HALVES_HEAD.unpack(reader.take(_HALVES_HEAD.size, f"the halves of {what}"))
+    keys = np.frombuffer(reader.padded(key_bytes, f"the places of {what}"), np.uint8)
+    upper = np.frombuffer(reader.padded(2 * num_values, f"the upper halves of {what}"), "<u2")
+    lower = np.frombuffer(reader.padded(2 * num_whole, f"the lower halves of {what}"), "<u2")
+    values = upper.astype("<u4") << 16
+    values[decode_keys(keys, count=num_whole, limit=num_values).view(np.int64)] |= lower
+    return values.view("<f4")
 
 
 def _sections(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, since: int) -> list[_Section]:
@@ -285,22 +420,38 @@ def _sections(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, since: int
 
 def _shorter(section: _Section) -> _Section:
     """The shorter form of what is added to a table: its rows, or their values that are not zero."""
-    form, name, shape, since, ids, values = section
+    form, name, shape, since, ids, values, _ = section
     if form != "r" or shape.width == 1 or ids is None or values is None or values.shape != (len(ids), shape.width):
         return section
-    if _SPARSE_BYTES * np.count_nonzero(values) >= len(ids) * (4 * shape.width + 1):
+    is_there = values != 0
+    if not is_patch_shorter(is_there):
         return section
-    if not values.any(axis=1).all():  # optimizers with a state step such a row as well
-        return section
-    at, column = np.nonzero(values)
-    return _Section("v", name, shape, since, ids[at] * shape.width + column, values[at, column].reshape(-1, 1))
+    return _Section("m", name, shape, since, ids, values[is_there].reshape(-1, 1), is_there)
+
+
+def is_patch_shorter(is_there: npt.NDArray[np.bool_]) -> bool:
+    """Whether the values of rows that are there, shape (n, width), take fewer bytes than the rows."""
+    return 4 * int(np.count_nonzero(is_there)) + _bytes_of(is_there.size) < 4 * is_there.size
+
+
+def _patch(section: _Section) -> Patch:
+    assert section.ids is not None, "a section of some values of rows has keys"
+    assert section.values is not None, "a section of some values of rows has values"
+    assert section.is_there is not None, "a section of some values of rows has bits"
+    if not np.isfinite(section.values).all():
+        raise NotFiniteError(f"section {section.name!r}: expected finite values, got NaN or infinity")
+    return Patch(section.ids, section.is_there, section.values[:, 0], section.since)
 
 
 def _whole_rows(section: _Section) -> Rows:
-    """The rows of form `v`: values that are not there are 0."""
+    """The rows of form `m` or `v`: values that are not there are 0."""
     assert section.ids is not None, "a section of values has keys"
     assert section.values is not None, "a section of values has values"
     width = section.shape.width
+    if section.is_there is not None:
+        rows = np.zeros(section.is_there.shape, np.float32)  # at most as large as the table: keys increase
+        rows[section.is_there] = section.values[:, 0]
+        return _rows(section._replace(values=rows))
     ids = section.ids // width
     is_first = np.diff(ids, prepend=-1) > 0
     rows = np.zeros((int(np.count_nonzero(is_first)), width), np.float32)
@@ -315,7 +466,7 @@ def _pieces(body: memoryview, shapes: Shapes, *, forms: str) -> tuple[dict[str, 
     for section in _decode(body, shapes, forms=forms):
         if section.name in pieces:
             raise BlobError(f"section {section.name!r}: expected it once, got it in two forms")
-        if section.form == "v":
+        if section.form in "mv":
             pieces[section.name] = _whole_rows(section)
         elif section.ids is not None:
             pieces[section.name] = _rows(section)
@@ -325,10 +476,14 @@ def _pieces(body: memoryview, shapes: Shapes, *, forms: str) -> tuple[dict[str, 
     return pieces, sinces
 
 
-def _coded(name: str, ids: Ids, num_rows: int) -> npt.NDArray[np.uint8]:
+def _coded(name: str, ids: Ids, num_rows: int) -> tuple[int, Bytes]:
+    """The coding of keys, and their bytes."""
     if len(ids) and not (ids[0] >= 0 and ids[-1] < num_rows):
         raise ValueError(f"{name!r}: expected ids of 0 to {num_rows - 1}, got {ids[0]} to {ids[-1]}")
-    return encode_keys(ids.astype(np.uint64))
+    keys = ids.astype(np.uint64)
+    if len(ids) > _bytes_of(num_rows):
+        return _BITMAP, encode_bitmap(keys, num_rows)
+    return _DIFFERENCES, encode_keys(keys)
 
 
 def _decode(body: memoryview, shapes: Shapes, *, forms: str) -> Iterator[_Section]:
@@ -336,12 +491,13 @@ def _decode(body: memoryview, shapes: Shapes, *, forms: str) -> Iterator[_Sectio
     num_sections, zero = _COUNT.unpack(reader.take(_COUNT.size, "the number of sections"))
     if zero:
         raise BlobError(f"expected zero behind the number of sections, got {zero}")
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str, int]] = set()
     for _ in range(num_sections):  # each takes bytes of the body: a number too large ends it
         section = _decode_section(reader, shapes, forms)
-        if (section.form, section.name) in seen:
+        key = (section.form, section.name, section.since if section.form == "c" else 0)
+        if key in seen:
             raise BlobError(f"section {section.name!r}: expected it once, got it again")
-        seen.add((section.form, section.name))
+        seen.add(key)
         yield section
     if reader.num_left:
         raise BlobError(f"expected {num_sections} sections and nothing more, got {reader.num_left} further bytes")
@@ -349,13 +505,15 @@ def _decode(body: memoryview, shapes: Shapes, *, forms: str) -> Iterator[_Sectio
 
 def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
     head = _HEAD.unpack(reader.take(_HEAD.size, "the head of a section"))
-    form, zero, title_bytes, width, size, count, key_bytes, since = head
+    form, coding, title_bytes, width, size, count, key_bytes, since = head
     try:
         name, letter = bytes(reader.padded(title_bytes, "a section's name")).decode(), form.decode()
     except UnicodeDecodeError as exc:
         raise BlobError(f"expected a form and a name in UTF-8, got {form!r} and bytes that are not") from exc
-    if letter not in forms or zero:
-        raise BlobError(f"section {name!r}: expected a form of {'/'.join(forms)} and zero, got {letter!r}, {zero}")
+    if letter not in forms or coding > {"r": 3, "m": 3, "k": 1, "c": 1}.get(letter, 0):
+        raise BlobError(
+            f"section {name!r}: expected a form of {'/'.join(forms)} and a coding of its keys, got {letter!r}, {coding}"
+        )
     if name not in shapes:
         raise BlobError(f"section {name!r}: expected one of {sorted(shapes)}: no such vector or table")
     expected = shapes[name]
@@ -364,19 +522,29 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
         raise BlobError(f"section {name!r}: expected {shape.num_rows} rows of {shape.width}, got {size} of {width}")
     if letter == "d" and not (isinstance(expected, int) and count == size and not key_bytes):
         raise BlobError(f"section {name!r}: expected rows of a table, or all values of a vector, got {count} values")
-    # Before anything is allocated: both lengths must be there.
+    # Before anything is allocated: all lengths must be there.
     keys = np.frombuffer(reader.padded(key_bytes, f"the keys of {name!r}"), np.uint8)
-    per_key = {"d": width, "r": width, "v": 1}.get(letter, 0)
-    num_bytes = 4 * count * per_key
-    values = np.frombuffer(reader.padded(num_bytes, f"the values of {name!r}"), "<f4")
+    is_there, num_values = None, count * {"d": width, "r": width, "v": 1}.get(letter, 0)
+    if letter == "m":
+        packed = np.frombuffer(reader.padded(_bytes_of(count * width), f"the bits of {name!r}"), np.uint8)
+        is_there = _bits(packed, count * width, "values").reshape(count, width)
+        num_values = int(np.count_nonzero(is_there))
     ids = None
-    if letter != "d":
-        try:
+    try:
+        if coding & _HALVES:
+            values = _from_halves(reader, num_values, f"{name!r}")
+        else:
+            values = np.frombuffer(reader.padded(4 * num_values, f"the values of {name!r}"), "<f4")
+        if letter != "d":
             limit = min(_num_keys(letter, shape), 1 << 63)
-            ids = decode_keys(keys, count=count, limit=limit).view(np.int64)
-        except BlobError as exc:
-            raise BlobError(f"section {name!r}: {exc}") from exc
-    return _Section(letter, name, shape, since, ids, values.reshape(count, per_key) if per_key else None)
+            decode = decode_bitmap if coding & _BITMAP else decode_keys
+            ids = decode(keys, count=count, limit=limit).view(np.int64)
+    except BlobError as exc:
+        raise BlobError(f"section {name!r}: {exc}") from exc
+    if letter in "kc":
+        return _Section(letter, name, shape, since, ids, None)
+    per_key = width if letter in "dr" else 1
+    return _Section(letter, name, shape, since, ids, values.reshape(-1, per_key), is_there)
 
 
 def _num_keys(form: str, shape: TableShape) -> int:

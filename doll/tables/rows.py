@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from isal.isal_zlib import crc32
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -43,6 +44,27 @@ class Rows(NamedTuple):
 
     ids: Ids
     values: Floats
+
+
+class Patch(NamedTuple):
+    """Some numbers of some rows of one table, as they are now; the others are as the receiver has them.
+
+    Attributes:
+        ids: int64, shape (n,), strictly increasing.
+        is_there: shape (n, width): which numbers.
+        values: float32, shape (k,), in the order of rows and columns.
+        checksum: CRC-32 of rows that the receiver has, as they are now (`checksum_of`): it shows whether the two agree.
+    """
+
+    ids: Ids
+    is_there: npt.NDArray[np.bool_]
+    values: Floats
+    checksum: int
+
+
+def checksum_of(rows: Floats) -> int:
+    """CRC-32 of these rows, shape (n, width)."""
+    return crc32(np.ascontiguousarray(rows, "<f4").reshape(-1).view(np.uint8).data)
 
 
 def no_rows(width: int) -> Rows:

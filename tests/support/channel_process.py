@@ -217,6 +217,7 @@ class Process(worlds.Process):
                 self.client, 2000,
                 optimizer=row_optimizer(config.training.optimizer) if self.sends_steps else None,
                 threshold=config.training.policy.filter_threshold,
+                takes_patches=config.training.policy.publishes_deltas,
             )  # fmt: skip
         self.local: Any
         deltas = None

@@ -64,6 +64,7 @@ class Worker:
             self.rows = TableRows(
                 self.client, config.worker.row_cache_bytes,
                 optimizer=row_optimizer(config.training.optimizer) if optimizes else None,
+                takes_patches=config.training.policy.publishes_deltas,
             )  # fmt: skip
             model.tables.connect(self.rows.look_up)
         self.channel = FakeChannel()

@@ -50,10 +50,10 @@ class Worker:
             asked = sections.encode_row_request({name: request}, self.tables.shapes, job=JOB, version=self.version)
             requests, oldest = sections.decode_row_request(b"".join(asked.parts), self.server.shapes, job=JOB)
             assert oldest == self.version
-            rows = self.server.answer(requests)
+            rows = {name: answer.rows for name, answer in self.server.answer(requests).items()}
             answer = sections.encode_rows(rows, self.server.shapes, job=JOB, version=self.version)
-            back, version = sections.decode_rows(b"".join(answer.parts), self.tables.shapes, job=JOB)
-            return FetchedRows(back[name], version)
+            back = sections.decode_rows(b"".join(answer.parts), self.tables.shapes, job=JOB)
+            return FetchedRows(back.rows[name], back.version)
 
         return self.caches[name].get(ids, self.version, fetch)
 

@@ -32,6 +32,7 @@ POLICIES = {
     "essp": "{name: essp, staleness: 2}",
     "vap": "{name: vap, value_bound: 0.5}",
     "wsp": "{name: wsp, wave_batches: 2, clock_distance: 1}",
+    "isp": "{name: isp, significance: 0}",
 }
 TRAININGS = {
     "sgd": "optimizer: {name: sgd, lr: 0.05}",
@@ -55,7 +56,7 @@ def parts(job: Job, width: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
 
 def num_workers(policy: str) -> int:
     """As many workers as keep rows no newer than the weights: where weights may be old, one worker."""
-    return WORKERS if policy.startswith(("{name: doll", "{name: bsp")) else 1
+    return WORKERS if policy.startswith(("{name: doll", "{name: bsp", "{name: isp")) else 1
 
 
 @pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
@@ -162,7 +163,7 @@ class Watched:
         self.problems.append(f"worker {grant.worker}: row {at} is of no version from {grant.min_version} on")
 
 
-@pytest.mark.parametrize("policy", ["asp", "asp, steps", "ssp", "essp", "vap", "wsp"])
+@pytest.mark.parametrize("policy", ["asp", "asp, steps", "ssp", "essp", "vap", "wsp", "isp"])
 @pytest.mark.parametrize("seed", range(4))
 def test_workers_see_allowed_versions_and_their_own_steps(
     policy: str, seed: int, monkeypatch: pytest.MonkeyPatch

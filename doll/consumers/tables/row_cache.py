@@ -18,7 +18,7 @@ import numpy.typing as npt
 from doll.errors import BlobError, IllegalEventError
 from doll.storage.sections import RowRequest
 from doll.tables.id_index import IdIndex
-from doll.tables.rows import Floats, Ids, Rows, TableShape, add_in_order, add_where_equal, no_rows
+from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, add_in_order, add_where_equal, no_rows
 
 _NO_IDS: Final[Ids] = np.empty(0, np.int64)
 _PLACE_BYTES: Final = 8 + 8 + 1 + 9 + 16  # version, place in the index and its cells, beside the values
@@ -66,10 +66,13 @@ class OpLog:
             raise IllegalEventError(f"expected the newest batch, got {batch}")
         self._closed[-1] = (batch, sent)
 
-    def forget(self, included: int) -> None:
-        """The rows that are fetched from now on contain the steps of all batches below `included`."""
+    def forget(self, included: int) -> list[Rows]:
+        """The rows that are fetched from now on contain the steps of all batches below `included`. These steps, by
+        batch."""
+        forgotten = []
         while self._closed and self._closed[0][0] < included:
-            self._closed.popleft()
+            forgotten.append(self._closed.popleft()[1])
+        return forgotten
 
     def take_back(self, batch: int) -> Ids:
         """Drop the steps of `batch`, of those after it and of the open one: they will be computed again. The rows that
@@ -103,6 +106,7 @@ class FetchedRows(NamedTuple):
     rows: Rows  # all rows that were asked for in full, and the known rows that have changed
     version: int  # that they are of
     included: int = 0  # how many of the worker's batches `version` contains
+    patch: Patch | None = None  # what else has changed in known rows; None: `rows` is all
 
 
 Fetch: TypeAlias = Callable[[RowRequest], FetchedRows]
@@ -144,7 +148,7 @@ class RowCache:
         """A grant says that `version` is the newest, and contains `included` of the worker's batches."""
         if version >= self._newest:
             self._newest = version
-            self.own.forget(included)
+            self._forget(included)
 
     def get(self, ids: Ids, min_version: int, fetch: Fetch) -> Floats:
         """GET: rows `ids`, strictly increasing, as of `min_version` or later; float32, shape (n, width), a copy.
@@ -167,10 +171,7 @@ class RowCache:
             return out
         is_old = is_here & ~is_fresh
         since = int(known[is_old].min()) if is_old.any() else 0
-        answer = fetch(RowRequest(ids[~is_here], ids[is_old], since))
-        if answer.version < max(min_version, self._newest):
-            raise BlobError(f"expected rows of version {max(min_version, self._newest)} or later, got {answer.version}")
-        self._newest = answer.version
+        answer = self._checked(fetch(RowRequest(ids[~is_here], ids[is_old], since)), min_version)
         asked = ids[~is_fresh]
         at = np.minimum(np.searchsorted(answer.rows.ids, asked), max(len(answer.rows.ids) - 1, 0))
         has_come = answer.rows.ids[at] == asked if len(answer.rows.ids) else np.zeros(len(asked), np.bool_)
@@ -208,6 +209,16 @@ class RowCache:
         """These rows are not used any more, where they are here."""
         self._drop(self._index.find(ids))
 
+    def _checked(self, answer: FetchedRows, min_version: int) -> FetchedRows:
+        if answer.version < (oldest := max(min_version, self._newest)):
+            raise BlobError(f"expected rows of version {oldest} or later, got {answer.version}")
+        self._newest = answer.version
+        return answer
+
+    def _forget(self, included: int) -> None:
+        """The server's rows contain the steps of batches below `included`; those here contain all own steps."""
+        self.own.forget(included)
+
     def _add_own(self, ids: Ids, values: Floats, included: int) -> None:
         self.own.add_to(ids, values, included)
         add_where_equal(ids, values, self.held)
@@ -220,7 +231,7 @@ class RowCache:
         if version < self._newest:
             return False
         self._newest = version
-        self.own.forget(included)
+        self._forget(included)
         slots = self._index.find(rows.ids)
         is_here = slots >= 0
         slots, values = slots[is_here], rows.values[is_here]

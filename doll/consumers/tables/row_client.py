@@ -12,8 +12,8 @@ from doll.consumers.tables.row_cache import FetchedRows
 from doll.errors import BlobError, NotFiniteError
 from doll.records.control import GetRows, Grant, RowsStored
 from doll.storage.blobs import Blobs, row_request_key
-from doll.storage.sections import RowRequest, decode_rows, encode_row_request
-from doll.tables.rows import Rows, TableShape, no_rows
+from doll.storage.sections import RowRequest, StoredAnswer, decode_rows, encode_row_request
+from doll.tables.rows import TableShape, no_rows
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -108,15 +108,16 @@ class RowClient:
     def _read(self, name: str, answer: RowsStored) -> FetchedRows | None:
         """The rows of an answer; None where the blob store does not hold them whole."""
         try:
-            tables, version = self.take(answer.key)
+            stored = self.take(answer.key)
         except NotFiniteError:
             raise
         except BlobError:
             return None
-        return FetchedRows(tables.get(name, no_rows(self.tables[name].width)), version, answer.included)
+        rows = stored.rows.get(name, no_rows(self.tables[name].width))
+        return FetchedRows(rows, stored.version, answer.included, stored.patches.get(name))
 
-    def take(self, key: str) -> tuple[dict[str, Rows], int]:
-        """The rows under `key`, by table, and the version that they are of. They are deleted: nobody reads them again.
+    def take(self, key: str) -> StoredAnswer:
+        """The rows under `key`. They are deleted: nobody reads them again.
 
         Raises:
             BlobError: the blob store does not hold them whole, which is logged.

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from doll.consumers.tables.base_row_cache import BaseRowCache
 from doll.consumers.tables.row_cache import FetchedRows, RowCache, cached_row_bytes
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.row_steps import RowSteps, state_row_bytes
@@ -30,6 +31,7 @@ class TableRows:
 
     def __init__(
         self, client: RowClient, max_bytes: int, *, optimizer: RowOptimizer | None = None, threshold: float = 0.0,
+        takes_patches: bool = False,
         report: Callable[[dict[str, float]], object] = lambda values: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -39,6 +41,7 @@ class TableRows:
                 states of rows.
             optimizer: of rows, where this worker steps itself; None: it sends gradients.
             threshold: v of the filter of own steps; 0: all of them are sent.
+            takes_patches: the server sends numbers of rows that have changed, and not these rows.
             report: is called with `measures` now and then.
         """
         self._client = client
@@ -49,7 +52,8 @@ class TableRows:
             share = max(_MIN_TABLE_BYTES, max_bytes * shape.num_rows * shape.width // max(total, 1))
             row = cached_row_bytes(shape.width)
             state = 0 if optimizer is None else state_row_bytes(shape.width, len(optimizer.state_names))
-            self._caches[name] = RowCache(shape, share * row // (row + state))
+            cache_class = BaseRowCache if takes_patches else RowCache
+            self._caches[name] = cache_class(shape, share * row // (row + state))
             if optimizer is not None:
                 self.steps[name] = RowSteps(shape.width, optimizer, share * state // (row + state))
         self._residuals: dict[str, RowResidual] = {}
@@ -196,8 +200,9 @@ class TableRows:
             if weights.term != self._term:
                 continue
             try:
-                tables, version = self._client.take(weights.rows_key)
+                stored = self._client.take(weights.rows_key)
             except BlobError:  # rows that are missed are asked for when they are too old
                 continue
             for name, cache in self._caches.items():
-                cache.merge(weights.rows_since, version, weights.included, tables.get(name, cache.no_rows()))
+                rows = stored.rows.get(name, cache.no_rows())
+                cache.merge(weights.rows_since, stored.version, weights.included, rows)

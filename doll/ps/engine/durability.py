@@ -32,15 +32,16 @@ class Durability:
 
     def __init__(
         self, partitions: Sequence[Partition], *, version: int, now: float, every_updates: int, every_s: float,
-        max_pending_batches: int,
+        max_pending_batches: int, costs_rests: bool = False,
     ) -> None:  # fmt: skip
+        """`costs_rests`: each checkpoint makes workers send what they hold back: fewer are better."""
         self.version = version
         self.max_unsaved = 0
         self._partitions = partitions
         self._every_updates = every_updates
         self._every_s = every_s
-        # Half of what a worker may hold: it must not come to a halt only because a checkpoint is not due yet.
-        self._crowded = max(1, max_pending_batches // 2)
+        # Less than a worker may hold: it must not come to a halt only because a checkpoint is not due yet.
+        self._crowded = max(1, 3 * max_pending_batches // 4 if costs_rests else max_pending_batches // 2)
         self._ordered: tuple[int, tuple[int, ...]] | None = None  # (version, applied) of the checkpoint under way
         self._ordered_at_s = now
 

@@ -178,6 +178,7 @@ class Engine:
         self._durability = Durability(
             partitions, version=snapshot.version, now=now, every_updates=settings.checkpoint_every_updates,
             every_s=settings.checkpoint_every_s, max_pending_batches=settings.max_pending_batches,
+            costs_rests=policy.holds_back,
         )  # fmt: skip
 
         self._num_announced = 0  # batches, in this term: places in the order of announcements

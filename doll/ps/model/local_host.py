@@ -74,6 +74,8 @@ class LocalModelHost:
         self._deltas: DeltaWriter | None = None
         if config.training.policy.publishes_deltas:
             self._deltas = DeltaWriter(self._scope, term, blobs, config.blobs.ttl_s, updater.num_parameters)
+            if tables is not None:
+                tables.track_numbers()
         self._published: deque[int] = deque()  # the newest
         self._older: dict[int, None] = {}  # that grants name, the oldest first
         self._max_older = config.data.workers * min(2, config.training.policy.pushes_under_way)

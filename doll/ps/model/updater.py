@@ -106,6 +106,7 @@ class Updater(HoldsTensors, Protocol):
 class _Waiting(NamedTuple):
     values: Contribution
     rows: Mapping[str, Rows]
+    number: int  # of the set: its first grant
 
 
 class ContributionBuffer:
@@ -140,11 +141,11 @@ class ContributionBuffer:
                 added now, and its memory is not used after the call.
         """
         if not in_order:
-            self._waiting[grant_id] = _Waiting(contribution, rows)
+            self._waiting[grant_id] = _Waiting(contribution, rows, grant_id)
             return
         for earlier in sorted(number for number in self._waiting if number < grant_id):
-            self._add(earlier, self._waiting.pop(earlier))
-        self._add(grant_id, _Waiting(contribution, rows))
+            self._add(self._waiting.pop(earlier))
+        self._add(_Waiting(contribution, rows, grant_id))
 
     def drop(self, grant_id: int) -> None:
         """Forget the sum of this set: its update will never come."""
@@ -179,12 +180,21 @@ class ContributionBuffer:
         num_samples = sum(item.num_samples for item in update.sets)
         if self._tables is not None:
             for waiting in contributions:
-                self._tables.add(waiting.rows)
+                self._tables.add(waiting.rows, waiting.number)
         # Before the tables: where gradients are clipped, it says how much, for both.
         self._updater.apply([waiting.values for waiting in contributions], update.scale, num_samples, into)
         if self._tables is not None:
-            self._tables.apply(update.scale * self._updater.clipped_by, update.version)
+            scale = update.scale * self._updater.clipped_by
+            self._tables.apply(scale, update.version, self._authors(update) if scale == 1 else {})
         return num_samples
+
+    def _authors(self, update: ApplyUpdate) -> dict[int, int]:
+        """Of the sets that their workers' processes know as they are applied; a rest is not kept by its worker."""
+        authors = None if self._tables is None else self._tables.authors
+        if authors is None:
+            return {}
+        pushes = {item.grant_id: item.push for item in update.sets if item.push.batches}
+        return {number: authors.number(push.worker, push.session) for number, push in pushes.items()}
 
     def _weighed(self, waiting: _Waiting, weight: float) -> _Waiting:
         if weight == 1.0:
@@ -193,11 +203,11 @@ class ContributionBuffer:
         values[: self._updater.num_parameters] *= np.float32(weight)
         return waiting._replace(values=values)
 
-    def _add(self, grant_id: int, waiting: _Waiting) -> None:
+    def _add(self, waiting: _Waiting) -> None:
         self._updater.add(waiting.values)
         if self._tables is not None:
-            self._tables.add(waiting.rows)
-        self._added.append(grant_id)
+            self._tables.add(waiting.rows, waiting.number)
+        self._added.append(waiting.number)
 
 
 class ModelParts(NamedTuple):

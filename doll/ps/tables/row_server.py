@@ -112,7 +112,12 @@ class RowServer:
         requests, min_version = decode_row_request(blob, self._tables.shapes, job=self._scope)
         if min_version > version:
             raise BlobError(f"expected rows of version {version} or earlier to be asked for, got {min_version}")
-        encoded = encode_rows(self._tables.answer(requests), self._tables.shapes, job=self._scope, version=version)
+        answers = self._tables.answer(requests, request.worker, request.session)
+        encoded = encode_rows(
+            {name: answer.rows for name, answer in answers.items()}, self._tables.shapes, job=self._scope,
+            version=version,
+            patches={name: answer.patch for name, answer in answers.items() if answer.patch is not None},
+        )  # fmt: skip
         self._blobs.delete(request.key)
         if subscribes:
             for name, wanted in requests.items():

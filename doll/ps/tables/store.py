@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +18,29 @@ import torch
 from doll.errors import CheckpointError
 from doll.optim.optimizer import DivergedError
 from doll.optim.row_optimizer import RowOptimizer
+from doll.ps.tables.number_changes import NOBODY, Authors, NumberChanges
 from doll.ps.tables.row_array import RowArray
 from doll.ps.tables.touched_rows import TouchedRows
-from doll.storage.sections import RowRequest
-from doll.tables.rows import Floats, Ids, Rows, TableShape, add_in_order
+from doll.storage.sections import RowRequest, is_patch_shorter
+from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, add_in_order, checksum_of
 
 _PREFIX: Final = "table."
 _VALUES: Final = "values"
 # As in `doll.optim.optimizer`: many finite numbers whose mean is finite never add up to an infinite one.
 _SUM_FACTOR: Final = 2.0**-16
+_NO_AUTHORS: Final[Mapping[int, int]] = {}
+
+
+class _Pending(NamedTuple):
+    rows: Rows
+    number: int  # of the set that it is of
+
+
+class Answer(NamedTuple):
+    """To a request for rows of one table."""
+
+    rows: Rows  # whole
+    patch: Patch | None = None  # what else has changed in rows that are known; None: `rows` is all
 
 
 class Table:
@@ -45,7 +59,12 @@ class Table:
         self._state = self._new_state()
         self._num_steps = 0
         self._version = 0  # of the last change
-        self._pending: list[Rows] = []
+        self._pending: list[_Pending] = []
+        self._numbers: NumberChanges | None = None
+
+    def track_numbers(self) -> None:
+        """From now on, answers hold the numbers of known rows that have changed, and not these rows."""
+        self._numbers = NumberChanges(self.shape.width, self._version)
 
     @property
     def shape(self) -> TableShape:
@@ -60,65 +79,90 @@ class Table:
         """GET: a copy of these rows as they are now."""
         return Rows(ids, self._values.read(ids))
 
-    def answer(self, request: RowRequest) -> Rows:
-        """The rows of `request.ids`, and the rows of `request.known` that have changed after `request.since`."""
+    def answer(self, request: RowRequest, author: int = NOBODY) -> Answer:
+        """The rows of `request.ids`, and what has changed in `request.known` after `request.since`: these rows, or
+        their numbers that others than `author`, who asks, have changed."""
+        if self._numbers is not None and len(request.known):
+            return self._patched(request, self._numbers, author)
         changed = request.known
-        if request.since <= self._version:  # a later one is of an earlier term, and void
-            changed = changed[self._touched.last_change(changed) > request.since]
-        return self.read(np.union1d(request.ids, changed) if len(changed) else request.ids)
+        is_of_term = np.less_equal(request.since, self._version)  # a later one is of an earlier term, and void
+        changed = changed[(self._touched.last_change(changed) > request.since) | ~is_of_term]
+        return Answer(self.read(np.union1d(request.ids, changed) if len(changed) else request.ids))
+
+    def _patched(self, request: RowRequest, numbers: NumberChanges, author: int) -> Answer:
+        known = request.known
+        since = np.broadcast_to(request.since, len(known))
+        rows = self._values.read(known)
+        checksum = checksum_of(rows)  # where `since` is of an earlier term, it does not fit
+        at = np.flatnonzero(self._touched.last_change(known) > since)
+        is_there = numbers.since(self._touched.slots(known[at]), since[at], author)
+        is_any = is_there.any(axis=1)
+        at, is_there = at[is_any], is_there[is_any]
+        if is_patch_shorter(is_there):
+            return Answer(self.read(request.ids), Patch(known[at], is_there, rows[at][is_there], checksum))
+        whole = np.union1d(request.ids, known[at]) if len(at) else request.ids
+        return Answer(self.read(whole), Patch(known[:0], is_there[:0], rows[:0].reshape(-1), checksum))
 
     def changed_since(self, version: int) -> Ids:
         """The rows that have changed after `version`, sorted."""
         return self._touched.changed_since(version)
 
-    def add(self, rows: Rows) -> None:
-        """Add a contribution to the next update, behind those before it. Its memory is not used afterwards."""
+    def add(self, rows: Rows, number: int = 0) -> None:
+        """Add a contribution, of the set of this number, to the next update, behind those before it. Its memory is not
+        used afterwards."""
         factor = 1.0 if self._optimizer is None else _SUM_FACTOR
-        self._pending.append(Rows(rows.ids, rows.values * np.float32(factor)))
+        self._pending.append(_Pending(Rows(rows.ids, rows.values * np.float32(factor)), number))
 
     def square_norm(self) -> float:
         """Sum of the squares of what was added, as one sum over contributions; for `training.clip_norm`."""
         if not self._pending:
             return 0.0
-        if self._optimizer is None:
-            values = add_in_order(self._pending).values
-        else:
-            self._pending = [add_in_order(self._pending)]
-            values = self._pending[0].values
+        total = add_in_order([pending.rows for pending in self._pending])
+        values = total.values
+        if self._optimizer is not None:
+            self._pending = [_Pending(total, 0)]
         square = float(np.square(values, dtype=np.float64).sum())
         return square if self._optimizer is None else square / _SUM_FACTOR**2
 
-    def apply(self, scale: float, version: int) -> None:
+    def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
         """Make the rows of `version`: one step on `scale` times the sum of what was added; without any, nothing.
+
+        Args:
+            authors: by the number of a set, who can make its change by itself; others are `NOBODY`'s.
 
         Raises:
             DivergedError: a number is not finite.
         """
-        pending, self._pending = [rows for rows in self._pending if len(rows.ids)], []
+        pending, self._pending = [item for item in self._pending if len(item.rows.ids)], []
         if not pending:
             return
         self._version = version
         if self._optimizer is None:
-            for rows in pending:
-                self._touched.note_change(rows.ids, version)
-                self._write(rows.ids, self._values.read(rows.ids) + np.float32(scale) * rows.values)
+            for rows, number in pending:
+                slots = self._touched.note_change(rows.ids, version)
+                before = self._values.read(rows.ids)
+                after = before + np.float32(scale) * rows.values
+                self._note(slots, before, after, authors.get(number, NOBODY))
+                self._write(rows.ids, after)
             return
-        ids, total = add_in_order(pending)
+        ids, total = add_in_order([item.rows for item in pending])
         slots = self._touched.note_change(ids, version)
         for array in self._state.values():
             array.extend(len(self._touched))
-        before = {name: array.read(slots) for name, array in self._state.items()}
+        state = {name: array.read(slots) for name, array in self._state.items()}
         self._num_steps += 1
         rows_after = self._optimizer.step(
             torch.from_numpy(self._values.read(ids)),
             torch.from_numpy(total).mul_(scale / _SUM_FACTOR),
-            {name: torch.from_numpy(rows) for name, rows in before.items()},
+            {name: torch.from_numpy(rows) for name, rows in state.items()},
             self._num_steps,
         )
+        if self._numbers is not None:
+            self._note(slots, self._values.read(ids), rows_after.numpy(), NOBODY)
         self._write(ids, rows_after.numpy())
         for name, array in self._state.items():
-            self._check(before[name], f"state {name!r}")
-            array.write(slots, before[name])
+            self._check(state[name], f"state {name!r}")
+            array.write(slots, state[name])
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """All of it by name, for a checkpoint: state of touched rows only, and which these are.
@@ -151,6 +195,13 @@ class Table:
         for name, rows in state.items():
             self._state[name].replace(rows)
         self._pending = []
+        if self._numbers is not None:
+            self.track_numbers()
+
+    def _note(self, slots: npt.NDArray[np.int64], before: Floats, after: Floats, author: int) -> None:
+        """Rows change from `before` to `after`; bit for bit, so -0.0 is another number than 0.0."""
+        if self._numbers is not None:
+            self._numbers.note(slots, before.view(np.uint32) != after.view(np.uint32), self._version, author)
 
     def _new_state(self) -> dict[str, RowArray]:
         names = () if self._optimizer is None else self._optimizer.state_names
@@ -201,16 +252,23 @@ class TableStore:
         """
         self._takes_gradients = optimizer is not None
         self.tables = {name: Table(name, values, optimizer) for name, values in initial.items()}
+        self.authors: Authors | None = None  # None: nobody asks who has changed a number
+
+    def track_numbers(self) -> None:
+        """See `Table.track_numbers`."""
+        self.authors = Authors()
+        for table in self.tables.values():
+            table.track_numbers()
 
     @property
     def shapes(self) -> dict[str, TableShape]:
         """Shapes of the tables, by name."""
         return {name: table.shape for name, table in self.tables.items()}
 
-    def add(self, contribution: Mapping[str, Rows]) -> None:
-        """Add what one set has pushed to the next update, behind those before it."""
+    def add(self, contribution: Mapping[str, Rows], number: int = 0) -> None:
+        """Add what one set, of this number, has pushed to the next update, behind those before it."""
         for name, rows in contribution.items():
-            self.tables[name].add(rows)
+            self.tables[name].add(rows, number)
 
     def max_change(self, contribution: Mapping[str, Rows]) -> float:
         """How far it moves any one number at most; 0 where it is a gradient."""
@@ -222,18 +280,19 @@ class TableStore:
         """Length of the sum of what was added, over all tables."""
         return math.sqrt(sum(table.square_norm() for table in self.tables.values()))
 
-    def apply(self, scale: float, version: int) -> None:
+    def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
         """Make `version`; see `Table.apply`.
 
         Raises:
             DivergedError: a number is not finite. The store must not be used any more.
         """
         for table in self.tables.values():
-            table.apply(scale, version)
+            table.apply(scale, version, authors)
 
-    def answer(self, requests: Mapping[str, RowRequest]) -> dict[str, Rows]:
-        """The rows that a worker asks for, as they are now; see `Table.answer`."""
-        return {name: self.tables[name].answer(request) for name, request in requests.items()}
+    def answer(self, requests: Mapping[str, RowRequest], worker: int = 0, session: int = 0) -> dict[str, Answer]:
+        """What this process of a worker asks for, as it is now; see `Table.answer`."""
+        author = NOBODY if self.authors is None else self.authors.number(worker, session)
+        return {name: self.tables[name].answer(request, author) for name, request in requests.items()}
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Of all tables, for a checkpoint; see `Table.tensors`."""

@@ -70,6 +70,10 @@ class TouchedRows:
             self._shorten()
         return slots
 
+    def slots(self, ids: Ids) -> npt.NDArray[np.int64]:
+        """The slots of `ids`, all of which have changed."""
+        return self._slot[ids].astype(np.int64) - 1
+
     def last_change(self, ids: Ids) -> npt.NDArray[np.int64]:
         """The version in which each of `ids` changed last; `NEVER` for rows that have not."""
         slots = self._slot[ids]

@@ -366,10 +366,10 @@ def test_an_answer_has_the_rows_that_are_new_and_those_that_changed() -> None:
         table.add(Rows(np.array([id_]), np.ones((1, WIDTH), np.float32)))
         table.apply(1.0, version)
     known = np.array([3, 5, 7, 8])
-    assert table.answer(RowRequest(np.array([0, 9]), known, 1)).ids.tolist() == [0, 5, 7, 9]
-    assert table.answer(RowRequest(np.array([0, 9]), known, 3)).ids.tolist() == [0, 9]
-    assert table.answer(RowRequest(np.array([0]), known, 99)).ids.tolist() == [0, 3, 5, 7, 8], "of another term"
-    rows = table.answer(RowRequest(np.array([3]), np.array([4]), 0))
+    assert table.answer(RowRequest(np.array([0, 9]), known, 1)).rows.ids.tolist() == [0, 5, 7, 9]
+    assert table.answer(RowRequest(np.array([0, 9]), known, 3)).rows.ids.tolist() == [0, 9]
+    assert table.answer(RowRequest(np.array([0]), known, 99)).rows.ids.tolist() == [0, 3, 5, 7, 8], "of another term"
+    rows = table.answer(RowRequest(np.array([3]), np.array([4]), 0)).rows
     assert rows.values.tobytes() == everything(table)[rows.ids].tobytes()
 
 

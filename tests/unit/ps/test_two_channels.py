@@ -10,9 +10,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import channel_process
 import doll.consumers.protocol.worker_core
+import doll.consumers.tables.base_row_cache
+import doll.ps.tables.store
+import doll.storage.sections
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +28,12 @@ from distributions import install_wheel
 from doll.config.policy import POLICIES as REGISTERED
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.protocol.worker_core import Grants, StoreRest, WorkerAction, WorkerCore
-from doll.consumers.tables.row_cache import RowCache
+from doll.consumers.tables.base_row_cache import BaseRowCache
 from doll.consumers.tables.table_rows import TableRows
 from doll.optim.significance_filter import Residual
 from doll.ps.engine.durability import Settling
 from doll.ps.engine.engine import Engine
+from doll.ps.tables.number_changes import NumberChanges
 from doll.records.control import Grant, Push, Settle
 from doll.storage.deltas import Delta
 from expected_model import Difference
@@ -158,9 +163,50 @@ def test_a_view_that_lacks_what_is_held_back_is_caught(monkeypatch: pytest.Monke
 
 
 def test_rows_that_lack_what_is_held_back_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        RowCache, "_add_own", lambda self, ids, values, included: self.own.add_to(ids, values, included)
-    )
+    monkeypatch.setattr(BaseRowCache, "_add_open", lambda self, ids, rows: self.own.add_to(ids, rows, 0))
+    assert found("isp", 400, is_difference("row"))
+
+
+@pytest.fixture
+def always_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers to rows that are known hold numbers, also where rows would be shorter: these tables are small."""
+    monkeypatch.setattr(doll.ps.tables.store, "is_patch_shorter", lambda is_there: True)
+    monkeypatch.setattr(doll.storage.sections, "is_patch_shorter", lambda is_there: True)
+
+
+@pytest.mark.usefixtures("always_patched")
+def test_rows_of_which_numbers_are_sent_are_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever overtakes whatever, also without a checksum that would show it."""
+    differences, patches = [], 0
+    is_patched = doll.consumers.tables.base_row_cache._is_patched
+
+    def counted(*args: Any) -> bool:
+        nonlocal patches
+        patches += 1
+        differences.append(not is_patched(*args))
+        return True
+
+    monkeypatch.setattr(doll.consumers.tables.base_row_cache, "_is_patched", counted)
+    for seed in range(60 if INTERLEAVINGS < 1000 else INTERLEAVINGS):
+        play("isp", seed)
+    assert patches > 50
+    assert not any(differences)
+
+
+@pytest.mark.usefixtures("always_patched")
+def test_a_server_that_leaves_out_what_others_have_changed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    since = NumberChanges.since
+
+    def without_the_last(self: NumberChanges, slots: Any, versions: Any, author: int) -> npt.NDArray[np.bool_]:
+        is_changed = since(self, slots, versions, author)
+        is_changed[-1:] = False
+        return is_changed
+
+    monkeypatch.setattr(NumberChanges, "since", without_the_last)
+    for seed in range(60):  # the checksum shows it, and rows are asked for whole
+        play("isp", seed)
+    monkeypatch.setattr(doll.consumers.tables.base_row_cache, "checksum_of", lambda rows: 0)
+    monkeypatch.setattr(doll.ps.tables.store, "checksum_of", lambda rows: 0)
     assert found("isp", 400, is_difference("row"))
 
 

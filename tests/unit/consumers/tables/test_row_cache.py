@@ -54,6 +54,7 @@ class Server:
         return set[int]().union(*self.changed[version + 1 :])
 
     def fetch(self, request: RowRequest) -> FetchedRows:
+        assert isinstance(request.since, int)
         self.requests.append(request)
         self.wanted |= {*request.ids.tolist(), *request.known.tolist()}
         sent = ids({*request.ids.tolist(), *(set(request.known.tolist()) & self.changed_since(request.since))})

@@ -25,7 +25,7 @@ def test_steps_of_one_worker_make_the_server_s_table(optimizer: RowOptimizer) ->
     cache, steps = RowCache(TableShape(NUM_ROWS, WIDTH), 100_000), RowSteps(WIDTH, optimizer)
 
     def fetch(request: RowRequest) -> FetchedRows:
-        return FetchedRows(adder.answer(request), batch, batch)
+        return FetchedRows(adder.answer(request).rows, batch, batch)
 
     for batch in range(30):
         ids = np.unique(rng.integers(0, NUM_ROWS, 300))

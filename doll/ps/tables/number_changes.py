@@ -1,0 +1,86 @@
+"""Which numbers of rows have changed since a given version, other than by who asks: for answers that hold these alone.
+Pure.
+
+A worker knows its own pushes. What it has as of an older version, and what it has pushed since, give it every number
+that nobody else has changed, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Slots = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+NOBODY: Final = 0  # the author of a change that no worker can make by itself
+_MAX_AUTHORS: Final = 2**16 - 1
+
+
+class Authors:
+    """Numbers of worker processes, from 1 on."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int], int] = {}
+
+    def number(self, worker: int, session: int) -> int:
+        """Of this process of a worker; `NOBODY` where there have been too many: then it is sent its own changes too."""
+        key = worker, session
+        if key not in self._numbers and len(self._numbers) < _MAX_AUTHORS:
+            self._numbers[key] = len(self._numbers) + 1
+        return self._numbers.get(key, NOBODY)
+
+
+class NumberChanges:
+    """The last change of each number of a table's touched rows, by their slots (`TouchedRows`). Not thread-safe.
+
+    10 bytes for each number: the version and the author of its last change, and the version of the last change by
+    another one than this author. Versions are kept as differences to `start`, in 32 bits.
+    """
+
+    def __init__(self, width: int, start: int) -> None:
+        """`start`: every number counts as changed in this version, until it changes."""
+        self._start = start
+        self._at = np.zeros((0, width), np.uint32)
+        self._author = np.zeros((0, width), np.uint16)
+        self._by_others = np.zeros((0, width), np.uint32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory."""
+        return self._at.nbytes + self._author.nbytes + self._by_others.nbytes
+
+    def note(self, slots: Slots, is_changed: Bools, version: int, author: int) -> None:
+        """In `version`, the newest, `author` changes these numbers, shape (len(slots), width). No slot stands twice.
+
+        Raises:
+            OverflowError: 2^32 versions after `start`.
+        """
+        self._make_room(int(slots.max(initial=-1)) + 1)
+        rows, columns = np.nonzero(is_changed)
+        width = self._at.shape[1]
+        places = slots[rows] * width + columns
+        at, authors, by_others = self._at.reshape(-1), self._author.reshape(-1), self._by_others.reshape(-1)
+        is_other = places[authors[places] != author]
+        by_others[is_other] = at[is_other]
+        authors[is_other] = author
+        at[places] = np.uint32(version - self._start)
+
+    def since(self, slots: Slots, since: npt.NDArray[np.int64], author: int) -> Bools:
+        """Which numbers others than `author` have changed after version `since` of their row, shape (n, width)."""
+        self._make_room(int(slots.max(initial=-1)) + 1)
+        at = self._at[slots]
+        if author != NOBODY:
+            at = np.where(self._author[slots] == author, self._by_others[slots], at)
+        is_changed: Bools = at.astype(np.int64) > (since - self._start)[:, None]
+        return is_changed
+
+    def _make_room(self, num_slots: int) -> None:
+        if num_slots > (before := len(self._at)):
+            for name in ("_at", "_author", "_by_others"):
+                array = getattr(self, name)
+                grown = np.zeros((max(num_slots, 2 * before), array.shape[1]), array.dtype)
+                grown[:before] = array
+                setattr(self, name, grown)
