@@ -155,8 +155,8 @@ def claims(rows: Sequence[Row], learned: Learned) -> list[Claim]:
                 bar += "limited"
                 is_met = fewer >= FEWER and more <= MORE and (not mbit_per_s or min(faster) > 1)
                 why = (
-                    "with tables a worker fetches the rows that its batch needs, at v = 0 as well, and a row has "
-                    "changed where one of its numbers has: the filter saves what is pushed"
+                    "each checkpoint makes workers send what they hold back, and fetch what the others held: models "
+                    "with tables are evaluated at checkpoints"
                     if model == "tables"
                     else "the cause is not known"
                 )
@@ -220,7 +220,8 @@ def run(learned: Learned, folder: Path, options: Options) -> Report:
         print(table(rows).text(), flush=True)
     notes = [
         f"{job.data.workers} workers, batches of {asked['batch_size']} {learned.samples}, SGD at {asked['lr']} of a "
-        f"worker's mean gradient, a checkpoint every {asked['checkpoint_s']} s. Where the network is limited, each "
+        f"worker's mean gradient, a checkpoint every {asked['checkpoint_s']} s, or when a worker holds three quarters of "
+        f"the {job.worker.max_pending_batches} batches that it may. Where the network is limited, each "
         "worker has a link of its own: to Redis, or to the others with the all-reduce. The stream is faster than the "
         f"workers; the all-reduce reads its {learned.samples} from memory, and has no ledger, no checkpoints and no "
         "server."

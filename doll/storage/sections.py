@@ -19,7 +19,7 @@ Keys increase strictly. There are two codings:
 0.  Each key as its difference to the one before it, in 7 bits a byte (LEB128), the first to 0: the lowest bits first;
     a byte's top bit says that another one follows. A longer coding of the same numbers is refused.
 1.  A bit for each key that there may be, the lowest bit of a byte first, 1 where it is there. It is the shorter one
-    where more than an eighth of all keys are there.
+    where more than an eighth of all keys are there, and is written up to 65,536 keys.
 
 Where few values need all of their 32 bits, 2 is added to the coding. Then the values are: u64 number of those that do,
 u64 bytes of their places; their places, coded as keys are (0); the upper 16 bits of all values; the lower 16 bits of
@@ -68,6 +68,7 @@ _HEAD: Final = struct.Struct("<cBHIQQQq")
 _ALIGNMENT: Final = 8
 _DIFFERENCES: Final = 0  # codings of keys
 _BITMAP: Final = 1
+_MAX_BITS: Final = 1 << 16  # above, a bitmap takes more time than differences
 _HALVES: Final = 2  # is added to one of the two
 _HALVES_HEAD: Final = struct.Struct("<QQ")
 _MAX_WHOLE: Final = 1 / 8  # of the values that need 32 bits: else halves are not used
@@ -162,7 +163,7 @@ def encode_bitmap(keys: Keys, limit: int) -> Bytes:
     if not (keys[1:] > keys[:-1]).all():
         raise ValueError("expected keys that increase strictly: sort them, and add the values of equal ones")
     is_in = np.zeros(limit, np.bool_)
-    is_in[keys] = True
+    is_in[keys.view(np.int64)] = True
     return np.packbits(is_in, bitorder="little")
 
 
@@ -481,7 +482,7 @@ def _coded(name: str, ids: Ids, num_rows: int) -> tuple[int, Bytes]:
     if len(ids) and not (ids[0] >= 0 and ids[-1] < num_rows):
         raise ValueError(f"{name!r}: expected ids of 0 to {num_rows - 1}, got {ids[0]} to {ids[-1]}")
     keys = ids.astype(np.uint64)
-    if len(ids) > _bytes_of(num_rows):
+    if _bytes_of(num_rows) < len(ids) and num_rows <= _MAX_BITS:
         return _BITMAP, encode_bitmap(keys, num_rows)
     return _DIFFERENCES, encode_keys(keys)
 

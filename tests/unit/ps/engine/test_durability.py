@@ -1,0 +1,22 @@
+"""When a checkpoint is due because workers hold many batches: later where it costs what they hold back."""
+
+from __future__ import annotations
+
+import pytest
+from doll.ps.engine.durability import Durability
+from doll.ps.engine.partition_state import Partition
+
+
+@pytest.mark.parametrize(
+    ("costs_rests", "may_hold", "due_at"), [(False, 32, 16), (True, 32, 24), (False, 1, 1), (True, 1, 1), (True, 2, 1)]
+)
+def test_is_due_before_a_worker_comes_to_a_halt(costs_rests: bool, may_hold: int, due_at: int) -> None:
+    partition = Partition(0, 0, 0)
+    durability = Durability(
+        [partition], version=0, now=0.0, every_updates=1000, every_s=1000.0, max_pending_batches=may_hold,
+        costs_rests=costs_rests,
+    )  # fmt: skip
+    for version in range(1, may_hold + 1):
+        partition.applied = version
+        durability.applied(partition)
+        assert durability.is_due(version, 1.0, final=False) == (version >= due_at)
