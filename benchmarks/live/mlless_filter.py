@@ -221,10 +221,10 @@ def run(learned: Learned, folder: Path, options: Options) -> Report:
     notes = [
         f"{job.data.workers} workers, batches of {asked['batch_size']} {learned.samples}, SGD at {asked['lr']} of a "
         f"worker's mean gradient, a checkpoint every {asked['checkpoint_s']} s, or when a worker holds three quarters "
-        f"of the {job.worker.max_pending_batches} batches that it may. Where the network is limited, each worker has a "
-        "link of its own: to Redis, or to the others with the all-reduce. The stream is faster than the "
-        f"workers; the all-reduce reads its {learned.samples} from memory, and has no ledger, no checkpoints and no "
-        "server."
+        f"of the {job.worker.max_pending_batches} batches that it may. Models with tables are evaluated at "
+        "checkpoints, so they end at one. Where the network is limited, each worker has a link of its own: to Redis, "
+        "or to the others with the all-reduce. The stream is faster than the workers; the all-reduce reads its "
+        f"{learned.samples} from memory, and has no ledger, no checkpoints and no server."
     ]
     try:
         for seed, limit in product(
