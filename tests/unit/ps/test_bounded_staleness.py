@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import doll.ps.engine.engine
 import pytest
 from clock_world import ClockWorld, drive
 from doll.ps.engine.engine import Engine
@@ -70,6 +71,24 @@ def test_the_random_runs_have_as_many_batches_of_a_worker_under_way_as_they_may(
     for seed, world in enumerate(worlds):
         play(world, random_steps(seed, 2000))
     assert max(world.most_under_way for world in worlds) == under_way
+
+
+def most_named(seeds: range) -> int:
+    """The most grants of one worker that keep their weights in the blob store."""
+    most = 0
+    for seed in seeds:
+        world = World(SspPolicyConfig(staleness=5, under_way=6))
+        for step in random_steps(seed, 1500):
+            play(world, [step])
+            standing = [worker.partition.computing_grants for worker in world.engine.workers()]
+            most = max(most, *(sum(grant.names for grant in grants) for grants in standing))
+    return most
+
+
+def test_only_the_two_newest_grants_of_a_worker_keep_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert most_named(range(3)) == 2
+    monkeypatch.setattr(doll.ps.engine.engine, "_NAMING_GRANTS", 6)
+    assert most_named(range(3)) > 2
 
 
 class GatedByTheServersCount(Ssp):
