@@ -107,7 +107,7 @@ def pairs_of(rows: Sequence[Row], model: str, mbit_per_s: float, value: float) -
     """Each run of `value` with that of the first value and the same seed; a value whose last seeds are still to come
     has fewer."""
     here = [row for row in rows if (row.model, row.mbit_per_s) == (model, mbit_per_s)]
-    first = [row for row in here if row.significance == rows[0].significance]
+    first = [row for row in here if row.significance == rows[0].significance or model == ALL_REDUCE]
     return list(zip(first, [row for row in here if row.significance == value], strict=False))
 
 

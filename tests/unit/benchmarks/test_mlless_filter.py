@@ -111,6 +111,7 @@ def test_the_filter_is_compared_with_the_all_reduce_on_the_same_links(model: str
     [claim] = claims([mine, other._replace(time_s=3.0)], mlless_ratings.LEARNED)
     assert claim.verdict == "reproduced"
     assert claims([mine, other._replace(mbit_per_s=1000.0)], mlless_ratings.LEARNED) == []
+    assert table([mine, other]).rows[1][3:5] == ["1 of 1", "2.0"], "it has no v"
 
 
 LINES = {
