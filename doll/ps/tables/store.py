@@ -99,8 +99,12 @@ class Table:
         is_any = is_there.any(axis=1)
         at, is_there = at[is_any], is_there[is_any]
         if is_patch_shorter(is_there):
-            return Answer(self.read(request.ids), Patch(known[at], is_there, rows[at][is_there], checksum))
-        whole = np.union1d(request.ids, known[at]) if len(at) else request.ids
+            return Answer(
+                self.read(request.ids),
+                Patch(known[at], is_there, rows[at].reshape(-1)[np.flatnonzero(is_there)], checksum),
+            )
+        whole = np.sort(np.concatenate([request.ids, known[at]]))
+        whole = whole[np.diff(whole, prepend=-1) > 0]
         return Answer(self.read(whole), Patch(known[:0], is_there[:0], rows[:0].reshape(-1), checksum))
 
     def changed_since(self, version: int) -> Ids:
