@@ -35,7 +35,7 @@ from doll.kafka import topics
 from doll.local.stack import local_stack
 from doll.ps.channels.control_channel import ControlChannel, open_links
 from doll.ps.channels.kafka_channel import KafkaChannel
-from doll.records.control import AnyRecord, Grant, Join, Push, PushedBatch, Stop, Welcome, decode
+from doll.records.control import AnyRecord, Grant, Join, Push, PushedBatch, Served, Stop, Welcome, decode
 from doll.services import Services
 
 KINDS: Final = ("kafka", "redis", "local")
@@ -132,8 +132,8 @@ def server_end(kind: str, services: Services, messages: int, out: Connection) ->
             if isinstance(join, Join) and not welcomed:
                 welcomed = True
                 channel.send_command(
-                    0, Welcome(term=_TERM, worker=0, process=join.process, session=1, origin=0, next_batch=0,
-                               fingerprint="f"),
+                    0, Welcome(term=_TERM, worker=0, process=join.process, session=1, fingerprint="f",
+                               served=(Served(partition=0, origin=0, next_batch=0),)),
                 )  # fmt: skip
     grant_ms: list[float] = []
     push_ms: list[float] = []
@@ -143,7 +143,15 @@ def server_end(kind: str, services: Services, messages: int, out: Connection) ->
             began_s = time.process_time()
             out.send("warm")
         grant = Grant(
-            term=_TERM, worker=0, session=1, first=number, grant_ids=(number,), version=0, min_version=0, key="w"
+            term=_TERM,
+            worker=0,
+            session=1,
+            first=number,
+            grant_ids=(number,),
+            batches=((0, number),),
+            version=0,
+            min_version=0,
+            key="w",
         )
         sent_s = time.monotonic()
         channel.send_command(0, grant)

@@ -29,7 +29,7 @@ from doll.ps.engine.events import (
     Tick,
 )
 from doll.ps.policies import make_policy
-from doll.records.control import Alive, Announce, Grant, Join, NewVersion, Push, PushedBatch, Welcome
+from doll.records.control import Alive, Announce, Grant, Join, NewVersion, Push, PushedBatch, Run, Welcome
 
 from benchmarks.results import DOCS, commit, update_section
 from benchmarks.tables import Table
@@ -94,7 +94,8 @@ class Driver:
         """One more batch of this worker is complete."""
         first = self._announced[worker]
         self._announced[worker] = first + 1
-        self.handle(Announce(worker=worker, session=self._sessions[worker], first=first, until=first + 1))
+        runs = (Run(worker, first, first + 1),)
+        self.handle(Announce(worker=worker, session=self._sessions[worker], runs=runs))
 
     def round(self) -> None:
         """A set of one worker: its gradient, as many batches more, a heartbeat, and the server's own clock."""

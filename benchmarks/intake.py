@@ -102,7 +102,7 @@ def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -
     from doll.kafka import topics
     from doll.model.flat_model import build, fingerprint
     from doll.ps.channels.kafka_channel import KafkaChannel
-    from doll.records.control import Announce, Durable, Join, Stop, Welcome, decode
+    from doll.records.control import Announce, Durable, Join, Served, Stop, Welcome, decode
     from doll.services import Services
     from doll.task.base import load_task
 
@@ -120,13 +120,15 @@ def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -
                     channel.send_command(
                         0,
                         Welcome(
-                            term=1, worker=0, process=join.process, session=1, origin=origin, next_batch=0,
-                            fingerprint=mark,
+                            term=1, worker=0, process=join.process, session=1, fingerprint=mark,
+                            served=(Served(partition=0, origin=origin, next_batch=0),),
                         ),
                     )  # fmt: skip
-                case Announce() as announce:
-                    channel.send_command(0, Durable(term=1, worker=0, until=announce.until))
-                    seen.append((time.monotonic(), announce.until))
+                case Announce(runs=runs):
+                    channel.send_command(
+                        0, Durable(term=1, worker=0, until={0: runs[-1].until}, batches=runs[-1].until)
+                    )
+                    seen.append((time.monotonic(), runs[-1].until))
     channel.send_command(0, Stop(term=1, reason="measured"))
     channel.flush(5.0)
     channel.close()

@@ -37,6 +37,7 @@ from doll.records.control import (
     Nack,
     Push,
     PushedBatch,
+    Run,
     Welcome,
     decode,
     encode,
@@ -234,7 +235,8 @@ def serve(
     for worker in range(WORKERS):
         server.feed(Join(worker=worker, process=f"p{worker}"))
     for worker, session in outbox.sessions.items():
-        server.feed(Announce(worker=worker, session=session, first=0, until=(updates + 4) * GROUP_SIZE))
+        runs = (Run(worker, 0, (updates + 4) * GROUP_SIZE),)
+        server.feed(Announce(worker=worker, session=session, runs=runs))
     latencies_s: list[float] = []
     gradients = 0
     cpu_s = began_s = moved = 0.0

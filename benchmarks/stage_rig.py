@@ -104,8 +104,8 @@ def run_batches(
         for number, (x, y) in enumerate(samples):
             batch = Batch(number, Decoded(x, y, np.arange(len(x))), len(x), 0.0)
             grant = Grant(
-                term=1, worker=0, session=1, first=number, grant_ids=(number,), version=newest.version, min_version=0,
-                key=newest.key, included=newest.included,
+                term=1, worker=0, session=1, first=number, grant_ids=(number,), batches=((0, number),),
+                version=newest.version, min_version=0, key=newest.key, included=newest.included,
             )  # fmt: skip
             futures.append(engine.submit(grant, [batch], lambda batch, grant_id: True))
             # As the policy: two waves are granted and not applied.

@@ -19,7 +19,6 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from doll.config import JobConfig, load
@@ -35,6 +34,7 @@ from doll.consumers.protocol.worker_core import (
     Send,
     WorkerAction,
     WorkerCore,
+    part_of,
 )
 from doll.consumers.runtime import TICK_S
 from doll.records.control import AnyRecord, Grant, Nack, Push, Welcome, decode
@@ -120,7 +120,10 @@ class StubWorker:
         assert self._core is not None
         core = self._core
         while core.has_room:
-            batch = Batch(core.next_batch, None, self._config.data.batch_size, time.monotonic())
+            batch = Batch(
+                core.served[core.worker].next_batch, None, self._config.data.batch_size, time.monotonic(),
+                partition=core.worker,
+            )  # fmt: skip
             core.next_offset = (batch.number + 1) * self._config.data.records_per_batch
             self._do(core.batch_ready(batch))
 
@@ -176,7 +179,7 @@ class StubWorker:
             )
             done = GradientDone(key, grant.version, computed, fetch_s, time.monotonic() - stored_s)
             self._do(self._core.gradient_done(grant, batches, done, begun_s))
-        rest = msgspec.structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
+        rest = part_of(grant, count)
         self._grants.appendleft((rest, batches[count:]))
         self._start_next()
 

@@ -369,7 +369,7 @@ class FunctionJob(TimedWorld):
         process, state = self.process(worker), self._workers[worker]
         rest = process.protocol.rest
         if not state.is_leaving:
-            self._read(worker, process.protocol.next_batch + 1)
+            self._read(worker, process.protocol.served[process.protocol.worker].next_batch + 1)
         elif rest is not None and (held := state.residual.of(rest.until)) is not None:
             # A worker that leaves sends what it holds back first.
             state.residual.clear()

@@ -178,7 +178,7 @@ class StreamOptions:
         """
         rates = self._given_rates()
         if rates is None and config is not None:
-            rates = config.rates_per_s()
+            rates = config.worker_rates_per_s()
             if not all(math.isfinite(value) for value in rates):
                 raise ConfigError(
                     "arrivals.process is asap, which states no rate: give --rate, samples per second of a stream"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -35,7 +36,9 @@ class DataConfig(Section):
     """The stream."""
 
     workers: PositiveInt = Field(default=4, le=10_000)
-    """N: number of streams; each is a partition of the samples topic and has one worker slot"""
+    """N: number of workers"""
+    partitions: PositiveInt | None = Field(default=None, le=100_000)
+    """partitions of the samples topic, each a stream of its own; a worker serves one or more [data.workers]"""
     batch_size: PositiveInt = Field(default=64, le=10_000_000)
     """b: samples per batch"""
     samples_per_record: PositiveInt = 1
@@ -53,12 +56,26 @@ class DataConfig(Section):
     on_bad_records: BadRecordsConfig = BadRecordsConfig()
 
     @model_validator(mode="after")
-    def _packs_evenly(self) -> Self:
+    def _fits(self) -> Self:
+        if self.num_partitions < self.workers:
+            raise ValueError(
+                f"partitions: expected at least one for each of {self.workers} workers (data.workers), got "
+                f"{self.num_partitions}"
+            )
         if self.batch_size % self.samples_per_record:
             raise ValueError(
                 f"samples_per_record must divide batch_size, got {self.samples_per_record} and {self.batch_size}"
             )
         return self
+
+    @property
+    def num_partitions(self) -> int:
+        """Streams: partitions of the samples topic."""
+        return self.workers if self.partitions is None else self.partitions
+
+    def by_worker(self, of_streams: Sequence[float]) -> list[float]:
+        """The sum over the streams of each worker, as a new job gives these to its workers."""
+        return [sum(of_streams[worker :: self.workers]) for worker in range(self.workers)]
 
     @property
     def records_per_batch(self) -> int:

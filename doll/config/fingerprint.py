@@ -75,6 +75,7 @@ def job_fields(config: JobConfig) -> dict[str, str]:
         "job": config.job,
         "task.class": _text(config.task.cls),
         "data.workers": str(data.workers),
+        **({} if data.num_partitions == data.workers else {"data.partitions": str(data.num_partitions)}),
         "data.batch_size": str(data.batch_size),
         "data.samples_per_record": str(data.samples_per_record),
         _PUSHES: _pushes(training.policy.sends_steps, training.policy.batches_per_push),

@@ -77,9 +77,9 @@ class JobConfig(Section):
                 f"fleet.kind: {self.fleet.kind}; set control.kind to auto or redis"
             )
         rates = self.arrivals.rate_per_s
-        if isinstance(rates, list) and len(rates) != self.data.workers:
+        if isinstance(rates, list) and len(rates) != (streams := self.data.num_partitions):
             raise ValueError(
-                f"arrivals.rate_per_s: expected {self.data.workers} rates (data.workers), got {len(rates)}"
+                f"arrivals.rate_per_s: expected {streams} rates (data.partitions or data.workers), got {len(rates)}"
             )
         if (fewest := self.provision.scale_in.min_workers) > self.data.workers:
             raise ValueError(
@@ -152,9 +152,13 @@ class JobConfig(Section):
     def rates_per_s(self) -> list[float]:
         """Samples per second of each stream (infinite if the source sends as fast as it can)."""
         if self.arrivals.process == "asap":
-            return [float("inf")] * self.data.workers
+            return [float("inf")] * self.data.num_partitions
         rates = self.arrivals.rate_per_s
-        return list(rates) if isinstance(rates, list) else [rates] * self.data.workers
+        return list(rates) if isinstance(rates, list) else [rates] * self.data.num_partitions
+
+    def worker_rates_per_s(self) -> list[float]:
+        """Samples per second of each worker."""
+        return self.data.by_worker(self.rates_per_s())
 
     @property
     def cluster(self) -> str:

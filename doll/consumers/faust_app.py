@@ -1,10 +1,10 @@
-"""Faust's part of a worker: it reads partition n of `samples`, in chunks of records, and owns the main loop.
+"""Faust's part of a worker: it reads its partitions of `samples`, in chunks of records, and owns the main loop.
 
 The app's agent feeds `WorkerRuntime`, whose tasks run beside it. `CrashingSupervisor` ends the process on any
 unexpected error: an agent that is restarted in place has lost its position (ADR 0002).
 
-The app has a transport of its own, with fixed partitions instead of group membership: worker n reads partition n,
-always. A consumer group would stop all workers whenever one joins or leaves, and give a dead worker's partition away
+The app has a transport of its own, with the partitions that the parameter server names instead of group membership. A
+consumer group would stop all workers whenever one joins or leaves, and give a dead worker's partition away
 only after Kafka's session timeout; with `assign` a restart takes a second (ADR 0002). The parameter server tells two
 processes on one partition apart by the sessions that it gives them.
 
@@ -38,7 +38,7 @@ _WAITING_CHUNKS: Final = 2  # between Faust's consumer and its agent
 
 
 class ChunkConsumer(base.Consumer):  # type: ignore[misc]
-    """Faust's consumer: assigns the app's partition and passes the reader's chunks to the conductor as messages."""
+    """Faust's consumer: assigns the app's partitions and passes the reader's chunks to the conductor as messages."""
 
     _generation = 0
 
@@ -52,7 +52,7 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
     # --- life cycle -------------------------------------------------------------------------------------------------
 
     async def subscribe(self, topics: Iterable[str]) -> None:
-        partitions = {self.app.partition} & {TP(topic, self.app.partition.partition) for topic in topics}
+        partitions = self.app.partitions if self.app.samples_topic in topics else set()
         if self._generation and partitions == self._assigned:
             return
         self.app.on_rebalance_start()
@@ -76,7 +76,7 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
                     loop.call_soon_threadsafe(self._put, delivery)
 
             self.app.runtime.reader.start(deliver)
-        return {self.app.partition: self.app.runtime.fetch_progress[0]}
+        return {tp: self.app.runtime.intakes[tp.partition].progress[0] for tp in self.app.partitions}
 
     async def on_stop(self) -> None:
         await super().on_stop()
@@ -104,30 +104,30 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
     async def _pass_on(self, delivery: Delivery) -> None:
         runtime = self.app.runtime
         match delivery:
-            case Chunk(offsets):
-                await self.wait_first(
-                    self.callback(self._to_message(self.app.partition, delivery)), self.suspend_flow.wait()
-                )
+            case Chunk(partition, offsets):
+                message = self._to_message(TP(self.app.samples_topic, partition), delivery)
+                await self.wait_first(self.callback(message), self.suspend_flow.wait())
                 next_offset = offsets[-1] + 1
-                runtime.fetch_progress = (next_offset, next_offset)
-            case NoRecordBelow(offset):
-                runtime.fetch_progress = (runtime.fetch_progress[0], offset)
-            case OutOfRange(offset):
-                await self._out_of_range(offset)
-            case Truncated(offset, reason):
-                runtime.deleted_records.refuse_truncated(offset, reason)
+                runtime.intakes[partition].progress = (next_offset, next_offset)
+            case NoRecordBelow(partition, offset):
+                intake = runtime.intakes[partition]
+                intake.progress = (intake.progress[0], offset)
+            case OutOfRange(partition, offset):
+                await self._out_of_range(partition, offset)
+            case Truncated(partition, offset, reason):
+                runtime.intakes[partition].deleted_records.refuse_truncated(offset, reason)
             case Exception():
                 raise delivery
 
-    async def _out_of_range(self, offset: int) -> None:
-        runtime = self.app.runtime
-        resume_offset = await runtime.deleted_records.resume_offset(offset)
+    async def _out_of_range(self, partition: int, offset: int) -> None:
+        intake = self.app.runtime.intakes[partition]
+        resume_offset = await intake.deleted_records.resume_offset(offset)
         if resume_offset is None:  # the process is about to end
             return
         if resume_offset == offset:
             await asyncio.sleep(_ASK_AGAIN_S)
-        runtime.fetch_progress = (resume_offset, resume_offset)
-        runtime.reader.seek(resume_offset)
+        intake.progress = (resume_offset, resume_offset)
+        self.app.runtime.reader.seek(partition, resume_offset)
 
     def _to_message(self, tp: TP, record: Chunk) -> ConsumerMessage:
         return ConsumerMessage(
@@ -151,10 +151,10 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
         return self._assigned
 
     def highwater(self, tp: TP) -> int:
-        return int(self.app.runtime.fetch_progress[1])
+        return int(self.app.runtime.intakes[tp.partition].progress[1])
 
     async def position(self, tp: TP) -> int | None:
-        return int(self.app.runtime.fetch_progress[1])
+        return int(self.app.runtime.intakes[tp.partition].progress[1])
 
     def topic_partitions(self, topic: str) -> int | None:
         return None
@@ -164,7 +164,7 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
 
     def _unused(self, *_: Any, **__: Any) -> NoReturn:
         """Operations that Faust's consumer must have, for tables, `seek` and topics: no DOLL app has these."""
-        raise RuntimeError("the doll:// transport reads one partition in order: it has no tables and no seek")
+        raise RuntimeError("the doll:// transport reads partitions in order: it has no tables and no seek")
 
     _commit = _getmany = _seek = seek_wait = create_topic = earliest_offsets = highwaters = key_partition = _unused
 
@@ -183,7 +183,8 @@ class Transport(base.Transport):  # type: ignore[misc]
 class DollApp(faust.App):  # type: ignore[misc]
     """A Faust app whose transport is `Transport`."""
 
-    partition: TP  # what the transport reads, with the reader of `runtime`
+    samples_topic: str
+    partitions: set[TP]  # what the transport reads, with the reader of `runtime`
     runtime: WorkerRuntime
 
     def on_init_dependencies(self) -> Any:
@@ -249,8 +250,9 @@ def _make_app(config: JobConfig, services: Services, runtime: WorkerRuntime, fol
         async for event in stream.noack().events():
             runtime.feed(event.value)
 
-    app.partition, app.runtime = TP(config.topic("samples"), runtime.worker), runtime
-    app.agent(app.topic(app.partition.topic, value_serializer="raw"), name="samples")(read_samples)
+    app.samples_topic, app.runtime = config.topic("samples"), runtime
+    app.partitions = {TP(app.samples_topic, number) for number in runtime.intakes}
+    app.agent(app.topic(app.samples_topic, value_serializer="raw"), name="samples")(read_samples)
     for task in runtime.tasks():
         app.task(task)
     return app

@@ -37,8 +37,7 @@ from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError, FencedError
 from doll.kafka import topics
-from doll.kafka.chunk_reader import ChunkReader, Learned
-from doll.kafka.reader import Partition
+from doll.kafka.chunk_reader import ChunkReader, Learned, ReadFrom
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model.flat_model import FlatModel, build, fingerprint
@@ -196,10 +195,13 @@ class _WorkerProcess:
         samples = config.topic("samples")
         if welcome.samples_id:
             refuse_replaced_topic(samples, welcome.samples_id, topics.topic_id(config, self._services, "samples"))
-        start = welcome.origin + welcome.next_batch * config.data.records_per_batch
-        # Where the log begins behind it, the first fetch finds it.
-        bounds_reaching(samples, self._worker, start, channel.watermarks)
-        log.info("joined", worker=self._worker, session=welcome.session, from_offset=start)
+        starts = {
+            item.partition: item.origin + item.next_batch * config.data.records_per_batch for item in welcome.served
+        }
+        for partition, start in starts.items():
+            # Where the log begins behind it, the first fetch finds it.
+            bounds_reaching(samples, partition, start, channel.watermarks)
+        log.info("joined", worker=self._worker, session=welcome.session, from_offsets=starts)
         return joined
 
     def _work(self, welcome: Welcome, commands_offset: int) -> int:
@@ -233,10 +235,15 @@ class _WorkerProcess:
 
     def _reader(self, welcome: Welcome) -> ChunkReader:
         config, per_batch = self._config, self._config.data.records_per_batch
+        reads = [
+            ReadFrom(
+                item.partition, item.origin + item.next_batch * per_batch,
+                Learned(item.origin + item.included * per_batch, item.leader_epoch),
+            )
+            for item in welcome.served
+        ]  # fmt: skip
         return ChunkReader(
-            config, self._services, Partition(config.topic("samples"), self._worker),
-            group=f"doll-{config.job}-w{self._worker}", start=welcome.origin + welcome.next_batch * per_batch,
-            learned=Learned(welcome.origin + welcome.included * per_batch, welcome.leader_epoch),
+            config, self._services, config.topic("samples"), reads, group=f"doll-{config.job}-w{self._worker}",
             max_chunk_records=max(1, stream_buffer_records(config) // 2),
         )  # fmt: skip
 

@@ -15,16 +15,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
-from msgspec import structs
-
 from doll.config import JobConfig
 from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import Commands, WorkerChannel
 from doll.consumers.compute.gradient_engine import GradientEngine
-from doll.consumers.intake.batching import BatchBuffer, Batcher, RawBatch, buffer_capacity
+from doll.consumers.intake.batching import BatchBuffer, Batcher, RawBatch, Value, buffer_capacity
 from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.intake.deleted_records import DeletedRecords
+from doll.consumers.intake.partition_intake import PartitionIntake
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.lifecycle.stall_watch import StallWatch
 from doll.consumers.protocol.skipped_batches import Skipped
@@ -35,9 +34,11 @@ from doll.consumers.protocol.worker_core import (
     Exit,
     OfferWeights,
     Send,
+    ServedPartition,
     StoreRest,
     WorkerAction,
     WorkerCore,
+    part_of,
 )
 from doll.consumers.tables.row_client import RowClient
 from doll.errors import DollError, RecordError, ServiceUnavailableError, TaskError
@@ -95,7 +96,7 @@ class WorkerRuntime:
         self._config = config
         self._core = core
         self._channel = channel
-        self.reader = reader  # of this worker's partition; the stream starts it, and passes on what it delivers
+        self.reader = reader  # of the worker's partitions; the stream starts it, and passes on what it delivers
         self._link = link
         self._row_client = row_client
         self._decoder = decoder
@@ -105,27 +106,34 @@ class WorkerRuntime:
         self._heartbeat = heartbeat
         self._samples_topic = config.topic("samples")
         self._commands_topic = config.topic("commands")
-        batcher: Batcher[bytes | None] = Batcher(
-            origin=core.origin,
-            records_per_batch=config.data.records_per_batch,
-            next_batch=core.next_batch,
-            align=config.training.policy.batches_per_push,
-        )
-        self.buffer = BatchBuffer(batcher, buffer_capacity(config))
-        # (delivered, position), kept by the stream: the records below `delivered` have been fed, and from there to
-        # `position` there is no record (markers of transactions, for instance).
-        self.fetch_progress = (batcher.next_offset, batcher.next_offset)
         self._filled = asyncio.Event()  # something was fed
-        self._stall_watch = StallWatch(config.worker.stall_timeout_s, commands_offset, time.monotonic())
         self.exit = ProcessExit(
             config.worker.drain_s, flush=lambda: channel.flush(1.0), stop=lambda: self.main_loop.shut_down()
         )
-        self.deleted_records = DeletedRecords(config, core, batcher, channel, self.exit)
+        self.intakes = {number: self._intake_of(served) for number, served in core.served.items()}
+        self.buffer = BatchBuffer(
+            {number: intake.batcher for number, intake in self.intakes.items()}, buffer_capacity(config)
+        )
+        core.next_offset = sum(intake.batcher.next_offset for intake in self.intakes.values())
         self._commands: asyncio.Queue[Commands | list[AnyRecord]] = asyncio.Queue()
         self._decoding: asyncio.Queue[tuple[RawBatch[bytes | None], asyncio.Future[Decoded]]] = asyncio.Queue()
         self._num_decoding = 0  # with the one that `announce` waits for
+        self._num_behind = 0  # decoded, and behind batches without a record that wait
         self._orders: asyncio.Queue[Compute | StoreRest] = asyncio.Queue()
         self._room = asyncio.Event()
+
+    def _intake_of(self, served: ServedPartition) -> PartitionIntake:
+        config = self._config
+        batcher: Batcher[Value] = Batcher(
+            origin=served.origin, records_per_batch=config.data.records_per_batch, next_batch=served.next_batch,
+            align=config.training.policy.batches_per_push, partition=served.number,
+        )  # fmt: skip
+        return PartitionIntake(
+            served.number,
+            batcher,
+            DeletedRecords(config, self._core, served.number, batcher, self._channel, self.exit),
+            StallWatch(config.worker.stall_timeout_s, self._next_command, time.monotonic()),
+        )
 
     @property
     def worker(self) -> int:
@@ -142,7 +150,7 @@ class WorkerRuntime:
 
     def feed(self, chunk: Chunk) -> None:
         """Take the next records of the stream."""
-        self._stall_watch.samples_at_s = time.monotonic()
+        self.intakes[chunk.partition].watch.samples_at_s = time.monotonic()
         if self.buffer.feed(*chunk):
             self.reader.pause()
         self._filled.set()
@@ -161,7 +169,7 @@ class WorkerRuntime:
             if buffer.is_half_empty:
                 self.reader.resume()
             self._num_decoding += 1
-            records = Records(raw.offsets, raw.values) if raw.count == 1 else Records((), ())
+            records = Records(raw.offsets, raw.values, raw.partition) if raw.count == 1 else Records((), ())
             future = asyncio.wrap_future(self._decoder.decode(records))
             raw.values = []  # the decoder has them
             self._decoding.put_nowait((raw, future))
@@ -169,12 +177,11 @@ class WorkerRuntime:
     @property
     def _may_decode(self) -> bool:
         core = self._core
-        held = core.retained + self._num_decoding
+        held = core.retained + self._num_decoding + self._num_behind
         return held < core.max_pending and self._num_decoding < self._decoder.depth and not core.draining
 
     async def announce(self) -> None:
         """Give the core what is decoded, in order."""
-        core = self._core
         while True:
             raw, future = await self._decoding.get()
             try:
@@ -182,22 +189,37 @@ class WorkerRuntime:
             except ServiceUnavailableError as exc:  # Kafka does not take a dead letter
                 self.exit.request(1, str(exc))
                 return
+            intake = self.intakes[raw.partition]
+            intake.decoded.append((raw, decoded))
             self._num_decoding -= 1
+            self._num_behind += 1
+            self._give(intake)
+            intake.watch.samples_at_s = time.monotonic()
+
+    def _give(self, intake: PartitionIntake) -> None:
+        """Give the core what is decoded of a partition; behind batches without a record, the others wait for these."""
+        core, served = self._core, self._core.served[intake.number]
+        while intake.decoded and not served.skipped:
+            raw, decoded = intake.decoded.popleft()
+            self._num_behind -= 1
             self._room.set()
-            core.next_offset = raw.hi
+            core.next_offset += raw.hi - raw.lo
             if raw.count > 1:
+                intake.empty = decoded
                 skipped = Skipped(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost))
-                self._do(core.skip(skipped))
-                while core.skipped:
-                    self._room.clear()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._room.wait(), TICK_S)
-                    now = time.monotonic()
-                    if (one := core.next_of_skipped(now, self._config.data.records_per_batch)) is not None:
-                        self._do(core.batch_ready(Batch(one.first, decoded, 0, now, (), one.gaps, one.lost)))
+                self._do(core.skip(intake.number, skipped))
             else:
                 self._do(core.batch_ready(_batch(raw, decoded)))
-            self._stall_watch.samples_at_s = time.monotonic()
+
+    def _give_skipped(self) -> None:
+        """Give the core batches without a record that others wait for."""
+        now, size = time.monotonic(), self._config.data.records_per_batch
+        for number, intake in self.intakes.items():
+            if self._core.served[number].skipped and intake.empty is not None:
+                if (one := self._core.next_of_skipped(number, now, size)) is not None:
+                    batch = Batch(one.first, intake.empty, 0, now, (), one.gaps, one.lost, partition=number)
+                    self._do(self._core.batch_ready(batch))
+                self._give(intake)
 
     # --- Algorithm 2 ------------------------------------------------------------------------------------------------
 
@@ -275,7 +297,7 @@ class WorkerRuntime:
                 # A set that ended early: the others are another set.
                 count = len(done.batches)
                 batches = batches[count:]
-                grant = structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
+                grant = part_of(grant, count)
 
     async def watch_engine(self) -> None:
         """End when the engine has ended."""
@@ -317,10 +339,13 @@ class WorkerRuntime:
                     self._orders.put_nowait(action)
                 case OfferWeights(weights):
                     self._engine.offer(weights)
-                case Acknowledge(until):
+                case Acknowledge(partition, until):
                     fault_point("worker.after_durable")
-                    self.reader.commit(self._core.origin + until * self._config.data.records_per_batch)
+                    origin = self._core.served[partition].origin
+                    self.reader.commit(partition, origin + until * self._config.data.records_per_batch)
                     self._room.set()
+                    if (intake := self.intakes[partition]).decoded:
+                        asyncio.get_running_loop().call_soon(self._give, intake)
                 case Exit(code, reason):
                     if self._link is not None:
                         self._link.close(reason)
@@ -346,57 +371,65 @@ class WorkerRuntime:
             self._skip_recordless_offsets()
             if self.departure():
                 self.main_loop.leave()
+            self._give_skipped()
             self._do(self._core.tick(time.monotonic()))
 
     def _skip_recordless_offsets(self) -> None:
-        """Where all delivered records are fed, there is no record between them and the next fetch."""
-        delivered, position = self.fetch_progress
-        if self.buffer.batcher.next_offset == delivered < position:
-            self.buffer.skip_to(position)
-            self._filled.set()
+        for number, intake in self.intakes.items():
+            if (offset := intake.recordless_until) is not None:
+                self.buffer.skip_to(number, offset)
+                self._filled.set()
 
     async def watch(self) -> None:
         """Measure the lag, and end where records are there and none comes."""
-        watch = self._stall_watch
-        high, asked_at_s = 0, float("-inf")
+        asked_at_s = float("-inf")
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if time.monotonic() - asked_at_s < min(ASK_KAFKA_EVERY_S, self._config.worker.stall_timeout_s / 4):
-                self._measure_lag(max(high, self.reader.log_end))
+                self._measure_lag()
                 continue
             asked_at_s = time.monotonic()
             try:
-                high = await self._log_end(self._samples_topic)
-                commands_high = await self._log_end(self._commands_topic)
+                commands_high = await loop.run_in_executor(None, self._ask_log_ends)
             except ServiceUnavailableError:  # the client has logged it
-                watch.record_unreachable(time.monotonic())
+                for intake in self.intakes.values():
+                    intake.watch.record_unreachable(time.monotonic())
                 continue
-            now = time.monotonic()
             self._heartbeat.beat("kafka")
-            next_offset = self.buffer.batcher.next_offset
-            unread = self._measure_lag(high)
-            watch.observe(
-                unread=unread, is_waiting=not self._core.has_room or self._core.draining,
-                next_command=self._next_command, commands_high=commands_high, now=now,
-            )  # fmt: skip
-            if watch.samples_stalled(now):
-                with contextlib.suppress(ServiceUnavailableError):
-                    place = (self._samples_topic, self.worker, next_offset, high)
-                    if not await asyncio.get_running_loop().run_in_executor(None, self._channel.holds_record, *place):
-                        watch.record_empty(high, now)
-            if problem := watch.problem(now):
-                self.exit.request(1, problem)
+            unread = self._measure_lag()
+            for number, intake in self.intakes.items():
+                await self._watch_partition(intake, unread[number], commands_high)
 
-    def _measure_lag(self, high: int) -> int:
-        """Records that are not read, where the log of samples ends at `high`; those in the buffer are lag as well."""
-        unread = self._stall_watch.unread(self.buffer.batcher.next_offset, high)
-        self._core.lag = unread + (len(self.buffer) + self._num_decoding) * self._config.data.records_per_batch
+    def _ask_log_ends(self) -> int:
+        """Ask Kafka where the logs end; returns that of the commands. In another thread."""
+        for number, intake in self.intakes.items():
+            intake.log_end = self._channel.watermarks(self._samples_topic, number)[1]
+        return self._channel.watermarks(self._commands_topic, self.worker)[1]
+
+    async def _watch_partition(self, intake: PartitionIntake, unread: int, commands_high: int) -> None:
+        now, watch, high = time.monotonic(), intake.watch, intake.log_end
+        watch.observe(
+            unread=unread, is_waiting=not self._core.has_room or self._core.draining or bool(intake.decoded),
+            next_command=self._next_command, commands_high=commands_high, now=now,
+        )  # fmt: skip
+        if watch.samples_stalled(now):
+            with contextlib.suppress(ServiceUnavailableError):
+                place = (self._samples_topic, intake.number, intake.batcher.next_offset, high)
+                if not await asyncio.get_running_loop().run_in_executor(None, self._channel.holds_record, *place):
+                    watch.record_empty(high, now)
+        if problem := watch.problem(now):
+            self.exit.request(1, problem)
+
+    def _measure_lag(self) -> dict[int, int]:
+        """Records of each partition that are not read; those in the buffer are lag as well."""
+        unread = {
+            number: intake.watch.unread(intake.batcher.next_offset, max(intake.log_end, self.reader.log_end(number)))
+            for number, intake in self.intakes.items()
+        }
+        waiting = len(self.buffer) + self._num_decoding + self._num_behind
+        self._core.lag = sum(unread.values()) + waiting * self._config.data.records_per_batch
         return unread
-
-    async def _log_end(self, topic: str) -> int:
-        loop = asyncio.get_running_loop()
-        _, high = await loop.run_in_executor(None, self._channel.watermarks, topic, self.worker)
-        return high
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -431,10 +464,7 @@ class WorkerRuntime:
 def _one_by_one(order: Compute) -> list[Compute]:
     """The batches of a set, each by itself."""
     grant = order.grant
-    return [
-        Compute(structs.replace(grant, first=grant.first + at, grant_ids=(number,)), (batch,))
-        for at, (number, batch) in enumerate(zip(grant.grant_ids, order.batches, strict=True))
-    ]
+    return [Compute(part_of(grant, at, at + 1), (batch,)) for at, batch in enumerate(order.batches)]
 
 
 def _batch(raw: RawBatch[Any], decoded: Decoded) -> Batch:
@@ -442,4 +472,5 @@ def _batch(raw: RawBatch[Any], decoded: Decoded) -> Batch:
         number=raw.number, data=decoded, num_samples=decoded.num_samples, complete_at_s=time.monotonic(),
         dead=tuple(item.offset for item in decoded.refused if item.whole), gaps=tuple(raw.gaps), lost=tuple(raw.lost),
         dead_samples=sum(item.samples for item in decoded.refused if not item.whole), leader_epoch=raw.leader_epoch,
+        partition=raw.partition,
     )  # fmt: skip

@@ -39,7 +39,7 @@ class PoisonTracker:
     def on_update(self, update: Update) -> None:
         """Take the counts of an update; a later update overrides an earlier one."""
         for member in update.members:
-            if member.worker == self.partition:
+            if member.partition == self.partition:
                 if member.lo <= max(self.offsets, default=member.lo):
                     self.seen_s = max(self.seen_s, update.time_s)
                 here = {offset for offset in self.offsets if member.lo <= offset < member.hi}

@@ -1,8 +1,8 @@
-"""One partition as chunks of records, read in a thread of its own: the intake of a worker.
+"""Partitions of a topic as chunks of records, read in a thread of its own: the intake of a worker.
 
 The client library's calls are per chunk, not per record, and the thread waits without Python's interpreter lock. What
-it reads it hands over in order; it stays at most `_MAX_UNTAKEN` chunks ahead of whoever takes them. A pause leaves what
-the library has fetched where it is.
+it reads of each partition it hands over in order, and partitions as Kafka sends them; it stays at most `_MAX_UNTAKEN`
+chunks ahead of whoever takes them. A pause leaves what the library has fetched where it is.
 
 A value above `data.max_record_bytes`, and each record of a batch that the library cannot read, is handed over as an
 `UnreadValue`: it becomes a dead letter, and the stream goes on behind it.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from confluent_kafka import KafkaError, KafkaException
@@ -66,6 +66,7 @@ _HEAD_BYTES: Final = 65_536  # kept of a value that is too long
 class Chunk(NamedTuple):
     """Records of one partition in offset order, with none between them that the log holds."""
 
+    partition: int
     offsets: Sequence[int]  # rising; a `range` where none is missing
     values: list[bytes | None]  # one for each offset; an `UnreadValue` where it is to be a dead letter
     # Of Kafka's leader that took the last of them; none before it has a higher one. -1: not known.
@@ -75,19 +76,22 @@ class Chunk(NamedTuple):
 class NoRecordBelow(NamedTuple):
     """All records below `offset` have been handed over: markers of transactions and aborted records do not count."""
 
+    partition: int
     offset: int
 
 
 class OutOfRange(NamedTuple):
-    """The log does not hold `offset`, the next one to be read. Nothing more comes before `seek`."""
+    """The log does not hold `offset`, the next one to be read. Nothing more of the partition comes before `seek`."""
 
+    partition: int
     offset: int
 
 
 class Truncated(NamedTuple):
     """The log has lost its end, and with it records below `offset` that were read: the records that are there now, or
-    will, are others. Nothing more comes."""
+    will, are others. Nothing more of the partition comes."""
 
+    partition: int
     offset: int
     reason: str  # what shows it, with offsets and leader epochs
 
@@ -101,59 +105,86 @@ class Learned(NamedTuple):
 
 NOTHING_LEARNED: Final = Learned(0, -1)
 
+
+class ReadFrom(NamedTuple):
+    """A partition to be read from offset `start` on; of `learned`, the records from there on are not durable."""
+
+    partition: int
+    start: int
+    learned: Learned = NOTHING_LEARNED
+
+
 Delivery: TypeAlias = Chunk | NoRecordBelow | OutOfRange | Truncated | Exception
 
 
+class _Reading:
+    """One partition: where the thread stands in it, and what is committed of it.
+
+    Attributes:
+        position: the next offset.
+        unreadable: what is at each offset from `position` to the first, if the library cannot read it.
+        durable: everything below it is durable; guarded by the reader's condition.
+        asked, committed: of the commit under way, and of the last one that was answered.
+        log_end: at the last fetch.
+    """
+
+    def __init__(self, topic: str, read: ReadFrom) -> None:
+        self.where = Partition(topic, read.partition)
+        self.start, self.learned = read.start, read.learned
+        self.position = read.start
+        self.unreadable: tuple[int, UnreadValue] | None = None
+        self.durable = self.log_end = self.asked = self.committed = -1
+
+
 class ChunkReader:
-    """Reads one partition from an explicit offset and commits offsets in the name of a group that it does not join.
+    """Reads partitions from explicit offsets and commits offsets in the name of a group that it does not join.
 
     Only committed records are read. An unreachable broker is waited for. Its methods may be called from any thread.
 
     A log that was truncated while nobody read it may be longer than before by now. Its leader epochs show it: each
     leader has a higher one than its predecessors, and a truncated log continues with a later leader's records. So the
-    library asks the leader, before it reads at `start`, where its records up to the leader epoch of `learned` end; and
-    a record with a higher one, at an offset that is in the model, is not the one that was learned.
+    library asks the leader, before it reads at the start, where its records up to the leader epoch of what was learned
+    end; and a record with a higher one, at an offset that is in the model, is not the one that was learned.
 
     Args:
         group: of the committed offsets.
-        learned: what is in the model; of it, records from `start` on are read again, since they are not durable.
         max_chunk_records: bounds a chunk, with `MAX_CHUNK_RECORDS` and `MAX_CHUNK_BYTES`.
     """
 
     def __init__(
-        self, config: JobConfig, services: Services, partition: Partition, *, group: str, start: int,
-        max_chunk_records: int = MAX_CHUNK_RECORDS, learned: Learned = NOTHING_LEARNED,
+        self, config: JobConfig, services: Services, topic: str, partitions: Iterable[ReadFrom], *, group: str,
+        max_chunk_records: int = MAX_CHUNK_RECORDS,
     ) -> None:  # fmt: skip
-        self._address = services.kafka
-        self._partition = partition
+        self._config, self._services, self._group = config, services, group
         self._max_record_bytes = config.data.max_record_bytes
-        self._unpacked_limit_bytes = unpacked_limit_bytes = batch_limit_bytes(config)
-        self._consumer: Any = make_consumer(
-            config, services, "samples", group_id=group, auto_offset_reset="error", enable_auto_offset_store=False,
-            isolation_level="read_committed", enable_partition_eof=True, check_crcs=True,
-            fetch_min_bytes=FETCH_MIN_BYTES, fetch_wait_max_ms=config.worker.fetch_max_wait_ms,
-            max_partition_fetch_bytes=max(_MIN_PARTITION_FETCH_BYTES, config.data.max_record_bytes),
-            fetch_max_bytes=unpacked_limit_bytes // 2, receive_message_max_bytes=unpacked_limit_bytes,
-            queued_min_messages=_FETCHED_AHEAD_RECORDS, queued_max_messages_kbytes=_FETCHED_AHEAD_KBYTES,
-            fetch_queue_backoff_ms=_FULL_RECHECK_MS, fetch_error_backoff_ms=_ERROR_BACKOFF_MS,
-            session_timeout_ms=_COORDINATOR_WAIT_MS, on_commit=self._on_commit,
-        )  # fmt: skip
-        self._ends = _TopicPartition(*partition)
+        self._unpacked_limit_bytes = batch_limit_bytes(config)
+        self._topic = topic
+        self._consumer = self._make_consumer()
+        self._readings = {read.partition: _Reading(topic, read) for read in partitions}
         self._changed = threading.Condition()  # guards what follows
         self._closed = self._paused = False
-        self._seek_to: int | None = start
+        self._seeks: dict[int, int] = {number: reading.start for number, reading in self._readings.items()}
         self._untaken = 0
-        self._durable = self._log_end = -1
         # Of the thread alone:
-        self._position = start  # the next offset
-        self._start, self._learned = start, learned
-        self._unreadable: tuple[int, UnreadValue] | None = None  # what is at each offset from `_position` to the first
-        self._committed = self._asked = -1
+        self._assigned: set[int] = set()
         self._commit_at_s = 0.0
         self._max_chunk_records = min(max_chunk_records, MAX_CHUNK_RECORDS)
         self._chunk_records = min(16, self._max_chunk_records)  # at first: records may be large
         self._deliver: Callable[[Delivery], object]
         self._thread: threading.Thread | None = None
+
+    def _make_consumer(self) -> Any:
+        config, limit_bytes = self._config, self._unpacked_limit_bytes
+        return make_consumer(
+            config, self._services, "samples", group_id=self._group, auto_offset_reset="error",
+            enable_auto_offset_store=False, isolation_level="read_committed", enable_partition_eof=True,
+            check_crcs=True, fetch_min_bytes=FETCH_MIN_BYTES, fetch_wait_max_ms=config.worker.fetch_max_wait_ms,
+            max_partition_fetch_bytes=max(_MIN_PARTITION_FETCH_BYTES, config.data.max_record_bytes),
+            fetch_max_bytes=limit_bytes // 2, receive_message_max_bytes=limit_bytes,
+            queued_min_messages=_FETCHED_AHEAD_RECORDS, queued_max_messages_kbytes=_FETCHED_AHEAD_KBYTES,
+            fetch_queue_backoff_ms=_FULL_RECHECK_MS, fetch_error_backoff_ms=_ERROR_BACKOFF_MS,
+            session_timeout_ms=_COORDINATOR_WAIT_MS, on_commit=self._on_commit,
+        )  # fmt: skip
 
     def start(self, deliver: Callable[[Delivery], object]) -> None:
         """Pass everything to `deliver` from now on, in order, from the thread; an exception is the last. Call it once.
@@ -181,21 +212,21 @@ class ChunkReader:
             self._paused = False
             self._changed.notify()
 
-    def seek(self, offset: int) -> None:
+    def seek(self, partition: int, offset: int) -> None:
         """After `OutOfRange`: go on at `offset`."""
         with self._changed:
-            self._seek_to = offset
+            self._seeks[partition] = offset
             self._changed.notify()
 
-    def commit(self, offset: int) -> None:
+    def commit(self, partition: int, offset: int) -> None:
         """Everything below `offset` is durable. It is committed within 5 s, and when the reader is closed."""
         with self._changed:
-            self._durable = max(self._durable, offset)
+            reading = self._readings[partition]
+            reading.durable = max(reading.durable, offset)
 
-    @property
-    def log_end(self) -> int:
+    def log_end(self, partition: int) -> int:
         """Where the partition ended at the last fetch, an offset; negative before the first one."""
-        return self._log_end
+        return self._readings[partition].log_end
 
     def close(self) -> None:
         """Commit what is durable, and end. Waits little more than a second for Kafka."""
@@ -204,7 +235,7 @@ class ChunkReader:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-        if self._asked > self._committed:
+        if any(reading.asked > reading.committed for reading in self._readings.values()):
             _abandon(self._consumer)
         else:
             self._consumer.close()
@@ -215,11 +246,10 @@ class ChunkReader:
         try:
             while self._may_read():
                 self._read()
-                self._note_log_end()
                 self._commit_if_due()
             self._commit_last()
         except KafkaException as exc:
-            self._deliver(ServiceUnavailableError(f"reading {self._partition} from Kafka at {self._address}: {exc}"))
+            self._deliver(ServiceUnavailableError(f"reading {self._topic} from Kafka at {self._services.kafka}: {exc}"))
         except Exception as exc:
             self._deliver(exc)
 
@@ -228,58 +258,88 @@ class ChunkReader:
         with self._changed:
             while not self._closed and (self._paused or self._untaken >= _MAX_UNTAKEN):
                 self._changed.wait(_WAIT_S)
-                self._note_log_end()
+                self._note_log_ends()
                 self._commit_if_due()
-            seek_to, self._seek_to = self._seek_to, None
+            seeks, self._seeks = self._seeks, {}
             closed = self._closed
-        if seek_to is not None and not closed:
-            self._position = seek_to
-            # Always with an explicit offset: without one, a broker that has just started may deliver nothing.
-            leader_epoch = self._learned.leader_epoch if seek_to == self._start else -1
-            self._consumer.assign([_TopicPartition(*self._partition, seek_to, leader_epoch=leader_epoch)])
+        if seeks and not closed:
+            for number, offset in seeks.items():
+                self._readings[number].position = offset
+            self._assign(seeks)
         return not closed
 
-    def _note_log_end(self) -> None:
-        self._log_end = int(self._consumer.get_watermark_offsets(self._ends, cached=True)[1])
+    def _assign(self, numbers: Iterable[int]) -> None:
+        """Read these partitions at their positions: always with an explicit offset. Without one, a broker that has just
+        started may deliver nothing."""
+        wanted = []
+        for number in numbers:
+            reading = self._readings[number]
+            leader_epoch = reading.learned.leader_epoch if reading.position == reading.start else -1
+            wanted.append(_TopicPartition(*reading.where, reading.position, leader_epoch=leader_epoch))
+        self._unassign(set(numbers) & self._assigned)
+        self._consumer.incremental_assign(wanted)
+        self._assigned.update(numbers)
+
+    def _unassign(self, numbers: Iterable[int]) -> None:
+        if gone := [_TopicPartition(*self._readings[number].where) for number in numbers]:
+            self._consumer.incremental_unassign(gone)
+            self._assigned.difference_update(item.partition for item in gone)
+
+    def _note_log_ends(self, numbers: Iterable[int] | None = None) -> None:
+        for number in self._readings if numbers is None else numbers:
+            reading = self._readings[number]
+            where = _TopicPartition(*reading.where)
+            reading.log_end = int(self._consumer.get_watermark_offsets(where, cached=True)[1])
 
     def _read(self) -> None:
-        if self._unreadable is not None:
-            self._hand_over_unreadable(*self._unreadable)
-            return
+        for reading in self._readings.values():
+            if reading.unreadable is not None:
+                self._hand_over_unreadable(reading, *reading.unreadable)
+                return
         first = self._consumer.poll(_POLL_S)
         if first is None:
+            self._note_log_ends()
             return
         # With a timeout, `consume` would wait for as many as it may return.
         records = [first, *self._consumer.consume(self._chunk_records - 1, 0)]
-        if self._position < self._learned.until and (reason := self._find_other(records)):
-            self._consumer.unassign()
-            self._send(Truncated(self._learned.until, reason))
+        numbers = list(map(_Record.partition, records))
+        present = {numbers[0]} if len(self._readings) == 1 else set(numbers)
+        for number in present:
+            own = records if len(present) == 1 else [item for item in records if item.partition() == number]
+            if number in self._readings:
+                self._take(self._readings[number], own)
+            else:
+                self._handle_other(own)
+        self._note_log_ends(present & self._readings.keys())
+
+    def _handle_other(self, records: list[Any]) -> None:
+        """Errors that are of no partition."""
+        for error in filter(None, map(_Record.error, records)):
+            if error.fatal():
+                raise ServiceUnavailableError(
+                    f"Kafka at {self._services.kafka} sends nothing usable of {self._topic}: {error.str()}"
+                )
+            log.warning("topic_error", topic=self._topic, reason=error.str())
+
+    def _take(self, reading: _Reading, records: list[Any]) -> None:
+        """Hand over what has come of one partition."""
+        if reading.position < reading.learned.until and (reason := _find_other(reading, records)):
+            self._unassign([reading.where.number])
+            self._send(Truncated(reading.where.number, reading.learned.until, reason))
             return
         if not any(map(_Record.error, records)):
-            self._hand_over(records)
+            self._hand_over(reading, records)
             return
         begin = 0
         for at, record in enumerate(records):
             if (error := record.error()) is not None:
-                self._hand_over(records[begin:at])
+                self._hand_over(reading, records[begin:at])
                 begin = at + 1
-                if not self._handle(error, record.offset()):
+                if not self._handle(reading, error, record.offset()):
                     return
-        self._hand_over(records[begin:])
+        self._hand_over(reading, records[begin:])
 
-    def _find_other(self, records: list[Any]) -> str:
-        """Of the first of these that is in the place of one that was learned: what shows it; "" where none is."""
-        until, known_epoch = self._learned
-        read_again = (record for record in records if record.error() is None and record.offset() < until)
-        other = next((record for record in read_again if 0 <= known_epoch < _leader_epoch(record)), None)
-        if other is None:
-            return ""
-        return (
-            f"the record at offset {other.offset()} has leader epoch {_leader_epoch(other)}, and those that were "
-            f"learned, up to offset {until - 1}, had {known_epoch} at most"
-        )
-
-    def _hand_over(self, records: list[Any]) -> None:
+    def _hand_over(self, reading: _Reading, records: list[Any]) -> None:
         if not records:
             return
         first, last, count = records[0].offset(), records[-1].offset(), len(records)
@@ -289,8 +349,8 @@ class ChunkReader:
         values = list(map(_Record.value, records))
         if max(sizes) > self._max_record_bytes:
             values = [self._within_limit(value) for value in values]
-        self._send(Chunk(offsets, values, _leader_epoch(records[-1])))
-        self._position = last + 1
+        self._send(Chunk(reading.where.number, offsets, values, _leader_epoch(records[-1])))
+        reading.position = last + 1
 
     def _within_limit(self, value: bytes | None) -> bytes | None:
         limit = self._max_record_bytes
@@ -299,54 +359,59 @@ class ChunkReader:
         reason = f"record of {len(value)} bytes: expected at most {limit} (data.max_record_bytes)"
         return UnreadValue.of("too_long", reason, len(value), value[:_HEAD_BYTES])
 
-    def _find_unreadable(self, base: int, reason: str) -> None:
+    def _find_unreadable(self, reading: _Reading, base: int, reason: str) -> None:
         """The batch that begins at `base` cannot be read: what is left of it is handed over next."""
-        until = end_of_unreadable(self._consumer, self._partition, base, lambda: self._closed)
-        log.error("batch_unreadable", topic=str(self._partition), offsets=[base, until - 1], reason=reason)
+        self._unassign([reading.where.number])
+        probe = self._make_consumer()  # looking for the end would take all partitions from the reader's own
+        try:
+            until = end_of_unreadable(probe, reading.where, base, lambda: self._closed)
+        finally:
+            probe.close()
+        log.error("batch_unreadable", topic=str(reading.where), offsets=[base, until - 1], reason=reason)
         text = (
             f"the batch of records at offsets {base} to {until - 1} cannot be read ({reason}): expected one that "
             f"unpacks to at most {self._unpacked_limit_bytes} bytes in all"
         )
-        self._unreadable = until, UnreadValue.of("unreadable", text)
+        reading.unreadable = until, UnreadValue.of("unreadable", text)
 
-    def _hand_over_unreadable(self, until: int, value: UnreadValue) -> None:
-        offsets = range(self._position, min(until, self._position + self._max_chunk_records))
+    def _hand_over_unreadable(self, reading: _Reading, until: int, value: UnreadValue) -> None:
+        offsets = range(reading.position, min(until, reading.position + self._max_chunk_records))
         if offsets:
-            self._position = offsets.stop
-            self._send(Chunk(offsets, [value] * len(offsets)))
+            reading.position = offsets.stop
+            self._send(Chunk(reading.where.number, offsets, [value] * len(offsets)))
         else:
-            self._unreadable = None
-            self._consumer.assign([_TopicPartition(*self._partition, self._position)])
+            reading.unreadable = None
+            self._assign([reading.where.number])
 
     def _send(self, delivery: Delivery) -> None:
         with self._changed:
             self._untaken += 1
         self._deliver(delivery)
 
-    def _handle(self, error: Any, offset: int | None) -> bool:
-        """Whether what follows may be read."""
-        code = error.code()
+    def _handle(self, reading: _Reading, error: Any, offset: int | None) -> bool:
+        """Whether what follows of this partition may be read."""
+        code, number = error.code(), reading.where.number
         if code == KafkaError._PARTITION_EOF:
-            self._position = max(self._position, offset or 0)
-            self._send(NoRecordBelow(self._position))
+            reading.position = max(reading.position, offset or 0)
+            self._send(NoRecordBelow(number, reading.position))
         elif code in _OUT_OF_RANGE:
-            self._consumer.unassign()
+            self._unassign([number])
             # The library has a code for it, and yet gives the code of any lost position.
             if code == KafkaError._LOG_TRUNCATION or "truncation detected" in error.str():
-                self._send(Truncated(self._position, error.str().partition(". Reset")[0]))
+                self._send(Truncated(number, reading.position, error.str().partition(". Reset")[0]))
             else:
-                self._send(OutOfRange(self._position))
+                self._send(OutOfRange(number, reading.position))
             return False
         elif unreadable(error) and offset is not None:
-            self._find_unreadable(offset, error.str())
+            self._find_unreadable(reading, offset, error.str())
             return False
         elif error.fatal():
             raise ServiceUnavailableError(
-                f"Kafka at {self._address} sends nothing usable of {self._partition} at offset {self._position}: "
-                f"{error.str()}"
+                f"Kafka at {self._services.kafka} sends nothing usable of {reading.where} at offset "
+                f"{reading.position}: {error.str()}"
             )
         else:
-            log.warning("topic_error", topic=str(self._partition), reason=error.str())
+            log.warning("topic_error", topic=str(reading.where), reason=error.str())
         return True
 
     # --- commits ----------------------------------------------------------------------------------------------------
@@ -354,26 +419,48 @@ class ChunkReader:
     def _commit_if_due(self) -> None:
         """Start a commit where there is something new, at most one in 5 s. A pause does not wait for the answer."""
         now = time.monotonic()
-        durable = self._durable
-        if durable > self._asked and now >= self._commit_at_s:
+        if now < self._commit_at_s:
+            return
+        new = [reading for reading in self._readings.values() if reading.durable > reading.asked]
+        if new:
             self._commit_at_s = now + _COMMIT_EVERY_S
-            self._asked = durable
-            self._consumer.commit(offsets=[_TopicPartition(*self._partition, durable)], asynchronous=True)
+            for reading in new:
+                reading.asked = reading.durable
+            offsets = [_TopicPartition(*reading.where, reading.asked) for reading in new]
+            self._consumer.commit(offsets=offsets, asynchronous=True)
 
     def _on_commit(self, error: Any, partitions: list[Any]) -> None:
         """In the thread, while it polls. What failed is tried again, with what is durable by then."""
-        if error is None and all(partition.error is None for partition in partitions):
-            self._committed = max(self._committed, *(partition.offset for partition in partitions))
-        else:
-            self._asked = self._committed
+        for item in partitions:
+            reading = self._readings[item.partition]
+            if error is None and item.error is None:
+                reading.committed = max(reading.committed, item.offset)
+            else:
+                reading.asked = reading.committed
 
     def _commit_last(self) -> None:
-        self._consumer.unassign()
+        self._unassign(list(self._assigned))
         self._commit_at_s = 0.0
         deadline_s = time.monotonic() + _LAST_COMMIT_S
-        while self._committed < self._durable and (left_s := deadline_s - time.monotonic()) > 0:
+        while self._is_behind() and (left_s := deadline_s - time.monotonic()) > 0:
             self._commit_if_due()
             self._consumer.poll(min(left_s, _LAST_POLL_S))
+
+    def _is_behind(self) -> bool:
+        return any(reading.committed < reading.durable for reading in self._readings.values())
+
+
+def _find_other(reading: _Reading, records: list[Any]) -> str:
+    """Of the first of these that is in the place of one that was learned: what shows it; "" where none is."""
+    until, known_epoch = reading.learned
+    read_again = (record for record in records if record.error() is None and record.offset() < until)
+    other = next((record for record in read_again if 0 <= known_epoch < _leader_epoch(record)), None)
+    if other is None:
+        return ""
+    return (
+        f"the record at offset {other.offset()} has leader epoch {_leader_epoch(other)}, and those that were "
+        f"learned, up to offset {until - 1}, had {known_epoch} at most"
+    )
 
 
 def _leader_epoch(record: Any) -> int:

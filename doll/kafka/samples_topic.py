@@ -65,7 +65,7 @@ def describe_samples(
     Raises:
         ReplacedSamplesError: the topic was deleted and created again, or cut short; the message says what to do.
     """
-    name, num = config.topic("samples"), config.data.workers
+    name, num = config.topic("samples"), config.data.num_partitions
     topic_id = topics.topic_id(config, services, "samples")
     if not topic_id:
         log.warning(

@@ -74,12 +74,8 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
         "metrics": control,
         "dead": forever | {"max.message.bytes": sample_limit_bytes},
     }
-    return [
-        TopicPlan(
-            config.topic(kind), config.data.workers if kind in ("samples", "commands") else 1, settings[kind] | in_sync
-        )
-        for kind in TOPIC_KINDS
-    ]
+    partitions: dict[TopicKind, int] = {"samples": config.data.num_partitions, "commands": config.data.workers}
+    return [TopicPlan(config.topic(kind), partitions.get(kind, 1), settings[kind] | in_sync) for kind in TOPIC_KINDS]
 
 
 @dataclass(frozen=True, slots=True)

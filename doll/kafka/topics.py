@@ -280,6 +280,9 @@ def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
         other_name = f"choose another `job` name (--set job={config.job}-2)"
         if topic.name not in (config.topic("samples"), config.topic("commands")):
             raise ConfigError(f"{mismatch}; delete the topic, or {other_name}")
+        key = "data.partitions" if topic.name == config.topic("samples") else "data.workers"
+        if config.data.partitions is not None:
+            raise ConfigError(f"{mismatch} ({key} is {topic.partitions}); set {key} to {actual}, or {other_name}")
         mismatch += f" (data.workers is {config.data.workers})"
         if len(set(per_worker)) == 1:
             raise ConfigError(f"{mismatch}; set data.workers to {actual}, or {other_name}")

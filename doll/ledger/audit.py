@@ -65,7 +65,7 @@ def _audit_once(
         ledger, generation = build_ledger(config, reader, checkpoint, location)
         for letter in generation.letters(reader.records(dead, (DeadLetter,))):
             ledger.add_dead_letter(letter)
-        bounds = [reader.bounds(samples, n) for n in range(config.data.workers)]
+        bounds = [reader.bounds(samples, n) for n in range(config.data.num_partitions)]
         lows, ends = [low for low, _ in bounds], [high for _, high in bounds]
         loss_allowed = config.data.on_data_loss == "skip"
         report = ledger.report(ends, lows=lows, loss_allowed=loss_allowed)
@@ -131,7 +131,7 @@ def _durable(
     config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, records: _GenerationUpdates, location: str
 ) -> DurableModel:
     """What the checkpoint holds; without one, nothing since the origins that the first server recorded."""
-    num, per_batch = config.data.workers, config.data.records_per_batch
+    num, per_batch = config.data.num_partitions, config.data.records_per_batch
     if checkpoint is None:
         first = next((record for record in records if isinstance(record, TermStarted)), None)
         low = (reader.bounds(config.topic("samples"), n)[0] for n in range(num))

@@ -320,15 +320,16 @@ class Ledger:
         self._valid = ValidUpdates(records, durable)
         self._update_problems: list[str] = []
         self._letter_problems: list[str] = []
-        self._held_back: dict[int, int] = {}  # worker -> number of the newest batch whose step is not whole
+        # Of each partition the newest batch whose step is not whole, and the worker that holds a part of it.
+        self._held_back: dict[int, tuple[int, int]] = {}
         for update in self._valid:
             self._add_update(update)
         for account in self._accounts:
             account.finish_updates()
-        for worker, batch in sorted(self._held_back.items()):
+        for partition, (batch, _) in sorted(self._held_back.items()):
             self._update_problems.append(
-                f"batches of worker {worker} up to {batch} are in the durable model, but a part of their steps is not: "
-                "expected an update that settles them before the checkpoint"
+                f"batches of partition {partition} up to {batch} are in the durable model, but a part of their steps "
+                "is not: expected an update that settles them before the checkpoint"
             )
 
     def _add_update(self, update: Update) -> None:
@@ -336,22 +337,22 @@ class Ledger:
         if update.n_samples != sum(member.n_samples for member in update.members):
             problems.append(f"{name}: its batches do not have the {update.n_samples} samples that it says")
         for member in update.members:
-            if not 0 <= member.worker < len(accounts):
-                problems.append(f"{name}: expected a worker from 0 to {len(accounts) - 1}, got {member.worker}")
+            if not 0 <= member.partition < len(accounts):
+                problems.append(f"{name}: expected a partition from 0 to {len(accounts) - 1}, got {member.partition}")
                 continue
             if member.base_version >= update.version:
                 problems.append(
-                    f"{name}: batch {member.batch} of worker {member.worker} used version {member.base_version}"
+                    f"{name}: batch {member.batch} of partition {member.partition} used version {member.base_version}"
                 )
             self._partly_dead_samples += member.dead_samples
             if member.held_back:
-                self._held_back[member.worker] = member.batch
-            else:
-                self._held_back.pop(member.worker, None)
-            accounts[member.worker].add_batch(member, name, problems)
-        for worker, until in update.settled:
-            if self._held_back.get(worker, until) < until:
-                del self._held_back[worker]
+                self._held_back[member.partition] = (member.batch, member.worker)
+            elif self._held_back:  # the worker held nothing back of any partition when it pushed this
+                self._held_back = {at: item for at, item in self._held_back.items() if item[1] != member.worker}
+            accounts[member.partition].add_batch(member, name, problems)
+        for partition, until in update.settled:
+            if self._held_back.get(partition, (until, 0))[0] < until:
+                del self._held_back[partition]
 
     def add_dead_letter(self, letter: DeadLetter) -> None:
         """Add one dead letter, in any order; the same may come twice, after a crash."""

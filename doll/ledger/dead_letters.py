@@ -218,8 +218,8 @@ def _planned(config: JobConfig, services: Services, chosen: Sequence[DeadRecord]
 
 def _skip_reason(config: JobConfig, dead: DeadRecord, again: bool) -> str:
     letter = dead.letter
-    if not 0 <= letter.partition < config.data.workers:
-        return f"it names partition {letter.partition}, the job has {config.data.workers}"
+    if not 0 <= letter.partition < config.data.num_partitions:
+        return f"it names partition {letter.partition}, the job has {config.data.num_partitions}"
     match dead.state:
         case "pending":
             return "its batch is not in a checkpoint yet, and may still be learned: try again later"

@@ -38,7 +38,7 @@ def read_counts(config: JobConfig, state: bytes) -> SnapshotCounts:
     Raises:
         CheckpointError: it does not say so, or is of another number of workers or batch size than the job file.
     """
-    num, per_batch = config.data.workers, config.data.records_per_batch
+    num, per_batch = config.data.num_partitions, config.data.records_per_batch
     try:
         counts = msgspec.msgpack.decode(state, type=SnapshotCounts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:

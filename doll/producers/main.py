@@ -147,7 +147,7 @@ class _Run:
         self._limit = config.source.limit_samples if config.source else None
         self._source = source_name(config.source)
         self._positions = list(positions)  # of a file: samples sent to each stream, or packed for it
-        self._packs: list[list[bytes]] = [[] for _ in range(config.data.workers)]
+        self._packs: list[list[bytes]] = [[] for _ in range(config.data.num_partitions)]
         self._behind_s = 0.0
         self._reported_s = time.monotonic()
         self._reported_sent = 0

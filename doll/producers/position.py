@@ -60,11 +60,11 @@ def find_positions(config: JobConfig, services: Services) -> list[int]:
         ConfigError: records of the stream were deleted, and with them the last position.
     """
     name, repeats = source_name(config.source), bool(getattr(config.source, "repeat", False))
-    streams = range(config.data.workers)
+    streams = range(config.data.num_partitions)
     if not name:
         return [0 for _ in streams]
     origins = read_lineage(config, services).origins
-    if len(origins) != config.data.workers:  # nobody serves the job yet
+    if len(origins) != config.data.num_partitions:  # nobody serves the job yet
         origins = tuple(0 for _ in streams)
     topic = config.topic("samples")
     with RangeReader(config, services) as reader:

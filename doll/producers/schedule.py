@@ -55,15 +55,15 @@ def arrival_times(config: JobConfig, starts: Sequence[int]) -> list[Iterator[flo
     Raises:
         ConfigError: the trace of gaps cannot be read.
     """
-    workers = config.data.workers
+    streams = config.data.num_partitions
     rates = config.rates_per_s()
     match config.arrivals.process:
         case "asap":
-            return [arrivals.asap() for _ in range(workers)]
+            return [arrivals.asap() for _ in range(streams)]
         case "deterministic":
-            return [arrivals.deterministic(rate, n / workers) for n, rate in enumerate(rates)]
+            return [arrivals.deterministic(rate, n / streams) for n, rate in enumerate(rates)]
         case "poisson":
-            rngs = [sources.child_rng(config.seed, sources.ARRIVALS, n, starts[n]) for n in range(workers)]
+            rngs = [sources.child_rng(config.seed, sources.ARRIVALS, n, starts[n]) for n in range(streams)]
             return [arrivals.poisson(rate, rng) for rate, rng in zip(rates, rngs, strict=True)]
         case "trace":
             assert config.arrivals.trace is not None  # checked with the job file
@@ -74,7 +74,7 @@ def arrival_times(config: JobConfig, starts: Sequence[int]) -> list[Iterator[flo
                 reason = getattr(exc, "strerror", None) or exc
                 raise ConfigError(f"arrivals.trace: expected a text file of gaps at {path}: {reason}") from exc
             gaps = arrivals.parse_gaps(text, f"arrivals.trace {path}")
-            return [arrivals.trace(gaps, n * len(gaps) // workers) for n in range(workers)]
+            return [arrivals.trace(gaps, n * len(gaps) // streams) for n in range(streams)]
         case _:
             typing.assert_never(config.arrivals.process)
 
@@ -100,7 +100,7 @@ def _from_pipe(config: JobConfig, times: Iterator[tuple[float, int]], pipe: int)
     from doll.records import lines
 
     waiting = lines.read_pipe(pipe, max_bytes=config.data.max_record_bytes)
-    streams = itertools.cycle(range(config.data.workers))
+    streams = itertools.cycle(range(config.data.num_partitions))
     for time_s, _ in times:
         stream = next(streams)
         while (line := next(waiting, b"")) is None:

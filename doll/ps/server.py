@@ -239,7 +239,7 @@ class ParameterServer:
             request.worker,
             RowsStored(
                 term=engine.term, worker=request.worker, session=request.session, number=request.number,
-                version=engine.version, key=stored.key, included=engine.worker(request.worker).applied,
+                version=engine.version, key=stored.key, included=engine.worker(request.worker).queue.applied,
             ),
         )  # fmt: skip
 
@@ -393,7 +393,7 @@ class ParameterServer:
             self._host.forget_rows(record.worker)
             log.info(
                 "worker_joined", worker=record.worker, worker_process=record.process, session=record.session,
-                next_batch=record.next_batch,
+                partitions=len(record.served),
             )  # fmt: skip
 
     def _with_rows(self, record: NewVersion) -> NewVersion:
@@ -588,7 +588,8 @@ def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply
 def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
     push, pushed, size = item.push, batch.pushed, len(item.batches)
     return Member(
-        worker=push.worker, batch=pushed.batch, lo=batch.lo, hi=batch.hi, n_samples=pushed.n_samples,
+        worker=push.worker, partition=batch.partition, batch=batch.number, lo=batch.lo, hi=batch.hi,
+        n_samples=pushed.n_samples,
         base_version=push.version if pushed.version < 0 else pushed.version, dead=pushed.dead, gaps=pushed.gaps,
         lost=pushed.lost, dead_samples=pushed.dead_samples, compute_s=pushed.compute_s, fetch_s=push.fetch_s / size,
         store_s=push.store_s / size, wait_s=pushed.wait_s, grant_to_push_s=item.received_at_s - batch.granted_at_s,

@@ -18,7 +18,7 @@ import msgspec
 from doll.errors import RecordError, SchemaVersionError
 
 MAGIC: Final = 0xD0
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 
 
@@ -38,20 +38,28 @@ class Join(Record, frozen=True, omit_defaults=True):
     incarnation: int = 0  # of the worker's machine, from the provisioner; 0: no number
 
 
-class Announce(Record, frozen=True):
-    """Batches [first, until) of this worker are complete and retained: they may be granted (Algorithm 1)."""
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Batches [first, until) of one partition."""
 
-    worker: int
-    session: int
+    partition: int
     first: int
     until: int
 
 
-class Skip(Record, frozen=True):
-    """Batches [first, until) of this worker hold no record, and all before them are durable: they need no gradient."""
+class Announce(Record, frozen=True):
+    """These batches are complete and retained, in this order: they may be granted (Algorithm 1)."""
 
     worker: int
     session: int
+    runs: tuple[Run, ...]
+
+
+class Skip(Record, frozen=True):
+    """Batches [first, until) of a partition hold no record, and all before them are durable: they need no gradient."""
+
+    worker: int
+    session: int
+    partition: int
     first: int
     until: int
     gaps: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) in which the log holds no record
@@ -61,7 +69,7 @@ class Skip(Record, frozen=True):
 class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One batch of a Push. Losses are taken before learning."""
 
-    batch: int
+    batch: int  # its worker's number of it, as in its Grant
     grant_id: int
     n_samples: int  # usable samples in the batch; 0: it adds nothing to the gradient
     loss_sum: float
@@ -124,8 +132,8 @@ class Alive(Record, frozen=True):
     worker: int
     session: int
     retained: int = 0  # batches held and not yet durable
-    next_offset: int = 0  # next sample offset this worker will read
-    lag: int = 0  # records in the partition that this worker has not read yet
+    next_offset: int = 0  # next sample offsets that this worker will read, added up over its partitions
+    lag: int = 0  # records in its partitions that this worker has not read yet
 
 
 class Leave(Record, frozen=True):
@@ -148,40 +156,49 @@ class Evaluated(Record, frozen=True):
 # --- commands: parameter server -> worker n ---------------------------------------------------------------------------
 
 
+class Served(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A partition that a worker serves, and where to read on in it."""
+
+    partition: int
+    origin: int  # offset at which the job began on this partition
+    next_batch: int  # first that is not in the durable model: read from origin + next_batch * records_per_batch
+    included: int = 0  # its batches that are in the model, durable or not
+    leader_epoch: int = -1  # of the last one of these, as in a PushedBatch
+
+
 class Welcome(Record, frozen=True, omit_defaults=True):
-    """Answer to Join: the session to use, and where to read on in this worker's stream."""
+    """Answer to Join: the session to use, and the partitions to serve."""
 
     term: int
     worker: int
     process: str
     session: int
-    origin: int  # offset at which the job began on this partition
-    next_batch: int  # first that is not in the durable model: read from origin + next_batch * records_per_batch
+    served: tuple[Served, ...]  # in the order of their numbers
     fingerprint: str  # see `doll.config.fingerprint`: a worker of another job file ends
     incarnation: int = 0  # as in the Join
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
     generation: int = 0  # see `TermStarted`
     run_id: str = ""  # of the server's run, see `TermStarted`; a worker of another one ends
     endpoints: tuple[str, ...] = ()  # of control links, the fastest first: "local:PATH", "redis:STREAM"
-    included: int = 0  # batches of this worker's stream that are in the model, durable or not
-    leader_epoch: int = -1  # of the last one of these, as in a PushedBatch
 
 
 class Grant(Record, frozen=True):
     """Compute the gradients of consecutive batches, at weights that are not older than `min_version`.
 
-    Batch `first + i` is granted by `grant_ids[i]`. The Push says which version was used, and may come in parts.
+    Batch `first + i` of the worker is granted by `grant_ids[i]`, and is `batches[i]`. The Push says which version was
+    used, and may come in parts.
     """
 
     term: int
     worker: int
     session: int
-    first: int
+    first: int  # a worker numbers its batches in the order of their grants
     grant_ids: tuple[int, ...]  # increasing, at least one
+    batches: tuple[tuple[int, int], ...]  # (partition, its number there) of each
     version: int  # the newest published
     min_version: int
     key: str  # blob key of the weights of `version`
-    included: int = 0  # batches of this worker's stream that are in `version`: the first so many
+    included: int = 0  # how many of this worker's batches are in `version`: the first so many
 
 
 class NewVersion(Record, frozen=True):
@@ -205,11 +222,11 @@ class RowsStored(Record, frozen=True):
     number: int  # of the request
     version: int  # that the rows are of
     key: str
-    included: int  # batches of this worker's stream that are in `version`
+    included: int  # as in a Grant
 
 
 class Settle(Record, frozen=True):
-    """Push what is held back of the steps of batches below `until`: they are to become durable."""
+    """Push what is held back of the steps of the worker's batches below `until`: they are to become durable."""
 
     term: int
     worker: int
@@ -218,11 +235,12 @@ class Settle(Record, frozen=True):
 
 
 class Durable(Record, frozen=True):
-    """Batches below `until` are in a checkpoint: acknowledge them to Kafka and release them."""
+    """Batches below `until` of each partition are in a checkpoint: acknowledge them to Kafka and release them."""
 
     term: int
     worker: int
-    until: int
+    until: dict[int, int]  # by partition
+    batches: int  # how many of this worker's batches are in it: the first so many
 
 
 class Hello(Record, frozen=True):
@@ -294,10 +312,11 @@ class TermStarted(Record, frozen=True, omit_defaults=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One batch of an update: offsets [lo, hi) of partition `worker`; or `batches` of them, which hold no record."""
+    """One batch of an update: offsets [lo, hi) of a partition; or `batches` of them, which hold no record."""
 
     worker: int
-    batch: int
+    partition: int
+    batch: int  # its number in its partition
     lo: int
     hi: int
     n_samples: int
@@ -332,7 +351,7 @@ class Update(Record, frozen=True):
     apply_s: float = 0.0  # parameter server time for this update: fetch, add, step, publish
     grant_to_update_s: float = 0.0  # from the first grant of the group to the new weights
     time_s: float = 0.0
-    settled: tuple[tuple[int, int], ...] = ()  # (worker, until): of its batches below `until` nothing is held back now
+    settled: tuple[tuple[int, int], ...] = ()  # (partition, until): nothing is held back of its batches below `until`
 
 
 class Finished(Record, frozen=True):

@@ -108,7 +108,7 @@ def status_of(target: Target) -> JobStatus | EndedRun:
         for record in _of_this_run(target, [entry.record for entry in tail.read_history()]):
             model.feed(record)
             heartbeats.feed(record)
-        low = [tail.bounds(Partition(config.topic("samples"), n))[0] for n in range(config.data.workers)]
+        low = [tail.bounds(Partition(config.topic("samples"), n))[0] for n in range(config.data.num_partitions)]
     for partition, first in enumerate(low):
         next_offset = model.next_offsets.get(partition, first)
         if next_offset < first and model.history.finished is None:

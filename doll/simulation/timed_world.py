@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 
-import msgspec
-
 from doll.config import StopConfig
 from doll.config.policy import PolicyConfig
 from doll.config.roles import MAX_SET_S
-from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, GradientDone, StoreRest
+from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, GradientDone, StoreRest, part_of
 from doll.ps.engine.engine import Engine, EngineSettings
 from doll.ps.policies import Policy, make_policy
 from doll.records.control import NewVersion
@@ -61,8 +59,7 @@ class TimedProcess(Process):
         if count == len(batches):
             self.orders.popleft()
             return order
-        rest = msgspec.structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
-        self.orders[0] = Compute(rest, batches[count:])
+        self.orders[0] = Compute(part_of(grant, count), batches[count:])
         return Compute(grant, batches[:count])
 
 
@@ -151,8 +148,8 @@ class TimedWorld(World[TimedProcess]):
         """The batches below `until` are complete, and announced together."""
         process = self.process(worker)
         core = process.protocol
-        for number in range(core.next_batch, until):
-            core.hold(Batch(number, None, self._batch_size, self.now))
+        for number in range(core.served[worker].next_batch, until):
+            core.hold(Batch(number, None, self._batch_size, self.now, partition=worker))
         self.do(process, core.announce())
 
     def order(self, process: TimedProcess, order: Compute | StoreRest) -> None:

@@ -210,8 +210,8 @@ class World(Generic[P]):
                     self.order(process, action)
                 case OfferWeights(weights):
                     process.offer(weights)
-                case Acknowledge(until):
-                    self.acknowledge(process, until)
+                case Acknowledge(partition, until):
+                    self.acknowledge(process, partition, until)
                 case Exit(code, _):
                     self.end(process, code)
 
@@ -219,5 +219,5 @@ class World(Generic[P]):
         """The process is to compute or to store this."""
         process.orders.append(order)
 
-    def acknowledge(self, process: P, until: int) -> None:
-        """The worker's batches below `until` need not be read again."""
+    def acknowledge(self, process: P, partition: int, until: int) -> None:
+        """The batches of a partition below `until` need not be read again."""

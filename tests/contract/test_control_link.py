@@ -159,7 +159,7 @@ def test_a_silent_worker_loses_its_link_and_a_ping_keeps_it(rig: Rig) -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        Durable(term=TERM, worker=0, until=3),
+        Durable(term=TERM, worker=0, until={0: 3}, batches=3),
         grant(1),
         push(1, worker=1),
         Alive(worker=0, session=SESSION),

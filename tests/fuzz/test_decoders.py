@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+import record_builders
 import yaml
 from doll.config import JobConfig, dump, parse
 from doll.config.policy import POLICIES
@@ -36,7 +37,6 @@ from doll.records.control import (
     Evaluated,
     Fence,
     Finished,
-    Grant,
     Hello,
     Join,
     Leave,
@@ -61,6 +61,7 @@ from doll.storage.checkpoints import Checkpoint, DamagedError, decode_checkpoint
 from doll.task.base import Task, load_task
 from fuzzing import MAX_INPUT_S, call_or_none, inputs
 from paths import EXAMPLES
+from record_builders import announce, welcome
 from statuses import live_worker, server_status
 
 pytestmark = pytest.mark.fuzz
@@ -72,7 +73,7 @@ W: dict[str, Any] = {"worker": 1, "session": 1 << 20}
 EVENTS: list[AnyRecord] = [
     Join(worker=1, process="a"),
     Join(worker=1, process="a", session=1 << 20),
-    Announce(**W, first=0, until=3),
+    announce(1, 1 << 20, 0, 3),
     Push(**W, term=1, version=0, key="doll:j:g:1:1", market="spot", batches=(
         PushedBatch(batch=0, grant_id=1, n_samples=8, loss_sum=4.5, metric_sums={"accuracy": 3.0}, dead=(3,),
                     gaps=((5, 7),), dead_samples=1),
@@ -85,15 +86,17 @@ EVENTS: list[AnyRecord] = [
 ]  # fmt: skip
 G: dict[str, Any] = {"term": 1, "worker": 1}
 COMMANDS: list[AnyRecord] = [
-    Welcome(**G, process="a", session=1 << 20, origin=0, next_batch=0, fingerprint="f"),
-    Grant(**G, session=1 << 20, first=0, grant_ids=(1, 3), version=0, min_version=0, key="doll:j:w:1:0"),
+    welcome(1, process="a", session=1 << 20, fingerprint="f"),
+    record_builders.grant_of(
+        **G, session=1 << 20, first=0, grant_ids=(1, 3), version=0, min_version=0, key="doll:j:w:1:0"
+    ),
     NewVersion(**G, version=1, key="doll:j:w:1:1"),
-    Durable(**G, until=1),
+    Durable(**G, until={1: 1}, batches=1),
     Hello(term=1),
     Fence(**G, process="a"),
     Stop(term=1, reason="updates"),
 ]
-MEMBER = Member(worker=0, batch=0, lo=0, hi=8, n_samples=8, base_version=0, dead=(2,), gaps=((3, 4),))
+MEMBER = Member(worker=0, partition=0, batch=0, lo=0, hi=8, n_samples=8, base_version=0, dead=(2,), gaps=((3, 4),))
 OTHERS: list[AnyRecord] = [
     TermStarted(term=1, resumed_version=0, origins=(0, 0), records_per_batch=8, time_s=1.0),
     Update(term=1, version=1, members=(MEMBER,), n_samples=8, loss=0.5, metrics={"accuracy": 0.5}),
@@ -148,7 +151,7 @@ def test_the_engine_takes_any_record_that_decodes(policy: str) -> None:
             for worker in (0, 1):
                 subject.handle(Join(worker=worker, process="a"), 0.0)
                 session = subject.worker(worker).session
-                subject.handle(Announce(worker=worker, session=session, first=0, until=3), 0.0)
+                subject.handle(announce(worker, session, 0, 3), 0.0)
         record = call_or_none(RecordError, data, decode, data)
         if isinstance(record, Join | Announce | Skip | Push | Nack | Alive | Leave | Evaluated):
             fed += 1
@@ -166,7 +169,7 @@ def test_a_worker_takes_any_record_that_decodes() -> None:
         if number % 50 == 0:
             core = WorkerCore(welcome, max_pending=4, now=0.0)
             for j in range(3):
-                core.batch_ready(Batch(j, None, 8, 0.0))
+                core.batch_ready(Batch(j, None, 8, 0.0, partition=1))
         record = call_or_none(RecordError, data, decode, data)
         if record is None:
             continue

@@ -146,7 +146,7 @@ class Pipeline:
     def send(self, values: Iterable[bytes | None], partition: int | None = None) -> None:
         """Values to one partition of the samples topic, or in turn to all."""
         for i, value in enumerate(values):
-            to = i % self.config.data.workers if partition is None else partition
+            to = i % self.config.data.num_partitions if partition is None else partition
             self.produce("samples", value, to)
         assert self._producer.flush(WAIT_TIMEOUT_S) == 0
 

@@ -59,6 +59,7 @@ class Job:
         members = tuple(
             Member(
                 worker=n,
+                partition=n,
                 batch=j,
                 lo=B * j,
                 hi=B * j + B,

@@ -23,10 +23,8 @@ from doll.process.fault_points import ENV, MARKER_ENV
 from doll.ps.channels.kafka_channel import KafkaChannel
 from doll.records.control import (
     Alive,
-    Announce,
     DeadLetter,
     Evaluated,
-    Grant,
     Hello,
     Join,
     Leave,
@@ -34,11 +32,11 @@ from doll.records.control import (
     Push,
     Stop,
     Update,
-    Welcome,
     encode,
 )
 from doll.records.packing import pack
 from pushes import push_of
+from record_builders import announce, grant_of, welcome
 
 pytestmark = pytest.mark.integration
 
@@ -228,8 +226,8 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
     nonsense = [
         Join(worker=99, process="x"),
         Join(worker=-1, process="x"),
-        Announce(worker=0, session=12345, first=0, until=10**12),
-        Announce(worker=7, session=1, first=0, until=1),
+        announce(0, 12345, 0, 10**12),
+        announce(7, 1, 0, 1),
         Alive(worker=1, session=1),
         Leave(worker=0, session=3, cause="forged"),
         push_of(worker=0, session=1, batch=0, term=1, grant_id=1, version=0, key="doll:x:g:1:1", n_samples=8),
@@ -241,13 +239,13 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
     for n in (0, 1):
         for value in forged_events[:-1]:
             job.control("commands", value, n)
-        grant = Grant(
+        grant = grant_of(
             term=0, worker=n, session=1, first=0, grant_ids=(1,), version=0, min_version=0, key="doll:x:w:1:0"
         )
         for record in (
             grant,
             Stop(term=0, reason="forged"),
-            Welcome(term=0, worker=n, process="x", session=99, origin=0, next_batch=9, fingerprint=""),
+            welcome(n, term=0, process="x", session=99, next_batch=9),
             Join(worker=n, process="x"),
         ):
             job.control("commands", record, n)
@@ -367,7 +365,9 @@ def test_an_update_of_nothing_but_bad_records_fits_into_its_topic(make_pipeline:
     job = make_pipeline()
     first = 5_000_000_000
     dead = tuple(range(first, first + 200_000))
-    member = Member(worker=0, batch=0, lo=first, hi=first + 200_000, n_samples=0, base_version=0, dead=dead)
+    member = Member(
+        worker=0, partition=0, batch=0, lo=first, hi=first + 200_000, n_samples=0, base_version=0, dead=dead
+    )
     update = Update(term=1, version=1, members=(member,), n_samples=0, loss=0.0, samples_total=0)
     server = KafkaChannel(job.config, job.services)
     worker = WorkerChannel(job.config, job.services, 0)

@@ -202,7 +202,7 @@ class Process(worlds.Process):
 
     def __init__(self, world: World, worker: int, name: str) -> None:
         super().__init__(worker, name)
-        self.expected = world.expected
+        self.expected, self._rng = world.expected, world.rng
         config = world.config
         self.model = replica(config, world.task, worker)
         self.computer = GradientComputer(world.task, self.model)
@@ -300,7 +300,9 @@ class Process(worlds.Process):
         self.version = -1 if version is None else version
         return version
 
-    def batch(self, number: int) -> Batch:
-        """Some batches have no usable sample."""
-        count = 0 if (self.worker * 7 + number) % 11 == 0 else 4
-        return Batch(number, SimpleNamespace(x=np.zeros(count), y=np.zeros(count)), count, 0.0)
+    def batch(self) -> Batch:
+        """The next batch of some partition that the worker serves. Some batches have no usable sample."""
+        served = self._rng.choice([*self.protocol.served.values()])
+        count = 0 if (served.number * 7 + served.next_batch) % 11 == 0 else 4
+        data = SimpleNamespace(x=np.zeros(count), y=np.zeros(count))
+        return Batch(served.next_batch, data, count, 0.0, partition=served.number)

@@ -18,6 +18,7 @@ from doll.consumers.protocol.worker_core import (
     Compute,
     GradientDone,
     StoreRest,
+    part_of,
 )
 from doll.errors import BlobError
 from doll.model.flat_model import build
@@ -63,6 +64,7 @@ class World(worlds.World[Process]):
             max_pending=12,
         )  # fmt: skip
         self.rng = random.Random(seed)
+        self.partitions = self.rng.choice((WORKERS, WORKERS, WORKERS + 2, 3 * WORKERS))
         self.config, self.task = job_of(policy, has_tables=has_tables)
         self.blobs = MemoryBlobs(lambda: 0.0)
         self.saved: Checkpoint | None = None
@@ -76,7 +78,7 @@ class World(worlds.World[Process]):
             while process.core is None:
                 self.receive(process, process.to_worker["kafka"].popleft())
             for _ in range(4):
-                self.do(process, process.core.batch_ready(process.batch(process.core.next_batch)))
+                self.do(process, process.core.batch_ready(process.batch()))
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
@@ -92,7 +94,11 @@ class World(worlds.World[Process]):
         super().start_server()
         applied = tuple(worker.applied for worker in self.engine.workers())
         self.expected.moments[self.term, self.engine.version] = Moment(
-            *self._model(), applied, {}, 0.0 if resumed is None else resumed.momentum
+            *self._model(),
+            applied,
+            self.engine.snapshot(self.now).applied,
+            {},
+            0.0 if resumed is None else resumed.momentum,
         )
         self.welcomed: dict[int, int] = {}
 
@@ -100,7 +106,7 @@ class World(worlds.World[Process]):
         parts = make_parts(self.config.training, build(self.config, self.task))
         self.host = LocalModelHost(self.config, self.term, parts.updater, self.blobs, parts.tables)
         if self.saved is None:
-            start = Start(self.term, self.now, (0,) * WORKERS)
+            start = Start(self.term, self.now, (0,) * self.partitions)
         else:
             start = Start.resume(self.term, self.now, self.saved)
         return make_engine(self.config, start, self.host)
@@ -170,7 +176,7 @@ class World(worlds.World[Process]):
             return
         answer = RowsStored(
             term=self.term, worker=request.worker, session=request.session, number=request.number,
-            version=self.engine.version, key=stored.key, included=worker.applied,
+            version=self.engine.version, key=stored.key, included=worker.queue.applied,
         )  # fmt: skip
         process.client.deliver(answer)
 
@@ -268,7 +274,7 @@ class World(worlds.World[Process]):
             self.do(process, core.gradient_done(grant, batches, done, 0.0))
             count = len(done.batches)
             batches = batches[count:]
-            grant = structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
+            grant = part_of(grant, count)
 
     # --- the dice -----------------------------------------------------------------------------------------------------
 
@@ -304,7 +310,7 @@ class World(worlds.World[Process]):
             case "worker":
                 self.deliver_to_worker(process)
             case "read" if core is not None and core.has_room:
-                self.do(process, core.batch_ready(process.batch(core.next_batch)))
+                self.do(process, core.batch_ready(process.batch()))
             case "compute" if process.orders and core is not None:
                 self.compute(process)
             case "announce" if core is not None:

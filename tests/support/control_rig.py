@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import record_builders
 from doll.consumers.channels.control_link import ControlLink
 from doll.control.link_state import TO_WORKER, LinkError, LinkState
 from doll.control.local_socket import LocalSocket, SocketLink, connect
@@ -34,13 +35,11 @@ KINDS = ("local", "redis")
 
 
 def welcome(worker: int = 0, session: int = SESSION, term: int = TERM, **more: Any) -> Welcome:
-    return Welcome(
-        term=term, worker=worker, process="me", session=session, origin=0, next_batch=0, fingerprint="f", **more
-    )
+    return record_builders.welcome(worker, term=term, session=session, fingerprint="f", **more)
 
 
 def grant(number: int, worker: int = 0, session: int = SESSION) -> Grant:
-    return Grant(
+    return record_builders.grant_of(
         term=TERM, worker=worker, session=session, first=number, grant_ids=(number,), version=1, min_version=1, key="w"
     )
 

@@ -9,12 +9,12 @@ from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine, EngineSettings
 from doll.ps.policies.base import Policy
 from doll.records.control import (
-    Announce,
     Grant,
     Join,
     Welcome,
 )
 from pushes import push_of
+from record_builders import announce
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Bench:
             self.sessions[worker] = welcome.session
 
     def announce(self, worker: int, first: int, until: int) -> list[ev.EngineAction]:
-        return self.handle(Announce(worker=worker, session=self.sessions[worker], first=first, until=until))
+        return self.handle(announce(worker, self.sessions[worker], first, until))
 
     def push(self, worker: int, batch: int, **changes: object) -> list[ev.EngineAction]:
         grant = self.grants[worker, batch]

@@ -21,6 +21,7 @@ from doll.consumers.protocol.worker_core import (
     ComputedBatch,
     GradientDone,
     StoreRest,
+    part_of,
 )
 from doll.optim.optimizer import Contribution
 from doll.ps.engine import events as ev
@@ -114,7 +115,8 @@ class Process(worlds.Process):
         reads_from: position in its worker's channel of commands.
         in_set: batches of the first order that are computed and not pushed.
         kept: as in `World.contents`, of the next push; `holds`: the same by (batch, grant).
-        held_back: batches of which a part of the step is only here.
+        there: of each batch that it has computed, by its worker's number: the partition's.
+        held_back: batches, by the partition's numbers, of which a part of the step is only here.
         held_before: as `held_back` was before batch `held_batch`.
         pushed: the last push that was sent.
         cached, offered: term and version of the weights that it has, and of the newest that it was sent.
@@ -128,6 +130,7 @@ class Process(worlds.Process):
         self.position = self.in_set = self.kept_term = 0
         self.kept: list[tuple[int, int, int]] = []
         self.holds: list[tuple[int, int]] = []
+        self.there: dict[int, int] = {}
         self.held_back: set[int] = set()
         self.held_before: set[int] = set()
         self.held_batch = -1
@@ -274,7 +277,7 @@ class World(worlds.World[Process]):
                     self.host.drop(held)
             case ev.ApplyUpdate(version=version, sets=sets):
                 members = tuple(
-                    (item.push.worker, batch.pushed.batch, used_version(item.push, batch.pushed))
+                    (batch.partition, batch.number, used_version(item.push, batch.pushed))
                     for item in sets
                     for batch in item.batches
                 )
@@ -392,14 +395,16 @@ class World(worlds.World[Process]):
     def begin_to_read(self, process: Process, welcome: Welcome) -> None:
         """A process reads its stream from the first batch that is not durable."""
         process.batcher = Batcher(
-            origin=welcome.origin, records_per_batch=self.settings.records_per_batch, next_batch=welcome.next_batch
+            origin=welcome.served[0].origin,
+            records_per_batch=self.settings.records_per_batch,
+            next_batch=welcome.served[0].next_batch,
         )
         process.position = process.batcher.next_offset
 
-    def acknowledge(self, process: Process, until: int) -> None:
+    def acknowledge(self, process: Process, partition: int, until: int) -> None:
         """Kafka's committed offset never runs ahead of the durable model."""
         assert self.stored is not None
-        assert until <= self.stored.applied[process.worker]
+        assert until <= self.stored.applied[partition]
 
     def read(self, process: Process) -> None:
         core, batcher = process.core, process.batcher
@@ -411,7 +416,8 @@ class World(worlds.World[Process]):
             done = list(batcher.feed([offset], [offset]))
             for raw in done:
                 offsets = tuple(raw.offsets)
-                self.do(process, core.batch_ready(Batch(raw.number, offsets, len(offsets), self.now)))
+                batch = Batch(raw.number, offsets, len(offsets), self.now, partition=process.worker)
+                self.do(process, core.batch_ready(batch))
             if done:
                 return
 
@@ -444,16 +450,16 @@ class World(worlds.World[Process]):
         process.in_set = 0
         process.orders.popleft()
         if count < len(batches):
-            rest = structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
-            process.orders.appendleft(Compute(rest, batches[count:]))
+            process.orders.appendleft(Compute(part_of(grant, count), batches[count:]))
         version = process.cached[1]
         process.kept += ((process.worker, batch.number, version) for batch in batches[:count])
+        process.there |= {batch.number: batch.number_there for batch in batches[:count]}
         process.holds += ((batch.number, grant.grant_ids[at]) for at, batch in enumerate(batches[:count]))
         computed = tuple(ComputedBatch(batch.num_samples, 1.0, version=version) for batch in batches[:count])
         if batches[count - 1].number % size == size - 1:
             last = batches[count - 1].number
             process.held_before, process.held_batch = set(process.held_back), last
-            process.held_back |= {number for _, number, _ in process.kept}
+            process.held_back |= {process.there[number] for _, number, _ in process.kept}
             holds_back = self.policy.filter_threshold > 0 and last % 4 != 3
             holds = tuple(process.holds)
             key = self._store(process, f"g:{grant.term}:{grant.grant_ids[0]}", lost=blob_lost, whole=not holds_back)
@@ -486,7 +492,7 @@ class World(worlds.World[Process]):
     def _store_rest(self, process: Process, order: StoreRest) -> None:
         version = process.cached[1]
         if process.kept:
-            process.held_back |= {number for _, number, _ in process.kept}
+            process.held_back |= {process.there[number] for _, number, _ in process.kept}
         elif process.kept_term != order.term:
             process.held_back = set()
         elif order.until <= process.held_batch:

@@ -46,6 +46,7 @@ class Moment(NamedTuple):
 
     Attributes:
         included: of each worker: how many of its batches are in it.
+        applied: the same of each partition.
         held_back: by worker and session: what of these is not in it.
         momentum: of the outer step; 0.0 where there is none yet.
     """
@@ -53,6 +54,7 @@ class Moment(NamedTuple):
     weights: Vector
     rows: Mapping[str, Vector]
     included: tuple[int, ...]
+    applied: tuple[int, ...]
     held_back: Mapping[tuple[int, int], Held]
     momentum: Vector | float = 0.0
 
@@ -99,7 +101,7 @@ class ExpectedModel:
         self.counts["updates"] += 1
         before = self.moments[term, update.version - 1]
         weights, included, held_back = before.weights.copy(), list(before.included), dict(before.held_back)
-        rows = {name: values.copy() for name, values in before.rows.items()}
+        rows, applied = {name: values.copy() for name, values in before.rows.items()}, list(before.applied)
         factor = 1.0 if self._sends_steps else -LR * update.scale
         changes, num_samples = np.zeros_like(weights), 0  # of an outer step
         for item in update.sets:
@@ -113,8 +115,11 @@ class ExpectedModel:
             named = self.named[item.push.key] if item.push.key else []
             assert not named or [batch for batch, _ in named] == [batch.batch for batch in item.push.batches]
             for batch in item.push.batches:
-                assert batch.batch == included[worker], "each stream in its order"
+                assert batch.batch == included[worker], "of each worker in its order"
                 included[worker] += 1
+            for learned in item.batches:
+                assert learned.number == applied[learned.partition], "of each partition in its order"
+                applied[learned.partition] += 1
             for number, grant_id in named:
                 key = (term, worker, number, grant_id)
                 if key in self.void_views:
@@ -143,7 +148,7 @@ class ExpectedModel:
         for name, values in rows.items():
             self.expect(got_rows[name], values, f"table {name} of version {update.version}, made of {names}")
         # From here on what there is counts: rounding does not add up.
-        self.moments[term, update.version] = Moment(got, got_rows, tuple(included), held_back, momentum)
+        self.moments[term, update.version] = Moment(got, got_rows, tuple(included), tuple(applied), held_back, momentum)
 
     def _give(self, weights: Vector, rows: Mapping[str, Vector], held: Held | None, factor: float) -> None:
         if held is not None:

@@ -17,8 +17,9 @@ from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.state import Market, PlannerSettings
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.traces.model import Series, constant
-from doll.records.control import Alive, Finished, Join, ServerStatus, TermStarted, Update, Welcome
+from doll.records.control import Alive, Finished, Join, ServerStatus, TermStarted, Update
 from doll.theory.cost import Prices
+from record_builders import welcome
 
 SPOT, ON_DEMAND = 0.158, 0.286
 
@@ -183,11 +184,10 @@ class JobWorld:
         self._session += 1
         self._holders[instance.slot] = (instance.id, instance.incarnation, self._session)
         self.log.append((Join(worker=instance.slot, process=instance.id, incarnation=instance.incarnation), now_s))
-        welcome = Welcome(
-            term=1, worker=instance.slot, process=instance.id, session=self._session, origin=0, next_batch=0,
-            fingerprint="", incarnation=instance.incarnation,
+        answer = welcome(
+            instance.slot, process=instance.id, session=self._session, incarnation=instance.incarnation
         )  # fmt: skip
-        self.log.append((welcome, now_s))
+        self.log.append((answer, now_s))
 
     def tell(self, controller: Controller) -> None:
         """Everything that this controller, or the one whose state it has, has not read yet."""

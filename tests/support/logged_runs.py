@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from doll.config import JobConfig, parse
+from doll.consumers.protocol.worker_core import part_of
 from doll.model.flat_model import build, fingerprint
 from doll.ps.engine import events as ev
 from doll.ps.event_log import FileEventLog
@@ -15,12 +16,12 @@ from doll.ps.model.local_host import LocalModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
-from doll.records.control import Announce, AnyRecord, Grant, Join, ServerStatus, Welcome
+from doll.records.control import AnyRecord, Grant, Join, ServerStatus, Welcome
 from doll.storage.blobs import encode_blob, gradient_key
 from doll.task.base import load_task
 from memory_stores import MemoryBlobs, MemoryCheckpointStore
-from msgspec import structs
 from pushes import answer
+from record_builders import announce
 
 JOB = """
 job: replayed
@@ -93,8 +94,8 @@ class LoggedRun:
         self.server.feed(Join(worker=worker, process=f"{worker}-{self.rng.random()}"))
         welcome = next(record for record in reversed(self.outbox.commands) if isinstance(record, Welcome))
         self.sessions[worker] = welcome.session
-        first = welcome.next_batch
-        self.server.feed(Announce(worker=worker, session=welcome.session, first=first, until=first + 8))
+        first = welcome.served[0].next_batch
+        self.server.feed(announce(worker, welcome.session, first, first + 8))
 
     def play(self, updates: int) -> None:
         until = self.server.engine.version + updates
@@ -113,7 +114,7 @@ class LoggedRun:
     def answer(self, whole: Grant) -> Grant:
         """The push of a set of this grant's first batches, perhaps of all; what is left."""
         count = self.rng.randint(1, len(whole.grant_ids))
-        grant = structs.replace(whole, grant_ids=whole.grant_ids[:count])
+        grant = part_of(whole, 0, count)
         fate = self.rng.random()
         key = gradient_key(self.config.job, grant.term, grant.grant_ids[0]) if fate > 0.1 else ""
         if fate > 0.3:
@@ -128,7 +129,7 @@ class LoggedRun:
         for _ in range(self.rng.choice((1, 1, 1, 2))):
             self.server.feed(push)
         self.weights[self.server.engine.version] = self.updater.weights.tobytes()
-        return structs.replace(whole, first=whole.first + count, grant_ids=whole.grant_ids[count:])
+        return part_of(whole, count)
 
     def terminate(self) -> None:
         """End as on SIGTERM: with a checkpoint that no event has ordered."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import record_builders
 import torch
 from doll.config import parse
 from doll.consumers.compute.gradient import GradientComputer
@@ -24,7 +25,7 @@ from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDo
 from doll.model.flat_model import build
 from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.pipeline.planner.measured import TaskLog
-from doll.records.control import Grant, NewVersion
+from doll.records.control import NewVersion
 from doll.storage.blobs import encode_blob
 from doll.storage.contributions import Compressor, decode_contribution
 from doll.task.base import load_task
@@ -94,7 +95,7 @@ class Rig:
     ) -> Future[GradientDone | None]:  # fmt: skip
         if x is None or y is None:
             x, y = samples(self.task, number, n)
-        order = Grant(
+        order = record_builders.grant_of(
             term=self.term, worker=0, session=1, first=number, grant_ids=(number if grant < 0 else grant,),
             version=weights.version, min_version=min_version, key=weights.key, included=weights.included,
         )  # fmt: skip

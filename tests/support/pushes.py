@@ -29,5 +29,10 @@ def answer(grant: Grant, term: int, key: str, **more: Any) -> Push:
 def applied_set(push: Push) -> AppliedSet:
     """The batches of `push` in an update, four records each."""
     return AppliedSet(
-        push, 0.0, tuple(AppliedBatch(4 * item.batch, 4 * item.batch + 4, 0.0, item) for item in push.batches)
+        push,
+        0.0,
+        tuple(
+            AppliedBatch(push.worker, item.batch, 4 * item.batch, 4 * item.batch + 4, 0.0, item)
+            for item in push.batches
+        ),
     )

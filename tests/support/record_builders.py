@@ -8,7 +8,43 @@ from typing import Any
 from doll.ledger.balance import Ledger, LedgerReport, Range
 from doll.ledger.lineage import UpdatesRecord
 from doll.ledger.valid_updates import DurableModel
-from doll.records.control import DeadLetter, Finished, Member, TermStarted, Update
+from doll.records.control import (
+    Announce,
+    DeadLetter,
+    Finished,
+    Grant,
+    Member,
+    Run,
+    Served,
+    TermStarted,
+    Update,
+    Welcome,
+)
+
+
+def announce(worker: int, session: int, first: int, until: int, *, partition: int | None = None) -> Announce:
+    """Batches of a partition, by default the worker's own."""
+    return Announce(
+        worker=worker, session=session, runs=(Run(worker if partition is None else partition, first, until),)
+    )
+
+
+def welcome(
+    worker: int, *, origin: int = 0, next_batch: int = 0, included: int = 0, leader_epoch: int = -1, **more: Any
+) -> Welcome:
+    """The Welcome of a worker that serves the partition of its number."""
+    served = Served(
+        partition=worker, origin=origin, next_batch=next_batch, included=included, leader_epoch=leader_epoch
+    )  # fmt: skip
+    values: dict[str, Any] = {"term": 1, "process": "me", "session": 1, "fingerprint": ""} | more
+    return Welcome(**values, worker=worker, served=(served,))
+
+
+def grant_of(worker: int, first: int, grant_ids: Sequence[int], **more: Any) -> Grant:
+    """A grant of the worker's batches from `first` on, which have the same numbers in the partition of its number."""
+    values: dict[str, Any] = {"term": 1, "session": 1, "version": 0, "min_version": 0, "key": "w"} | more
+    batches = tuple((worker, first + at) for at in range(len(grant_ids)))
+    return Grant(**values, worker=worker, first=first, grant_ids=tuple(grant_ids), batches=batches)
 
 
 def term_started(
@@ -42,8 +78,9 @@ def update(
     """
     members = tuple(
         Member(
-            worker=worker, batch=batch, lo=records_per_batch * batch, hi=records_per_batch * (batch + 1),
-            n_samples=records_per_batch, base_version=version - 1, compute_s=compute_s,
+            worker=worker, partition=worker, batch=batch, lo=records_per_batch * batch,
+            hi=records_per_batch * (batch + 1), n_samples=records_per_batch, base_version=version - 1,
+            compute_s=compute_s,
         )
         for worker, batch in batches
     )  # fmt: skip

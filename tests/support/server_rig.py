@@ -15,7 +15,6 @@ from doll.ps.model.local_host import LocalModelHost
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records.control import (
-    Announce,
     AnyRecord,
     Grant,
     Join,
@@ -26,6 +25,7 @@ from doll.storage.blobs import encode_blob, gradient_key
 from doll.task.base import load_task
 from memory_stores import MemoryBlobs, MemoryCheckpointStore
 from pushes import answer
+from record_builders import announce
 
 JOB = """
 job: unit
@@ -96,7 +96,7 @@ class Rig:
         self.sessions = {record.worker: record.session for record in self.outbox.of(Welcome)}
 
     def announce(self, worker: int, first: int, until: int) -> None:
-        self.server.feed(Announce(worker=worker, session=self.sessions[worker], first=first, until=until))
+        self.server.feed(announce(worker, self.sessions[worker], first, until))
 
     def answer(self, grant: Grant, value: float = 1.0, *, store: bool = True, key: str | None = None) -> None:
         """Push a gradient of this value everywhere, as the sum over 4 samples."""

@@ -97,7 +97,7 @@ class Worker:
     def batch(self, number: int) -> Batch:
         """Its content depends on the worker and the number only."""
         decoded = self.letters.decode(Records(range(8 * number, 8 * number + 8), self.values(number)))
-        return Batch(number, decoded, decoded.num_samples, 0.0)
+        return Batch(number, decoded, decoded.num_samples, 0.0, partition=self.number)
 
     def values(self, number: int) -> list[bytes]:
         """The records of batch `number`."""
@@ -150,7 +150,7 @@ class Job:
         worker = self.workers[number] = self.worker_class(self, number)
         self.feed(Join(worker=number, process=process))
         assert worker.core is not None
-        for batch in range(worker.core.next_batch, BATCHES):
+        for batch in range(worker.core.served[worker.core.worker].next_batch, BATCHES):
             self.do(worker, worker.core.batch_ready(worker.batch(batch)))
 
     @property
@@ -194,7 +194,8 @@ class Job:
         client.deliver(
             RowsStored(
                 term=1, worker=request.worker, session=request.session, number=request.number,
-                version=self.engine.version, key=stored.key, included=self.engine.worker(request.worker).applied,
+                version=self.engine.version, key=stored.key,
+                included=self.engine.worker(request.worker).queue.applied,
             )
         )  # fmt: skip
 

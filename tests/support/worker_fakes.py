@@ -82,7 +82,7 @@ class FakeReader(ChunkReader):
 
     paused: bool = False
     committed: list[int] = field(default_factory=list)
-    log_end: int = 0
+    end: int = 0
 
     def pause(self) -> None:
         self.paused = True
@@ -90,8 +90,11 @@ class FakeReader(ChunkReader):
     def resume(self) -> None:
         self.paused = False
 
-    def commit(self, offset: int) -> None:
+    def commit(self, partition: int, offset: int) -> None:
         self.committed.append(offset)
+
+    def log_end(self, partition: int) -> int:
+        return self.end
 
 
 @dataclass

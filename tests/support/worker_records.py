@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import record_builders
 from doll.consumers.protocol.worker_core import (
     Batch,
     ComputedBatch,
@@ -12,11 +13,11 @@ from doll.consumers.protocol.worker_core import (
     WorkerAction,
 )
 from doll.records.control import (
-    Announce,
     Grant,
     Push,
     Welcome,
 )
+from record_builders import announce
 
 COMPUTED = ComputedBatch(4, 12.0, {"accuracy": 4.0}, (101,), 2, 0.1)
 
@@ -26,10 +27,8 @@ DONE = GradientDone("doll:j:g:3:1", 9, (COMPUTED,), 0.2, 0.3)
 
 def welcome(**changes: Any) -> Welcome:
     """Worker 1 of session 7, from offset 100 on, with 5 batches in the durable model."""
-    values: dict[str, Any] = {
-        "term": 3, "worker": 1, "process": "me", "session": 7, "origin": 100, "next_batch": 5, "fingerprint": "f",
-    }  # fmt: skip
-    return Welcome(**{**values, **changes})
+    values: dict[str, Any] = {"term": 3, "session": 7, "origin": 100, "next_batch": 5, "fingerprint": "f"}
+    return record_builders.welcome(1, **{**values, **changes})
 
 
 def grant(first: int, *numbers: int, **changes: Any) -> Grant:
@@ -38,15 +37,24 @@ def grant(first: int, *numbers: int, **changes: Any) -> Grant:
         "term": 3, "worker": 1, "session": 7, "first": first, "grant_ids": numbers or (1,), "version": 9,
         "min_version": 9, "key": "doll:unit:w:3:9",
     }  # fmt: skip
-    return Grant(**{**values, **changes})
+    return record_builders.grant_of(**{**values, **changes})
 
 
 def batch(number: int, **changes: Any) -> Batch:
-    return Batch(**{"number": number, "data": f"data {number}", "num_samples": 8, "complete_at_s": 10.0, **changes})
+    return Batch(
+        **{
+            "number": number,
+            "data": f"data {number}",
+            "num_samples": 8,
+            "complete_at_s": 10.0,
+            "partition": 1,
+            **changes,
+        }
+    )
 
 
 def announced(first: int, until: int) -> list[WorkerAction]:
-    return [Send(Announce(worker=1, session=7, first=first, until=until))]
+    return [Send(announce(1, 7, first, until))]
 
 
 def pushed(actions: list[WorkerAction]) -> list[tuple[str, list[tuple[int, int]]]]:

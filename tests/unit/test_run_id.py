@@ -12,10 +12,10 @@ from doll.ps.checkpointing import encode_snapshot
 from doll.ps.engine.engine import Engine
 from doll.ps.policies import make_policy
 from doll.ps.start import Start, engine_settings, make_engine, new_run_id
-from doll.records.control import Hello, TermStarted, Welcome
+from doll.records.control import Hello, TermStarted
 from doll.storage.checkpoints import Checkpoint
 from memory_stores import MemoryBlobs
-from record_builders import term_started
+from record_builders import term_started, welcome
 from threadless_jobs import GAUSSIAN, JOB, SGD, Job
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -95,9 +95,7 @@ def test_ids_are_random() -> None:
 
 
 def test_a_worker_ends_when_a_later_server_is_of_another_run() -> None:
-    first = Welcome(
-        term=1, worker=0, process="me", session=7, origin=0, next_batch=0, fingerprint="f", run_id="aa"
-    )  # fmt: skip
+    first = welcome(0, session=7, fingerprint="f", run_id="aa")
     core = WorkerCore(first, max_pending=4, now=0.0)
     core.on_record(Hello(term=2), 0.0)
     assert not any(isinstance(action, Exit) for action in core.on_record(msgspec.structs.replace(first, term=2), 0.0))

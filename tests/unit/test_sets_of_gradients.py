@@ -13,7 +13,7 @@ from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import Records
-from doll.consumers.protocol.worker_core import Batch, Compute, Send, WorkerCore
+from doll.consumers.protocol.worker_core import Batch, Compute, Send, WorkerCore, part_of
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
 from doll.ps.model.local_host import LocalModelHost
@@ -25,7 +25,6 @@ from doll.storage.contributions import Compressor
 from doll.task.base import Task
 from examples.synthetic.task import Gaussian
 from memory_stores import MemoryBlobs, MemoryCheckpointStore
-from msgspec import structs
 from worker_fakes import FakeChannel
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -89,7 +88,7 @@ class Job:
         for batch in range(updates * GROUP // WORKERS):
             for number, (core, _, letters) in enumerate(self.workers):
                 decoded = letters.decode(records(number, batch))
-                for action in core.batch_ready(Batch(batch, decoded, BATCH, 0.0)):
+                for action in core.batch_ready(Batch(batch, decoded, BATCH, 0.0, partition=core.worker)):
                     assert isinstance(action, Send)
                     self.server.feed(action.record)  # type: ignore[arg-type]
                 self.deliver()
@@ -111,8 +110,7 @@ class Job:
                         assert isinstance(answer, Send)
                         self.server.feed(answer.record)  # type: ignore[arg-type]
                     batches = batches[len(done.batches) :]
-                    first = grant.first + len(done.batches)
-                    grant = structs.replace(grant, first=first, grant_ids=grant.grant_ids[len(done.batches) :])
+                    grant = part_of(grant, len(done.batches))
 
     # --- the server's outbox --------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeAlias, TypeVar
 
@@ -37,6 +37,7 @@ class RawBatch(Generic[R]):
     `leader_epoch`: nothing below `hi` in the log had a higher one when it was read; -1: not known.
     """
 
+    partition: int
     number: int
     lo: int
     hi: int
@@ -63,14 +64,18 @@ class RawBatch(Generic[R]):
 class Batcher(Generic[R]):
     """Collects records of one partition into batches."""
 
-    def __init__(self, *, origin: int, records_per_batch: int, next_batch: int, align: int = 1) -> None:
+    def __init__(
+        self, *, origin: int, records_per_batch: int, next_batch: int, align: int = 1, partition: int = 0
+    ) -> None:
         """Start at the first offset of batch `next_batch`.
 
         Args:
+            partition: what its batches name.
             align: `count` batches come out at once only from a multiple of it to another: whole waves.
         """
         if records_per_batch < 1:
             raise ValueError(f"expected records_per_batch >= 1, got {records_per_batch}")
+        self._partition = partition
         self._origin = origin
         self._size = records_per_batch
         self._align = align
@@ -90,7 +95,7 @@ class Batcher(Generic[R]):
 
     def _open(self, number: int) -> RawBatch[R]:
         lo = self._origin + number * self._size
-        return RawBatch(number, lo, lo + self._size)
+        return RawBatch(self._partition, number, lo, lo + self._size)
 
     def feed(self, offsets: Sequence[int], values: Sequence[R], leader_epoch: int = -1) -> Iterator[RawBatch[R]]:
         """Take the next records of the log; yield every batch that they complete, in order.
@@ -174,13 +179,16 @@ def buffer_capacity(config: JobConfig) -> int:
 
 
 class BatchBuffer:
-    """Cuts records into batches and keeps these until they are asked for.
+    """Cuts the records of some partitions into batches and keeps these until they are asked for, first in, first out.
 
     It is bounded by back-pressure, in batches and in bytes: the reader pauses when it is full, until it is half empty.
     """
 
-    def __init__(self, batcher: Batcher[Value], capacity: int, max_bytes: int = MAX_WAITING_BYTES) -> None:
-        self.batcher = batcher
+    def __init__(
+        self, batchers: Mapping[int, Batcher[Value]], capacity: int, max_bytes: int = MAX_WAITING_BYTES
+    ) -> None:
+        """`batchers`: by partition."""
+        self._batchers = batchers
         self._capacity = capacity  # batches from which on reading pauses
         self._max_bytes = max_bytes  # bytes in whole batches from which on reading pauses, too
         self._raw_batches: deque[tuple[RawBatch[Value], int]] = deque()  # with the bytes of its values
@@ -204,16 +212,16 @@ class BatchBuffer:
     def _is_full(self) -> bool:
         return len(self._raw_batches) >= self._capacity or self._waiting_bytes >= self._max_bytes
 
-    def feed(self, offsets: Sequence[int], values: Sequence[Value], leader_epoch: int = -1) -> bool:
-        """Take the next records of the log, as `Batcher.feed`; whether the buffer is full.
+    def feed(self, partition: int, offsets: Sequence[int], values: Sequence[Value], leader_epoch: int = -1) -> bool:
+        """Take the next records of a partition, as `Batcher.feed`; whether the buffer is full.
 
         They are cut as far as there is room: records far apart make many empty batches.
         """
-        return self._cut(self.batcher.feed(offsets, values, leader_epoch))
+        return self._cut(self._batchers[partition].feed(offsets, values, leader_epoch))
 
-    def skip_to(self, offset: int) -> None:
-        """No record below `offset` is to come."""
-        self._cut(self.batcher.skip_to(offset))
+    def skip_to(self, partition: int, offset: int) -> None:
+        """No record of a partition below `offset` is to come."""
+        self._cut(self._batchers[partition].skip_to(offset))
 
     def _cut(self, *more: Iterator[RawBatch[Value]]) -> bool:
         self._cuts += more

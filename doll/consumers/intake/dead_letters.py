@@ -58,8 +58,10 @@ class DeadLetters:
             self._task, records, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes
         )
         if decoded.refused:
-            values = zip(*records, strict=True)
-            self._send(decoded.refused, {offset: value for offset, value in values if value is not None})
+            values = zip(records.offsets, records.values, strict=True)
+            self._send(
+                records.partition, decoded.refused, {offset: value for offset, value in values if value is not None}
+            )
             fault_point("worker.after_dead_letter")
         return decoded
 
@@ -70,8 +72,8 @@ class DeadLetters:
         """
         refused = refuse(batch.data, bad)
         # The values are no longer in memory: they are dropped once a batch is decoded.
-        values = self._channel.read_values(self._topic, self._worker, [item.offset for item in refused])
-        self._send(refused, values)
+        values = self._channel.read_values(self._topic, batch.partition, [item.offset for item in refused])
+        self._send(batch.partition, refused, values)
         fault_point("worker.after_guard")
         partly = {item.offset: item.samples for item in batch.data.refused if not item.whole}
         for item in refused:
@@ -83,7 +85,7 @@ class DeadLetters:
             dead_reasons=reasons,
         )  # fmt: skip
 
-    def _send(self, refused: Sequence[Refused], values: Mapping[int, bytes]) -> None:
+    def _send(self, partition: int, refused: Sequence[Refused], values: Mapping[int, bytes]) -> None:
         heads, sizes = {}, {}
         for item in refused:
             value = values.get(item.offset, b"")
@@ -92,7 +94,7 @@ class DeadLetters:
             sizes[item.offset] = len(value) if unread is None else unread.num_bytes
         letters = [
             DeadLetter(
-                worker=self._worker, partition=self._worker, offset=item.offset, code=item.code,
+                worker=self._worker, partition=partition, offset=item.offset, code=item.code,
                 reason=item.reason, payload=heads[item.offset], payload_bytes=sizes[item.offset],
                 samples=item.samples, whole=item.whole,
                 time_s=time.time(), term=self._term(),

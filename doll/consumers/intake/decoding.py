@@ -224,6 +224,7 @@ class Records(NamedTuple):
 
     offsets: Sequence[int]
     values: Sequence[bytes | None]
+    partition: int = 0
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, bytes | None]]) -> Records:

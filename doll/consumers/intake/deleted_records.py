@@ -24,12 +24,13 @@ _RECHECK_S: Final = 0.1
 
 
 class DeletedRecords:
-    """Decides where one worker reads on when its log does not hold the next record."""
+    """Decides where a worker reads on in a partition when its log does not hold the next record."""
 
     def __init__(
         self,
         config: JobConfig,
         core: WorkerCore,
+        partition: int,
         batcher: Batcher[Any],
         channel: WorkerChannel,
         process_exit: ProcessExit,
@@ -41,6 +42,7 @@ class DeletedRecords:
         self._records_per_batch = config.data.records_per_batch
         self._topic = config.topic("samples")
         self._core = core
+        self._partition = partition
         self._batcher = batcher
         self._channel = channel
         self._exit = process_exit
@@ -53,18 +55,17 @@ class DeletedRecords:
         The same offset: ask Kafka again. None: the process ends.
         """
         loop = asyncio.get_running_loop()
-        worker = self._core.worker
         try:
-            low, high = await loop.run_in_executor(None, self._channel.watermarks, self._topic, worker)
+            low, high = await loop.run_in_executor(None, self._channel.watermarks, self._topic, self._partition)
         except ServiceUnavailableError:
             return offset  # the client has logged that Kafka is unreachable
         if offset > high:
             # The leader has no such offset. One that only does not know yet that it is committed gives no error.
-            self._refuse(short_log_message(self._topic, worker, offset, high))
+            self._refuse(short_log_message(self._topic, self._partition, offset, high))
             return None
         if offset >= low or await self._has_newer_start(offset):
             return offset
-        reason = lost_records(self._topic, worker, offset, low)
+        reason = lost_records(self._topic, self._partition, offset, low)
         if self._on_data_loss == "stop":
             self._channel.report({LOST_FROM: float(offset), LOST_UNTIL: float(low)})
             self._exit.request(DataLossError.exit_code, reason)
@@ -75,7 +76,7 @@ class DeletedRecords:
 
     def refuse_truncated(self, offset: int, reason: str) -> None:
         """The log has lost records below `offset` that were read, though it may be as long as before by now: end."""
-        self._refuse(truncated_message(self._topic, self._core.worker, offset, reason))
+        self._refuse(truncated_message(self._topic, self._partition, offset, reason))
 
     def _refuse(self, message: str) -> None:
         self._exit.request(ConfigError.exit_code, f"{message}; {TRUNCATED_ADVICE}")
@@ -89,7 +90,8 @@ class DeletedRecords:
         self._channel.send(self._core.join())
         deadline_s = self._clock() + _NEWER_START_TIMEOUT_S
         while not self._exit.is_requested and self._clock() < deadline_s:
-            if self._core.origin + self._core.reported_durable * self._records_per_batch > offset:
+            served = self._core.served[self._partition]
+            if served.origin + served.reported_durable * self._records_per_batch > offset:
                 self._exit.request(
                     1, f"the durable model holds offset {offset} by now: reading again from where it ends"
                 )

@@ -1,7 +1,7 @@
-"""Batches of a worker's stream that hold no record: they wait until all before them is durable, and are skipped. Pure.
+"""Batches of a partition that hold no record: they wait until all before them is durable, and are skipped. Pure.
 
 A grant and an empty push for each of them would cost milliseconds, hours for a hole of many millions of offsets (ADR
-47). `WorkerCore` holds at most one range of them, behind its batches.
+47). `WorkerCore` holds at most one range of them for each partition, behind its batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Skipped(NamedTuple):
 
 
 class SkippedBatches:
-    """The range that a worker has read and that is not durable yet; none at first."""
+    """The range that a worker has read of a partition and that is not durable yet; none at first."""
 
     def __init__(self) -> None:
         self._range: Skipped | None = None
@@ -81,10 +81,10 @@ class SkippedBatches:
         until, self._range = self._range.until, None
         return until
 
-    def record(self, worker: int, session: int) -> Skip:
+    def record(self, worker: int, session: int, partition: int) -> Skip:
         """What tells the server of the range, which there must be."""
         assert self._range is not None
-        return Skip(worker=worker, session=session, **self._range._asdict())
+        return Skip(worker=worker, session=session, partition=partition, **self._range._asdict())
 
 
 def _below(spans: tuple[tuple[int, int], ...], offset: int) -> tuple[tuple[int, int], ...]:

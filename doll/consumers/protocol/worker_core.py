@@ -1,16 +1,20 @@
 """A worker's protocol with the parameter server: events in, actions out, no I/O, no clock.
 
 It keeps every batch until the server reports it durable, announces it, answers grants and joins again when a new server
-sends Hello. Announcing again makes up for any lost message. A message may come twice, and late: grants are sent again
-when the channel changes, while the other channel still carries the first copy. The server refuses a push that comes
-again. The worker computes a grant once, and knows its answer until the batch is durable (docs/decisions/0042).
+sends Hello. It serves any number of partitions. The server numbers the worker's batches in the order of their grants: a
+Grant says which batch of which partition that is, and pushes name the worker's numbers.
+
+Announcing again makes up for any lost message. A message may come twice, and late: grants are sent again when the
+channel changes, while the other channel still carries the first copy. The server refuses a push that comes again. The
+worker computes a grant once, and knows its answer until the batch is durable (docs/decisions/0042).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -31,6 +35,8 @@ from doll.records.control import (
     NewVersion,
     Push,
     PushedBatch,
+    Run,
+    Served,
     Settle,
     Stop,
     Welcome,
@@ -70,7 +76,7 @@ class Grants:
         """A grant has come, perhaps not for the first time: answers that the server may not have; and runs of batches
         that are to be computed, with the grants that they belong to.
 
-        Grants of a stream increase with its batches. So where the grant of a batch is new, earlier grants of later
+        Grants of a worker increase with its batches. So where the grant of a batch is new, earlier grants of later
         batches are void: the server has taken all of these back. Later grants of later batches have overtaken this one:
         their steps do not count on a view without the step of this batch, and those not pushed yet are computed again.
         """
@@ -128,12 +134,13 @@ class Grants:
         """Pushes with a batch from `applied` on: the server may not have them."""
         return list({item.batches[0].grant_id: item for at, item in self._answered.items() if at >= applied}.values())
 
-    def forget(self, batch: int) -> None:
-        """`batch` is durable."""
-        self._forget_answer(batch)
-        self._newest.pop(batch, None)
+    def forget_below(self, batch: int) -> None:
+        """Batches below `batch` are durable."""
+        for number in [number for number in self._newest if number < batch]:
+            self._forget_answer(number)
+            del self._newest[number]
         if self.kept:
-            self.kept = {name: item for name, item in self.kept.items() if name[0] > batch}
+            self.kept = {name: item for name, item in self.kept.items() if name[0] >= batch}
 
     def void(self) -> None:
         """The server has taken all of its grants back. Copies of them may still come."""
@@ -159,6 +166,15 @@ def _runs(numbers: Iterable[int]) -> list[range]:
     return runs
 
 
+def part_of(grant: Grant, begin: int, end: int | None = None) -> Grant:
+    """The grant of its batches from the `begin`-th on, until before the `end`-th."""
+    if begin == 0 and end in (None, len(grant.grant_ids)):
+        return grant
+    return msgspec.structs.replace(
+        grant, first=grant.first + begin, grant_ids=grant.grant_ids[begin:end], batches=grant.batches[begin:end]
+    )
+
+
 def grant_id_of(grant: Grant | None, batch: int) -> int:
     """Which of its ids grants `batch`; 0 where none does: the server has no such grant, and refuses a push of it."""
     at = -1 if grant is None else batch - grant.first
@@ -169,7 +185,12 @@ def grant_id_of(grant: Grant | None, batch: int) -> int:
 class Batch:
     """A decoded batch that the worker holds until it is durable.
 
-    `data` is what the gradient needs (opaque here), `num_samples` how many usable samples it has.
+    Attributes:
+        partition, number_there: which batch it is.
+        number: its worker's, as its newest grant has it.
+        data: what the gradient needs (opaque here).
+        num_samples: how many usable samples it has.
+        order: in which the worker has read its batches; `WorkerCore` counts it.
     """
 
     number: int
@@ -181,6 +202,13 @@ class Batch:
     lost: tuple[tuple[int, int], ...] = ()
     dead_samples: int = 0
     leader_epoch: int = -1  # see `doll.consumers.intake.batching.RawBatch`
+    partition: int = 0
+    number_there: int = -1
+    order: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.number_there < 0:
+            self.number_there = self.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +287,9 @@ class StoreRest:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Batches below `until` are durable: acknowledge their offsets to Kafka, in order."""
+    """Batches of a partition below `until` are durable: acknowledge their offsets to Kafka, in order."""
 
+    partition: int
     until: int
 
 
@@ -275,8 +304,38 @@ class Exit:
 WorkerAction = Send | Compute | OfferWeights | StoreRest | Acknowledge | Exit
 
 
+@dataclass(slots=True)
+class ServedPartition:
+    """A partition that this worker serves.
+
+    Attributes:
+        origin: offset at which the job began.
+        next_batch: the batch that comes next out of the log, skipped ones included once they are durable.
+        reported_durable: what the server reports durable; ahead of what is forgotten while batches that a predecessor
+            announced are unread.
+        batches: that are held, in their order.
+        skipped: behind these.
+    """
+
+    number: int
+    origin: int
+    next_batch: int
+    reported_durable: int
+    batches: deque[Batch] = field(default_factory=deque)
+    skipped: SkippedBatches = field(default_factory=SkippedBatches)
+
+    @property
+    def durable(self) -> int:
+        """The first batch that is held, or the next one."""
+        return self.next_batch - len(self.batches)
+
+
 class WorkerCore:
-    """One process of a worker, from its Welcome on."""
+    """One process of a worker, from its Welcome on.
+
+    Attributes:
+        served: the partitions that it serves, by number.
+    """
 
     def __init__(
         self, welcome: Welcome, *, max_pending: int, now: float, market: str = "", incarnation: int = 0
@@ -285,7 +344,10 @@ class WorkerCore:
         self.process = welcome.process
         self.session = welcome.session
         self.term = welcome.term
-        self.origin = welcome.origin
+        self.served = {
+            item.partition: ServedPartition(item.partition, item.origin, item.next_batch, item.next_batch)
+            for item in welcome.served
+        }
         self.generation = welcome.generation
         self.fingerprint = welcome.fingerprint
         self.run_id = welcome.run_id
@@ -293,13 +355,10 @@ class WorkerCore:
         self.market = market
         self.incarnation = incarnation
         self.draining = False
-        self._batches: deque[Batch] = deque()  # not durable, consecutive numbers from self._durable
-        self.skipped = SkippedBatches()  # behind `_batches`
-        self._durable = welcome.next_batch
-        # What the server reports durable; ahead of `_durable` while batches that a predecessor announced are unread.
-        self.reported_durable = welcome.next_batch
-        self._announced = welcome.next_batch
-        self._granted_until = welcome.next_batch  # behind the last batch that was granted
+        self._retained = self._num_read = 0
+        self._new: list[Batch] = []  # not announced, in the order in which they came
+        self._granted: set[tuple[int, int]] = set()  # of the batches that are held: those with a grant, or applied
+        self._durable = 0  # the worker's batches below it are durable
         self._grants = Grants()  # of this server
         self._newest: Grant | None = None  # of this server, the one with the newest weights
         self._applied = 0  # batches below it are in the model
@@ -315,17 +374,12 @@ class WorkerCore:
     @property
     def retained(self) -> int:
         """Batches held that are not durable."""
-        return len(self._batches)
-
-    @property
-    def next_batch(self) -> int:
-        """The batch that comes next out of the stream."""
-        return self._durable + len(self._batches)
+        return self._retained
 
     @property
     def has_room(self) -> bool:
         """May another batch be read? Otherwise the stream waits (back-pressure)."""
-        return len(self._batches) < self.max_pending
+        return self._retained < self.max_pending
 
     @property
     def busy(self) -> bool:
@@ -340,7 +394,7 @@ class WorkerCore:
         return None
 
     def batch_ready(self, batch: Batch) -> list[WorkerAction]:
-        """The next batch of the stream is complete and decoded.
+        """The next batch of a partition is complete and decoded.
 
         It is announced immediately where nothing is being computed, or where the server has few announced batches left
         to grant; else after a tick, with those that come until then: a message for each batch would cost more than it.
@@ -349,28 +403,40 @@ class WorkerCore:
             ValueError: it is not the next one.
         """
         self.hold(batch)
-        if batch.number < self.reported_durable:
-            return self._forget_durable()  # the server does not report it again
+        partition = self.served[batch.partition]
+        if batch.number_there < partition.reported_durable:
+            return self._forget_durable(partition)  # the server does not report it again
         return self._announce_if_few()
 
     def hold(self, batch: Batch) -> None:
         """As `batch_ready`, where more batches come at the same moment: `announce` tells the server of all of them."""
-        if batch.number != self.next_batch:
-            raise ValueError(f"expected batch {self.next_batch}, got {batch.number}")
-        self._batches.append(batch)
+        partition = self.served[batch.partition]
+        if batch.number_there != partition.next_batch:
+            raise ValueError(
+                f"expected batch {partition.next_batch} of partition {partition.number}, got {batch.number_there}"
+            )
+        self._num_read += 1
+        batch.order = self._num_read
+        partition.batches.append(batch)
+        partition.next_batch += 1
+        self._retained += 1
+        self._new.append(batch)
 
-    def skip(self, skipped: Skipped) -> list[WorkerAction]:
-        """The next batches of the stream hold no record; while `skipped`, no batch behind them may be given."""
-        self.skipped.put(skipped, self.next_batch)
-        return self._forget_durable() or self._announce_skipped()
+    def skip(self, partition: int, skipped: Skipped) -> list[WorkerAction]:
+        """The next batches of a partition hold no record; while `skipped`, it may give no batch behind them."""
+        served = self.served[partition]
+        served.skipped.put(skipped, served.next_batch)
+        return self._forget_durable(served) or self._announce_skipped(served)
 
-    def next_of_skipped(self, now: float, records_per_batch: int) -> Skipped | None:
+    def next_of_skipped(self, partition: int, now: float, records_per_batch: int) -> Skipped | None:
         """One of the skipped batches, if it must be given to `batch_ready` now: see `SkippedBatches.take`."""
         if not self.has_room or self.busy or self.draining:
             return None
-        hi = self.origin + (self.next_batch + 1) * records_per_batch
-        waiting = max(0, self.next_batch - max(self._granted_until, self._durable))
-        return self.skipped.take(now, self.reported_durable, hi, waiting=waiting, granted=self.retained - waiting)
+        served = self.served[partition]
+        hi = served.origin + (served.next_batch + 1) * records_per_batch
+        granted = len(self._granted)
+        waiting = self.retained - granted
+        return served.skipped.take(now, served.reported_durable, hi, waiting=waiting, granted=granted)
 
     def on_record(self, record: AnyRecord, now: float) -> list[WorkerAction]:
         """A record came on this worker's `commands` partition."""
@@ -393,8 +459,7 @@ class WorkerCore:
             case Settle() if record.term == self.term and record.session == self.session:
                 return self._on_settle(record)
             case Durable() if record.term == self.term:
-                self.reported_durable = max(self.reported_durable, record.until)
-                return self._forget_durable()
+                return self._on_durable(record)
             case Stop() if record.term >= self.term:
                 return [Exit(0, f"job ended ({record.reason})")]
         return []
@@ -420,34 +485,59 @@ class WorkerCore:
         if (record.generation, record.run_id) != (self.generation, self.run_id):
             # The dead letters of the batches held here belong to the run before.
             return [Exit(1, "another run of the job has begun: reading again")]
-        if record.origin != self.origin:
-            # The same batch number would be other offsets: what is held here must not be announced.
-            return [Exit(1, f"the job now begins at offset {record.origin}, not at {self.origin}: reading again")]
-        if record.next_batch < self._durable:
-            return [Exit(1, f"the durable model is back at {record.next_batch} of {self._durable}: reading again")]
-        if record.next_batch > self.skipped.end(self.next_batch):
-            return [Exit(1, f"the durable model is at {record.next_batch}, {self.next_batch} were read: reading again")]
-        self.reported_durable = record.next_batch
-        return [*self._forget_durable(), *self._announce_all()]
+        if [item.partition for item in record.served] != list(self.served):
+            return [Exit(1, "this worker serves other partitions now: reading again")]
+        actions: list[WorkerAction] = []
+        for item in record.served:
+            served = self.served[item.partition]
+            if problem := _problem(served, item):
+                return [Exit(1, f"partition {item.partition}: {problem}: reading again")]
+            served.reported_durable = item.next_batch
+            actions += self._forget_durable(served)
+        self._granted = {
+            (item.partition, number)
+            for item in record.served
+            for number in range(item.next_batch, min(item.included, self.served[item.partition].next_batch))
+        }
+        return [*actions, *self._announce_all()]
+
+    def _on_durable(self, record: Durable) -> list[WorkerAction]:
+        actions: list[WorkerAction] = []
+        for number, until in record.until.items():
+            if (served := self.served.get(number)) is not None and until > served.reported_durable:
+                served.reported_durable = until
+                actions += self._forget_durable(served)
+        self._durable = max(self._durable, record.batches)
+        self._grants.forget_below(self._durable)
+        if self._rest is not None and self._rest.settles <= self._durable:
+            self._rest = None
+        return actions
 
     def _on_grant(self, grant: Grant) -> list[WorkerAction]:
         """Compute what is new. A grant may come again, also when its batches are in the model: what is being computed
         is not begun a second time, and what was answered is answered again."""
         self._applied = max(self._applied, grant.included)
-        end = grant.first + len(grant.grant_ids)
-        if not self._durable <= grant.first < end <= self.next_batch:
+        if len(grant.batches) != len(grant.grant_ids) or not all(map(self._find, grant.batches)):
             return [self._nack(grant, "batch")]
-        self._granted_until = max(self._granted_until, end)
+        self._granted.update(grant.batches)
         self._newest = self.newest(grant)
         answers, orders = self._grants.take(grant)
-        return [*map(Send, answers), *(self._compute(order, batches) for order, batches in orders)]
+        return [*map(Send, answers), *(self._compute(order, run) for order, run in orders)]
 
-    def _compute(self, grant: Grant, batches: range) -> Compute:
-        part = grant
-        if len(batches) < len(grant.grant_ids):  # those that are new, or are computed again
-            ids = grant.grant_ids[batches.start - grant.first : batches.stop - grant.first]
-            part = msgspec.structs.replace(grant, first=batches.start, grant_ids=ids)
-        return Compute(part, tuple(self._batches[number - self._durable] for number in batches))
+    def _find(self, name: tuple[int, int]) -> Batch | None:
+        """A batch that is held, by its partition and its number there."""
+        served = self.served.get(name[0])
+        at = -1 if served is None else name[1] - served.durable
+        return served.batches[at] if served is not None and 0 <= at < len(served.batches) else None
+
+    def _compute(self, grant: Grant, run: range) -> Compute:
+        """Compute those of the grant's batches that are new, or are computed again."""
+        part = part_of(grant, run.start - grant.first, run.stop - grant.first)
+        held = map(self._find, part.batches)
+        return Compute(
+            part,
+            tuple(replace(batch, number=number) for number, batch in enumerate(held, part.first) if batch is not None),
+        )
 
     def _nack(self, grant: Grant, reason: Literal["weights", "batch"]) -> Send:
         return Send(
@@ -571,48 +661,51 @@ class WorkerCore:
 
     def _void_grants(self) -> None:
         self._grants.void()
-        self._granted_until = self._durable
+        self._granted.clear()
 
     def _follow(self, term: int) -> None:
         """Nothing of an earlier server counts for the next one, which numbers its grants from one again."""
         if term > self.term:
             self.term, self._grants, self._newest = term, Grants(), None
-            self._applied = self._held_back_until = self._settling_until = self._settled_until = 0
+            self._applied = self._durable = self._held_back_until = self._settling_until = self._settled_until = 0
             self._rest = None
 
-    def _forget_durable(self) -> list[WorkerAction]:
-        before = self._durable
-        while self._batches and self._durable < self.reported_durable:
-            number = self._batches.popleft().number
-            self._grants.forget(number)
-            self._durable += 1
-        if not self._batches:
-            self._durable = self.skipped.passed(self._durable, self.reported_durable)
-        if self._rest is not None and self._rest.settles <= self._durable:
-            self._rest = None
-        self._announced = max(self._announced, self._durable)
-        self._granted_until = max(self._granted_until, self._durable)
-        return [Acknowledge(self._durable), *self._announce_skipped()] if self._durable > before else []
+    def _forget_durable(self, served: ServedPartition) -> list[WorkerAction]:
+        before = served.durable
+        while served.batches and served.durable < served.reported_durable:
+            batch = served.batches.popleft()
+            self._granted.discard((served.number, batch.number_there))
+            self._retained -= 1
+        if self._new:
+            self._new = [batch for batch in self._new if self._find((batch.partition, batch.number_there))]
+        if not served.batches:
+            served.next_batch = served.skipped.passed(served.next_batch, served.reported_durable)
+        if served.durable == before:
+            return []
+        return [Acknowledge(served.number, served.durable), *self._announce_skipped(served)]
 
     def _announce_all(self) -> list[WorkerAction]:
-        self._announced = self._durable
-        return [*self.announce(), *self._announce_skipped()]
+        """Announce what is held, in the order in which it came."""
+        held = [batch for served in self.served.values() for batch in served.batches]
+        self._new = sorted(held, key=attrgetter("order"))
+        skipped = [action for served in self.served.values() for action in self._announce_skipped(served)]
+        return [*self.announce(), *skipped]
 
     def _announce_if_few(self) -> list[WorkerAction]:
         """Announce what is new, unless the server has enough to grant until the next tick."""
-        is_enough = self.busy and self._announced - self._granted_until >= _ENOUGH_ANNOUNCED
-        return [] if is_enough else self.announce()
+        waiting = self._retained - len(self._new) - len(self._granted)
+        return [] if self.busy and waiting >= _ENOUGH_ANNOUNCED else self.announce()
 
     def announce(self) -> list[WorkerAction]:
         """Announce what is not announced."""
-        if self.draining or self._announced == self.next_batch:
+        if self.draining or not self._new:
             return []
-        first, self._announced = self._announced, self.next_batch
-        return [Send(Announce(worker=self.worker, session=self.session, first=first, until=self.next_batch))]
+        runs, self._new = _runs_of(self._new), []
+        return [Send(Announce(worker=self.worker, session=self.session, runs=runs))]
 
-    def _announce_skipped(self) -> list[WorkerAction]:
-        is_next = self.skipped and not self._batches and not self.draining
-        return [Send(self.skipped.record(self.worker, self.session))] if is_next else []
+    def _announce_skipped(self, served: ServedPartition) -> list[WorkerAction]:
+        is_next = served.skipped and not served.batches and not self.draining
+        return [Send(served.skipped.record(self.worker, self.session, served.number))] if is_next else []
 
     def tick(self, now: float) -> list[WorkerAction]:
         """Time has passed: announce what is new, repeat now and then what is not durable, and report being alive."""
@@ -636,3 +729,26 @@ class WorkerCore:
         """Leave the job: what is held goes back to the queue and waits for the next process of this worker."""
         self._void_grants()
         return [Send(Leave(worker=self.worker, session=self.session, cause=cause))]
+
+
+def _problem(served: ServedPartition, item: Served) -> str:
+    """Why what is held of a partition is of no use to a server that says `item` of it; "": it is."""
+    if item.origin != served.origin:
+        # The same batch number would be other offsets: what is held here must not be announced.
+        return f"the job now begins at offset {item.origin}, not at {served.origin}"
+    if item.next_batch < served.durable:
+        return f"the durable model is back at {item.next_batch} of {served.durable}"
+    if item.next_batch > served.skipped.end(served.next_batch):
+        return f"the durable model is at {item.next_batch}, {served.next_batch} were read"
+    return ""
+
+
+def _runs_of(batches: Iterable[Batch]) -> tuple[Run, ...]:
+    """Batches in this order, as runs of consecutive ones of one partition."""
+    runs: list[Run] = []
+    for batch in batches:
+        if runs and (runs[-1].partition, runs[-1].until) == (batch.partition, batch.number_there):
+            runs[-1] = Run(batch.partition, runs[-1].first, batch.number_there + 1)
+        else:
+            runs.append(Run(batch.partition, batch.number_there, batch.number_there + 1))
+    return tuple(runs)

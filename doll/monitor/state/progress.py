@@ -270,8 +270,9 @@ class ProgressModel:
         return source is not None and not isinstance(source, StdinSource) and stated
 
     def arrival_rates_per_s(self) -> list[float]:
-        """Samples per second of each stream: as stated in the job file, else as measured."""
-        return self.config.rates_per_s() if self.rate_is_stated else self._arrivals.rates_per_s()
+        """Samples per second of each worker's streams: as stated in the job file, else as measured."""
+        rates = self.config.rates_per_s() if self.rate_is_stated else self._arrivals.rates_per_s()
+        return self.config.data.by_worker(rates) if rates else []
 
     def rate_predicted(self) -> float:
         """λ_U in theory, updates per second; NaN while no arrival rate is known."""

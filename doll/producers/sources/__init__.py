@@ -79,7 +79,7 @@ def open_streams(config: JobConfig, starts: Sequence[int], positions: Sequence[i
     if opener is None:
         known = " or ".join(cls.__name__ for cls in OPENERS)
         raise ConfigError(f"source.kind: expected the opener of {source.kind} in doll.producers.sources, got {known}")
-    workers = range(config.data.workers)
+    workers = range(config.data.num_partitions)
     rngs = [child_rng(config.seed, SAMPLES, n, starts[n]) for n in workers]
     return opener(config, source, StreamStarts(starts, positions or [0 for _ in workers], rngs))
 
@@ -96,7 +96,7 @@ def _open_lines(
 ) -> list[Iterator[bytes]]:
     from doll.records import lines
 
-    path, count = config.path(source.path), config.data.workers
+    path, count = config.path(source.path), config.data.num_partitions
     header, longest = isinstance(source, CsvSource) and source.header, config.data.max_record_bytes
 
     def behind(skip: int) -> Iterator[bytes]:
@@ -126,7 +126,7 @@ def _open_ratings(config: JobConfig, source: RatingsSource, start: StreamStarts)
     from doll.producers.sources import ratings
     from doll.records import lines
 
-    path, count = config.path(source.path), config.data.workers
+    path, count = config.path(source.path), config.data.num_partitions
 
     def rated(repeat: bool) -> Iterator[bytes]:
         read = lines.read_file(path, header=source.header, repeat=repeat, max_bytes=config.data.max_record_bytes)
@@ -150,7 +150,7 @@ def _open_synthetic_ratings(
 ) -> list[Iterator[bytes]]:
     from doll.producers.sources import ratings
 
-    rng, streams = child_rng(config.seed, CONCEPT), config.data.workers
+    rng, streams = child_rng(config.seed, CONCEPT), config.data.num_partitions
     observed = ratings.observe(source.users, source.items, source.rank, source.noise, source.observed, rng)
     return [ratings.samples(observed, n, streams, rng) for n, rng in enumerate(start.rngs)]
 
@@ -158,7 +158,7 @@ def _open_synthetic_ratings(
 def _open_text(config: JobConfig, source: TextSource, start: StreamStarts) -> list[Iterator[bytes]]:
     from doll.task import text
 
-    path, longest, count = config.path(source.path), config.data.max_record_bytes, config.data.workers
+    path, longest, count = config.path(source.path), config.data.max_record_bytes, config.data.num_partitions
 
     def records_of(stream: int) -> Iterator[bytes]:
         lines = text.read_lines(path, skip=source.skip, max_bytes=longest)

@@ -1,7 +1,7 @@
 """The assignment: which worker serves which partition of the samples topic. Pure.
 
-Control records name the worker alone, so each worker serves one partition: in a new job worker n serves partition n.
-The assignment is in every checkpoint (`EngineSnapshot.assignment`), and a resumed engine serves by that.
+In a new job, partition p is served by worker p modulo the number of workers. The assignment is in every checkpoint
+(`EngineSnapshot.assignment`), and a resumed engine serves by that.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ from collections.abc import Sequence
 from doll.ps.engine.partition_state import Partition
 
 
-def first_assignment(num_workers: int) -> tuple[int, ...]:
+def first_assignment(num_partitions: int, num_workers: int) -> tuple[int, ...]:
     """The worker of each partition of a new job."""
-    return tuple(range(num_workers))
+    return tuple(number % num_workers for number in range(num_partitions))
 
 
-def partitions_by_worker(assignment: Sequence[int], partitions: Sequence[Partition]) -> list[Partition]:
-    """The partition that each worker serves, in the order of the workers.
+def partitions_by_worker(
+    assignment: Sequence[int], partitions: Sequence[Partition], num_workers: int
+) -> list[dict[int, Partition]]:
+    """The partitions that each worker serves, by number, in the order of the workers.
 
     Raises:
-        ValueError: `assignment` does not name each worker once.
+        ValueError: `assignment` does not name a worker for each partition.
     """
-    if sorted(assignment) != list(range(len(partitions))):
-        raise ValueError(f"expected each of {len(partitions)} workers once, got {list(assignment)}")
-    served = dict(zip(assignment, partitions, strict=True))
-    return [served[number] for number in range(len(partitions))]
+    if len(assignment) != len(partitions) or not all(0 <= worker < num_workers for worker in assignment):
+        raise ValueError(
+            f"expected a worker from 0 to {num_workers - 1} for each of {len(partitions)} partitions, got "
+            f"{list(assignment)}"
+        )
+    served: list[dict[int, Partition]] = [{} for _ in range(num_workers)]
+    for worker, partition in zip(assignment, partitions, strict=True):
+        served[worker][partition.number] = partition
+    return served

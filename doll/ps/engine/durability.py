@@ -9,6 +9,7 @@ the server begins again from the newest checkpoint, whose batches are all settle
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -27,27 +28,35 @@ class Durability:
 
     Attributes:
         version: of the newest stored checkpoint.
-        max_unsaved: of any partition: batches in the model that are not durable.
+        max_unsaved: of any worker: its batches in the model that are not durable.
     """
 
     def __init__(
-        self, partitions: Sequence[Partition], *, version: int, now: float, every_updates: int, every_s: float,
-        max_pending_batches: int, costs_rests: bool = False,
+        self, partitions: Sequence[Partition], owners: Sequence[Worker], *, version: int, now: float,
+        every_updates: int, every_s: float, max_pending_batches: int, costs_rests: bool = False,
     ) -> None:  # fmt: skip
-        """`costs_rests`: each checkpoint makes workers send what they hold back: fewer are better."""
+        """
+        Args:
+            owners: the worker that serves each partition.
+            costs_rests: each checkpoint makes workers send what they hold back: fewer are better.
+        """
         self.version = version
         self.max_unsaved = 0
         self._partitions = partitions
+        self._owners = owners
+        self._unsaved: Counter[int] = Counter()  # by worker: batches in the model that are not durable
         self._every_updates = every_updates
         self._every_s = every_s
         # Less than a worker may hold: it must not come to a halt only because a checkpoint is not due yet.
         self._crowded = max(1, 3 * max_pending_batches // 4 if costs_rests else max_pending_batches // 2)
-        self._ordered: tuple[int, tuple[int, ...]] | None = None  # (version, applied) of the checkpoint under way
+        # Of the checkpoint under way: its version, and the batches in it, by partition and by worker.
+        self._ordered: tuple[int, tuple[int, ...], dict[int, int]] | None = None
         self._ordered_at_s = now
 
-    def applied(self, partition: Partition) -> None:
-        """A batch of `partition` has been applied."""
-        self.max_unsaved = max(self.max_unsaved, partition.unsaved)
+    def applied(self, worker: Worker, count: int) -> None:
+        """So many batches of this worker have been applied."""
+        self._unsaved[worker.number] += count
+        self.max_unsaved = max(self.max_unsaved, self._unsaved[worker.number])
 
     def is_due(self, version: int, now: float, *, final: bool) -> bool:
         """Whether `version`, the current one, is to be stored now; `final`: the job ends with it."""
@@ -59,24 +68,35 @@ class Durability:
 
     def order(self, version: int, now: float) -> None:
         """A checkpoint of `version` is being stored."""
-        self._ordered = (version, tuple(partition.applied for partition in self._partitions))
+        by_worker = {worker.number: worker.queue.applied for worker in self._owners}
+        self._ordered = (version, tuple(partition.applied for partition in self._partitions), by_worker)
         self._ordered_at_s = now
 
-    def stored(self, version: int) -> list[Partition] | None:
-        """The partitions that have more durable batches with the checkpoint of `version`; None: it was not ordered."""
+    def stored(self, version: int) -> dict[Worker, tuple[dict[int, int], int]] | None:
+        """The checkpoint of `version` is stored: of each worker with more durable batches, how many these are now of
+        each partition that has more, and of the worker. None: it was not ordered."""
         if self._ordered is None or self._ordered[0] != version:
             return None
-        applied = self._ordered[1]
+        _, applied, by_worker = self._ordered
         self._ordered = None
         self.version = version
-        advanced = []
-        self.max_unsaved = 0
-        for partition, until in zip(self._partitions, applied, strict=True):
-            if until > partition.durable:
+        advanced: dict[Worker, tuple[dict[int, int], int]] = {}
+        for partition, worker, until in zip(self._partitions, self._owners, applied, strict=True):
+            if (count := until - partition.durable) > 0:
                 partition.durable = until
-                advanced.append(partition)
-            self.max_unsaved = max(self.max_unsaved, partition.unsaved)
+                worker.queue.pending -= count
+                self._unsaved[worker.number] -= count
+                advanced.setdefault(worker, ({}, by_worker[worker.number]))[0][partition.number] = until
+        self.max_unsaved = max(self._unsaved.values(), default=0)
         return advanced
+
+    def check_invariants(self) -> None:
+        """Assert what must hold after every event; for tests."""
+        unsaved: Counter[int] = Counter()
+        for partition, worker in zip(self._partitions, self._owners, strict=True):
+            unsaved[worker.number] += partition.unsaved
+        assert unsaved == self._unsaved
+        assert self.max_unsaved == max(unsaved.values())
 
 
 @dataclass(slots=True)
@@ -127,29 +147,28 @@ class Settling:
         """Contributions of this worker have come."""
         if self._is_last:
             return
-        partition = worker.partition
-        if partition.settled >= partition.received:
+        queue = worker.queue
+        if queue.settled >= queue.received:
             self._unsettled.pop(worker.number, None)
         else:
             self._unsettled[worker.number] = worker
 
     def applied(self, worker: Worker, push: Push) -> None:
         """All batches of `push`, or the rest that it is, are in the model."""
-        partition = worker.partition
+        queue = worker.queue
         if not push.batches:
-            partition.whole = max(partition.whole, push.settles)
+            queue.whole = max(queue.whole, push.settles)
         elif not push.holds_back:
-            partition.whole = partition.applied
-        if partition.whole >= partition.applied:
+            queue.whole = queue.applied
+        if queue.whole >= queue.applied:
             self._incomplete.pop(worker.number, None)
         else:
             self._incomplete[worker.number] = worker
 
     def is_known(self, worker: Worker, until: int) -> bool:
         """Whether what this worker had held back of batches below `until` is here already."""
-        partition = worker.partition
         coming = any(rest.worker is worker and rest.push.settles >= until for rest in self.rests.values())
-        return coming or until <= (partition.whole if self._is_last else partition.settled)
+        return coming or until <= (worker.queue.whole if self._is_last else worker.queue.settled)
 
     def add(self, worker: Worker, push: Push, now: float) -> int:
         """A rest is announced; without a key there is nothing to fetch. Returns its number."""
@@ -169,22 +188,19 @@ class Settling:
 
     def _arrived(self, rest: _Rest) -> None:
         rest.is_here = True
-        partition = rest.worker.partition
-        partition.settled = max(partition.settled, rest.push.settles)
-        if rest.push.settles >= (partition.applied if self._is_last else partition.received):
+        queue = rest.worker.queue
+        queue.settled = max(queue.settled, rest.push.settles)
+        if rest.push.settles >= (queue.applied if self._is_last else queue.received):
             self._unsettled.pop(rest.worker.number, None)
 
-    def take(self) -> list[tuple[AppliedSet, tuple[int, int]]]:
-        """The rests, once all that were announced or asked for are here: each with (worker, until)."""
+    def take(self) -> list[tuple[AppliedSet, Worker]]:
+        """The rests, once all that were announced or asked for are here, each with its worker."""
         if (self.is_under_way and self._unsettled) or not all(rest.is_here for rest in self.rests.values()):
             return []
         rests, self.rests = self.rests, {}
         for rest in rests.values():
             self.applied(rest.worker, rest.push)
-        return [
-            (AppliedSet(rest.push, rest.received_at_s, (), rest.number), (rest.worker.number, rest.push.settles))
-            for rest in rests.values()
-        ]
+        return [(AppliedSet(rest.push, rest.received_at_s, (), rest.number), rest.worker) for rest in rests.values()]
 
     def ask(self, now: float) -> list[Settle]:
         """Ask for what is held back; again where no answer has come for a while."""
@@ -192,7 +208,7 @@ class Settling:
             return []
         self._asked_at_s = now
         return [
-            Settle(term=self._term, worker=worker.number, session=worker.session, until=worker.applied)
+            Settle(term=self._term, worker=worker.number, session=worker.session, until=worker.queue.applied)
             for _, worker in sorted(self._unsettled.items())
             if worker.is_live
         ]

@@ -2,14 +2,15 @@
 
 The engine knows where every batch of every partition stands, lets a policy decide which batches start and which
 gradients are applied together, and keeps one invariant: each batch is applied at most once and in its partition's
-order, so that one integer per partition is the whole ledger.
+order, so that one integer per partition is the whole ledger. Each worker has one queue of batches, whatever partitions
+it serves.
 
 A policy of exact versions grants a worker several batches at once, and gets their gradients as one sum: a set. A set is
 taken, held, lost and applied as one (docs/decisions/0025). So is a wave, the steps of several batches (0034).
 
 Order of effects: grant -> push -> fetched -> apply -> checkpoint -> durable -> acknowledge. A batch whose owner goes,
-times out or loses its gradient returns to the front of its partition's queue, together with every later batch of the
-partition that is still being computed; another batch takes its place in the group.
+times out or loses its gradient returns to the front of its worker's queue, together with every later batch of the
+worker that is still being computed; another batch takes its place in the group.
 
 No event but a checkpoint takes time for every worker: counts, sets of changed workers, and queues in order of time are
 kept as things change (docs/decisions/0019).
@@ -29,6 +30,7 @@ from doll.config import StopConfig
 from doll.config.data import BadRecordsConfig
 from doll.errors import IllegalEventError
 from doll.ps.engine.assignment import first_assignment, partitions_by_worker
+from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, LatePush, PushedSet
 from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.events import (
     AppliedBatch,
@@ -55,7 +57,7 @@ from doll.ps.engine.events import (
 )
 from doll.ps.engine.grants import Grants
 from doll.ps.engine.membership import Membership, Worker
-from doll.ps.engine.partition_state import ActiveGrant, LatePush, Partition, PushedSet
+from doll.ps.engine.partition_state import Partition
 from doll.ps.engine.stopping import progress_reached, target_reached, time_reached
 from doll.ps.engine.time_limits import TimeLimits
 from doll.ps.policies.base import BatchId, Offer, Policy
@@ -71,6 +73,7 @@ from doll.records.control import (
     NewVersion,
     Push,
     PushedBatch,
+    Served,
     Skip,
     Welcome,
 )
@@ -137,16 +140,17 @@ class Engine:
         `generation`, `samples_id` and `run_id` are a fresh engine's, see `EngineSnapshot`.
 
         Raises:
-            ValueError: neither or both are given, they are not for `settings.num_workers` workers, or the policy's
+            ValueError: neither or both are given, `snapshot` is not of `settings.num_workers` workers, or the policy's
                 state is not one of this policy.
         """
         if (origins is None) == (snapshot is None):
             raise ValueError("expected either origins (a new job) or a snapshot (a resumed one)")
         n = settings.num_workers
         if snapshot is None:
+            p = len(origins or ())
             snapshot = EngineSnapshot(
-                version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * n,
-                assignment=first_assignment(n), sessions=(0,) * n, processes=("",) * n, incarnations=(0,) * n,
+                version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * p,
+                assignment=first_assignment(p, n), sessions=(0,) * n, processes=("",) * n, incarnations=(0,) * n,
                 restarts=(0,) * n, samples_total=0, elapsed_s=0.0, counters={}, policy=policy.name, policy_state=None,
                 generation=generation, samples_id=samples_id, run_id=run_id,
             )  # fmt: skip
@@ -165,24 +169,33 @@ class Engine:
         self.stopping: str | None = None
         self.error = ""
 
-        leader_epochs = snapshot.leader_epochs or (-1,) * n
-        partitions = list(map(Partition, range(n), snapshot.origins, snapshot.applied, leader_epochs))
-        served = partitions_by_worker(snapshot.assignment, partitions)
-        kept = zip(snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, strict=True)
-        self._workers = [Worker(number, served[number], *of_process) for number, of_process in enumerate(kept)]
+        num_partitions = len(snapshot.origins)
+        leader_epochs = snapshot.leader_epochs or (-1,) * num_partitions
+        self._partitions = list(
+            map(Partition, range(num_partitions), snapshot.origins, snapshot.applied, leader_epochs)
+        )
+        served = partitions_by_worker(snapshot.assignment, self._partitions, n)
+        by_worker = snapshot.by_worker or [sum(p.applied for p in partitions.values()) for partitions in served]
+        kept = zip(
+            snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, by_worker, strict=True
+        )  # fmt: skip
+        self._workers = [
+            Worker(number, BatchQueue(served[number], of_process[-1]), *of_process)
+            for number, of_process in enumerate(kept)
+        ]
         self._owners = [self._workers[number] for number in snapshot.assignment]  # of each partition
         self._members = Membership(self._workers, term=term, lease_s=settings.lease_s, counters=self.counters)
-        self._grants = Grants(self._owners, policy)
+        self._grants = Grants(self._workers, self._owners, policy)
         self._limits = TimeLimits(policy, grant_timeout_s=settings.grant_timeout_s, set_limit_s=settings.set_limit_s)
         self._settling = Settling(term)
         self._durability = Durability(
-            partitions, version=snapshot.version, now=now, every_updates=settings.checkpoint_every_updates,
-            every_s=settings.checkpoint_every_s, max_pending_batches=settings.max_pending_batches,
-            costs_rests=policy.holds_back,
+            self._partitions, self._owners, version=snapshot.version, now=now,
+            every_updates=settings.checkpoint_every_updates, every_s=settings.checkpoint_every_s,
+            max_pending_batches=settings.max_pending_batches, costs_rests=policy.holds_back,
         )  # fmt: skip
 
         self._num_announced = 0  # batches, in this term: places in the order of announcements
-        self._skips: dict[int, Skip] = {}  # by worker, until they can be applied
+        self._skips: dict[int, Skip] = {}  # by partition, until they can be applied
         self._last_held_at_s = now  # when the newest gradient came that was held
         self._scope = scope_of(settings.job, snapshot.run_id)
         self._published_version = -1  # the newest that is in the blob store, by this server
@@ -257,7 +270,7 @@ class Engine:
         offers = [
             Offer(
                 worker.held, worker.computing, worker.waiting, worker.stalled, worker.lag,
-                self.settings.max_pending_batches - (worker.partition.announced - worker.partition.applied),
+                self.settings.max_pending_batches - (worker.held + worker.computing + len(worker.queue.waiting)),
             )
             for worker in self._workers
             if worker.is_live
@@ -269,7 +282,8 @@ class Engine:
         return msgspec.structs.replace(
             self.start,
             version=self.version,
-            applied=tuple(worker.applied for worker in self._owners),
+            applied=tuple(partition.applied for partition in self._partitions),
+            by_worker=tuple(worker.applied for worker in self._workers),
             sessions=tuple(worker.session for worker in self._workers),
             processes=tuple(worker.process for worker in self._workers),
             incarnations=tuple(worker.incarnation for worker in self._workers),
@@ -281,16 +295,17 @@ class Engine:
             policy_state=self.policy.state(),
             empty_updates=self.empty_updates,
             refusals=self.refusals.state(),
-            leader_epochs=tuple(worker.partition.leader_epoch for worker in self._owners),
+            leader_epochs=tuple(partition.leader_epoch for partition in self._partitions),
         )
 
     def check_invariants(self) -> None:
         """Assert what must hold after every event; for tests."""
         self._members.check_invariants()
         self._grants.check_invariants(self.version, is_ending=self.stopping is not None)
-        self._limits.check_invariants(self._owners)
-        assert self._durability.max_unsaved == max(worker.partition.unsaved for worker in self._owners)
-        assert self.batches_total == sum(worker.applied for worker in self._owners)
+        self._limits.check_invariants(self._workers)
+        self._durability.check_invariants()
+        assert self.batches_total == sum(worker.applied for worker in self._workers)
+        assert self.batches_total == sum(partition.applied for partition in self._partitions)
         assert self.finished or self.stopping or not self._grants.changed, "the policy knows of every change"
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -353,15 +368,20 @@ class Engine:
         if worker.session != session:
             self._lose_rest(worker)
         self._requeue_all(worker, "rejoin")
-        self._skips.pop(worker.number, None)
+        self._forget_skips(worker)
         self._forget_waiting(worker)
-        partition = worker.partition
+        served = tuple(
+            Served(
+                partition=number, origin=partition.origin, next_batch=partition.durable, included=partition.applied,
+                leader_epoch=partition.leader_epoch,
+            )
+            for number, partition in worker.queue.partitions.items()
+        )  # fmt: skip
         self._actions.append(
             Welcome(
-                term=self.term, worker=worker.number, process=worker.process, session=worker.session,
-                origin=partition.origin, next_batch=partition.durable, fingerprint=self.settings.fingerprint,
-                incarnation=event.incarnation, samples_id=self.start.samples_id, generation=self.start.generation,
-                run_id=self.start.run_id, included=partition.applied, leader_epoch=partition.leader_epoch,
+                term=self.term, worker=worker.number, process=worker.process, session=worker.session, served=served,
+                fingerprint=self.settings.fingerprint, incarnation=event.incarnation, samples_id=self.start.samples_id,
+                generation=self.start.generation, run_id=self.start.run_id,
             )
         )  # fmt: skip
 
@@ -375,7 +395,7 @@ class Engine:
 
     def _remove(self, worker: Worker, cause: str) -> None:
         self._members.remove(worker)
-        self._skips.pop(worker.number, None)
+        self._forget_skips(worker)
         self._requeue_all(worker, cause)
         self._forget_late(worker)
         self._lose_rest(worker)
@@ -390,9 +410,13 @@ class Engine:
         self.finished = "rolled back"
         self._actions.append(RollBack(reason))
 
+    def _forget_skips(self, worker: Worker) -> None:
+        if self._skips:
+            self._skips = {at: skip for at, skip in self._skips.items() if at not in worker.queue.partitions}
+
     def _requeue_all(self, worker: Worker, cause: str) -> None:
-        if worker.partition.computing_grants:
-            self._requeue_from(worker, worker.partition.computing_grants[0].batch, cause)
+        if worker.queue.computing_grants:
+            self._requeue_from(worker, worker.queue.computing_grants[0].batch, cause)
 
     def _requeue_from(self, worker: Worker, batch: int, cause: str) -> None:
         """Return batch `batch` and every later one of this worker that has no gradient yet to the queue."""
@@ -416,7 +440,7 @@ class Engine:
     def _forget_waiting(self, worker: Worker) -> None:
         """What this worker has announced or pushed late does not count: its process holds other batches now."""
         self._forget_late(worker)
-        worker.partition.forget_waiting()
+        worker.queue.forget_waiting()
         self._grants.note_change(worker)
 
     # --- announcements ------------------------------------------------------------------------------------------------
@@ -425,26 +449,32 @@ class Engine:
         worker = self._accept(event.worker, event.session)
         if worker is None:
             return
-        partition = worker.partition
         # A worker whose job file allows more announces the rest again later: it need not start again for that.
-        allowed = partition.durable + self.settings.max_pending_batches
-        hole = event.first > partition.announced and partition.announced < allowed
-        if event.first < 0 or event.until < event.first or hole:
-            # It is out of step: let it join again.
-            self.counters["refused_announce"] += 1
-            self._actions.append(SendHello(event.worker))
-            return
-        begin = self._num_announced
-        self._num_announced += max(0, min(event.until, allowed) - partition.announced)
-        partition.announce(range(begin, self._num_announced))
+        queue = worker.queue
+        for run in event.runs:
+            is_sound = 0 <= run.first <= run.until
+            room = self.settings.max_pending_batches - queue.pending
+            if not is_sound or run.partition not in queue.partitions:
+                is_hole = True
+            else:
+                count = queue.announce(run, room, self._num_announced)
+                is_hole = count is None and room > 0
+                self._num_announced += count or 0
+            if is_hole:
+                # It is out of step: let it join again.
+                self.counters["refused_announce"] += 1
+                self._actions.append(SendHello(event.worker))
+                break
         self._grants.note_change(worker)
 
     def _on_skip(self, event: Skip) -> None:
         worker = self._accept(event.worker, event.session)
         if worker is None:
             return
-        partition = worker.partition
-        if event.until <= partition.applied:
+        partition = worker.queue.partitions.get(event.partition)
+        if partition is None:
+            self.counters["refused_content"] += 1
+        elif event.until <= partition.applied:
             self.counters["refused_duplicate"] += 1
         elif not (event.first <= partition.applied == partition.announced and self._settling.is_whole(worker)):
             # What is before it must be applied, with its whole steps: the worker sends it again.
@@ -452,14 +482,14 @@ class Engine:
         elif not partition.is_covered(event, self.settings.records_per_batch):
             self.counters["refused_content"] += 1
         else:
-            self._skips[worker.number] = event
+            self._skips[event.partition] = event
 
     # --- pushes -------------------------------------------------------------------------------------------------------
 
     def _find(self, worker: Worker, term: int, number: int, batch: int) -> ActiveGrant | None:
         """The grant that a worker answers, if it still stands."""
         grant = self._grants.get(number)
-        if term != self.term or grant is None or grant.partition != worker.partition.number or grant.batch != batch:
+        if term != self.term or grant is None or grant.worker != worker.number or grant.batch != batch:
             return None
         return grant
 
@@ -485,7 +515,7 @@ class Engine:
                 self._drop(event, "partly void")
             if left := [grant.batch for grant in grants if grant.pushed is None]:
                 self._requeue_from(worker, min(left), "partly_void")
-        elif not worker.partition.begins_with(grants):
+        elif not worker.queue.begins_with(grants):
             # An earlier push of this worker is missing: what comes after it cannot be applied before it.
             self.counters["refused_order"] += 1
             self._drop(event, "order")
@@ -593,15 +623,15 @@ class Engine:
 
         Not where the policy says so: what a worker holds back may have been asked for since, or its view is too old.
         """
-        partition = worker.partition
-        if partition.late is not None and partition.late.push.batches == event.batches:
+        queue = worker.queue
+        if queue.late is not None and queue.late.push.batches == event.batches:
             self.counters["refused_duplicate"] += 1
             return
-        grants = partition.answered_late(event) if event.term == self.term else ()
+        grants = queue.answered_late(event) if event.term == self.term else ()
         if grants:
-            self._limits.learn(worker, (self._now - partition.timed_out_since_s) / len(grants))
+            self._limits.learn(worker, (self._now - queue.timed_out_since_s) / len(grants))
             if self.policy.takes_late_pushes:
-                partition.timed_out, partition.late = (), LatePush(event, grants)
+                queue.timed_out, queue.late = (), LatePush(event, grants)
                 return
         longest_s = max(item.compute_s for item in event.batches)
         if 0 <= longest_s < math.inf:
@@ -619,7 +649,7 @@ class Engine:
 
         It is taken under their numbers: what is added and in which order is as if it had been asked for now.
         """
-        worker.partition.late = None
+        worker.queue.late = None
         new = tuple(grants[: len(late.grants)])
         if [grant.batch for grant in new] != [grant.batch for grant in late.grants]:
             self._refuse_late(late.push)
@@ -640,17 +670,17 @@ class Engine:
 
     def _forget_late(self, worker: Worker) -> None:
         """What this worker has pushed late, or may yet, does not count."""
-        partition = worker.partition
-        partition.timed_out = ()
-        if partition.late is not None:
-            self._drop(partition.late.push, "late")
-            partition.late = None
+        queue = worker.queue
+        queue.timed_out = ()
+        if queue.late is not None:
+            self._drop(queue.late.push, "late")
+            queue.late = None
 
     # --- what workers hold back ---------------------------------------------------------------------------------------
 
     def _on_rest(self, worker: Worker, event: Push) -> None:
         """What a worker had held back of earlier batches: it leaves, or was asked."""
-        partition = worker.partition
+        queue = worker.queue
         if not self.policy.holds_back:
             self.counters["refused_content"] += 1
             self._drop(event, "content")
@@ -659,11 +689,11 @@ class Engine:
         elif not event.key and self._settling.holds_back(worker):
             # It has pushed steps of which it holds a part back: that part is in another push, and must not be missed.
             self.counters["refused_empty_rest"] += 1
-        elif not partition.applied <= event.settles <= partition.received:
+        elif not queue.applied <= event.settles <= queue.received:
             # The worker has given it away, and it is of other batches than those that are here.
             self._roll_back(
-                f"worker {worker.number} settles batches below {event.settles}, and {partition.applied} to "
-                f"{partition.received} can be settled"
+                f"worker {worker.number} settles batches below {event.settles}, and {queue.applied} to "
+                f"{queue.received} can be settled"
             )
         else:
             number = self._settling.add(worker, event, self._now)
@@ -674,8 +704,12 @@ class Engine:
         """Apply what workers had held back, as a version of its own: no batch under way may be computed before it."""
         if (self._grants and self.stopping is None) or not (rests := self._settling.take()):
             return False
-        sets, settled = tuple(item for item, _ in rests), tuple(until for _, until in rests)
-        self._make_version(sets, settled=settled)
+        settled = sorted(
+            (partition.number, partition.applied)
+            for _, worker in rests
+            for partition in worker.queue.partitions.values()
+        )
+        self._make_version(tuple(item for item, _ in rests), settled=tuple(settled))
         return True
 
     # --- progress -----------------------------------------------------------------------------------------------------
@@ -731,7 +765,7 @@ class Engine:
     def _offer(self) -> None:
         """Send the current version to the workers that the policy names, before a grant asks for it."""
         for number in self.policy.recipients(self):
-            key, included = self._publish(self.version), self._workers[number].applied
+            key, included = self._publish(self.version), self._workers[number].queue.applied
             self._actions.append(
                 NewVersion(term=self.term, worker=number, version=self.version, key=key, included=included)
             )
@@ -761,7 +795,7 @@ class Engine:
             )
         grant = self._grants.grant(worker, self.version, min_version, self._now)
         self._limits.granted(worker, grant, self._now)
-        standing = worker.partition.computing_grants
+        standing = worker.queue.computing_grants
         if self.policy.takes_later_weights and len(standing) > _NAMING_GRANTS:
             self._release(standing[-1 - _NAMING_GRANTS])
         return grant
@@ -771,8 +805,8 @@ class Engine:
         is_answered = False
         for number, grants in granted.items():
             worker, count = self._workers[number], 0
-            if worker.partition.late is not None:
-                count = self._answer_late(worker, worker.partition.late, grants)
+            if worker.queue.late is not None:
+                count = self._answer_late(worker, worker.queue.late, grants)
                 is_answered |= count > 0
             self._send_grants(worker, grants[count:])
         granted.clear()
@@ -785,12 +819,13 @@ class Engine:
         """
         size = max(1, len(grants)) if self.policy.exact_version else 1
         for at in range(0, len(grants), size):
-            first = grants[at]
+            first, sent = grants[at], grants[at : at + size]
             self._actions.append(
                 Grant(
                     term=self.term, worker=worker.number, session=worker.session, first=first.batch,
-                    grant_ids=tuple(grant.number for grant in grants[at : at + size]), version=first.version,
-                    min_version=first.min_version, key=self._publish(first.version), included=first.included,
+                    grant_ids=tuple(grant.number for grant in sent), batches=tuple(grant.batch_id for grant in sent),
+                    version=first.version, min_version=first.min_version, key=self._publish(first.version),
+                    included=first.included,
                 )
             )  # fmt: skip
         return len(range(0, len(grants), size))
@@ -798,7 +833,7 @@ class Engine:
     def _on_grants_lost(self, event: GrantsLost) -> None:
         if 0 <= event.worker < len(self._workers):
             worker = self._workers[event.worker]
-            left = [grant for grant in worker.partition.computing_grants if grant.pushed is None]
+            left = [grant for grant in worker.queue.computing_grants if grant.pushed is None]
             if num_sent := self._send_grants(worker, left):
                 self.counters["grants_sent_again"] += num_sent
 
@@ -826,13 +861,14 @@ class Engine:
         worker, push, size = self._grants.owner(pushed.grants[0]), pushed.push, self.settings.records_per_batch
         applied = []
         for grant, item in zip(pushed.grants, push.batches, strict=True):
-            lo, hi = worker.partition.offsets(grant.batch, size)
-            applied.append(AppliedBatch(lo, hi, grant.granted_at_s, item))
+            number, there = grant.batch_id
+            lo, hi = grant.partition.offsets(there, size)
+            applied.append(AppliedBatch(number, there, lo, hi, grant.granted_at_s, item))
+            grant.partition.leader_epoch = item.leader_epoch
             absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
             self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
         worker.moved += pushed.max_change
-        worker.partition.leader_epoch = push.batches[-1].leader_epoch
-        self._durability.applied(worker.partition)
+        self._durability.applied(worker, len(applied))
         self._settling.applied(worker, push)
         return AppliedSet(push, pushed.received_at_s, tuple(applied))
 
@@ -847,27 +883,29 @@ class Engine:
         if self.policy.exact_version and self._grants:
             return False
         number, skip = self._skips.popitem()
-        worker, size = self._workers[number], self.settings.records_per_batch
-        partition, first = worker.partition, worker.applied
+        worker, size = self._owners[number], self.settings.records_per_batch
+        partition, first = self._partitions[number], self._partitions[number].applied
         if not (first == partition.announced < skip.until and self._settling.is_whole(worker)):
             return False  # something came meanwhile: the worker sends it again
         lo, hi = partition.offsets(first, size)[0], partition.offsets(skip.until, size)[0]
-        count = skip.until - first
         pushed = PushedBatch(
-            batch=first, grant_id=self._grants.next_number(), n_samples=0, loss_sum=0.0,
+            batch=-1, grant_id=self._grants.next_number(), n_samples=0, loss_sum=0.0,
             gaps=_behind(skip.gaps, lo), lost=_behind(skip.lost, lo),
         )  # fmt: skip
         push = Push(
-            worker=number, session=worker.session, term=self.term, version=self.version, key="", batches=(pushed,),
-            market=worker.market,
+            worker=worker.number, session=worker.session, term=self.term, version=self.version, key="",
+            batches=(pushed,), market=worker.market,
         )  # fmt: skip
-        partition.skip_to(skip.until)
-        self._durability.applied(partition)
-        self.policy.skipped(number, count)
+        count = worker.queue.skip(partition, skip.until)
+        worker.applied += count
+        self._durability.applied(worker, count)
+        self.policy.skipped(worker.number, count)
         self._grants.note_change(worker)
         self.batches_total += count
         self.empty_updates += 1
-        self._make_version((AppliedSet(push, self._now, (AppliedBatch(lo, hi, self._now, pushed, count),)),))
+        self._make_version(
+            (AppliedSet(push, self._now, (AppliedBatch(number, first, lo, hi, self._now, pushed, count),)),)
+        )
         return True
 
     # --- durability, time and the end ---------------------------------------------------------------------------------
@@ -885,12 +923,11 @@ class Engine:
             self._actions.extend(self._settling.ask(self._now))
 
     def _on_stored(self, event: CheckpointStored) -> None:
-        partitions = self._durability.stored(event.version)
-        if partitions is None:
+        advanced = self._durability.stored(event.version)
+        if advanced is None:
             raise self._illegal(f"checkpoint of version {event.version} was not ordered")
-        for partition in partitions:
-            worker = self._owners[partition.number].number
-            self._actions.append(Durable(term=self.term, worker=worker, until=partition.durable))
+        for worker, (until, batches) in advanced.items():
+            self._actions.append(Durable(term=self.term, worker=worker.number, until=until, batches=batches))
         if self.stopping is not None and event.version == self.version:
             self.finished = self.stopping
             self._publish(self.version)  # the evaluator's last measurement is of this version
@@ -901,9 +938,9 @@ class Engine:
             self._remove(worker, "lease")
         for worker, since_s in self._limits.overdue(self._now):
             worker.stalled = True
-            void = tuple(worker.partition.computing_grants)
+            void = tuple(worker.queue.computing_grants)
             self._requeue_all(worker, "timeout")
-            worker.partition.timed_out, worker.partition.timed_out_since_s = void, since_s
+            worker.queue.timed_out, worker.queue.timed_out_since_s = void, since_s
         # A server that starts again on a finished job has nothing to add to it.
         self._stop_by_progress()
         if self._first_update_at_s is not None:
@@ -940,8 +977,10 @@ class Engine:
 
 def _require_fit(snapshot: EngineSnapshot, settings: EngineSettings) -> None:
     n = settings.num_workers
-    if {len(snapshot.origins), len(snapshot.applied), len(snapshot.sessions)} != {n}:
-        raise ValueError(f"expected {n} workers, got origins {snapshot.origins} and applied {snapshot.applied}")
+    if len(snapshot.sessions) != n:
+        raise ValueError(f"expected {n} workers, got a state of {len(snapshot.sessions)}")
+    if not snapshot.origins or len(snapshot.origins) != len(snapshot.applied):
+        raise ValueError(f"expected partitions, got origins {snapshot.origins} and applied {snapshot.applied}")
     if snapshot.records_per_batch != settings.records_per_batch:
         raise ValueError(f"expected {snapshot.records_per_batch} records per batch, got {settings.records_per_batch}")
 

@@ -141,6 +141,8 @@ class DropGradient(Action, frozen=True):
 class AppliedBatch(msgspec.Struct, frozen=True):
     """One batch of an update, with what its worker reported; or `count` of them, which hold no record."""
 
+    partition: int
+    number: int
     lo: int
     hi: int
     granted_at_s: float
@@ -237,4 +239,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str = ""  # see `doll.records.control.TermStarted`; "": of an earlier release
     empty_updates: int = 0  # of `version`, those that learned no sample
     refusals: RefusalState = RefusalState()
+    by_worker: tuple[
+        int, ...
+    ] = ()  # batches in the model that each worker has computed or skipped; (): by `assignment`
     leader_epochs: tuple[int, ...] = ()  # of each partition's last applied batch (`PushedBatch`); (): not known

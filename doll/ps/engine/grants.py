@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from doll.errors import IllegalEventError
+from doll.ps.engine.batch_queue import ActiveGrant, PushedSet
 from doll.ps.engine.membership import Worker
-from doll.ps.engine.partition_state import ActiveGrant, PushedSet
 from doll.ps.policies.base import BatchId, Policy
 
 
@@ -27,11 +27,12 @@ class Grants:
         changed: workers whose counters the policy does not know yet, in the order of the changes.
     """
 
-    def __init__(self, owners: Sequence[Worker], policy: Policy) -> None:
+    def __init__(self, workers: Sequence[Worker], owners: Sequence[Worker], policy: Policy) -> None:
         """`owners`: the worker that serves each partition."""
         self.num_waiting = self.num_computing = self.num_held = 0
         self.named_versions: dict[int, int] = {}
-        self.changed: dict[int, None] = dict.fromkeys(range(len(owners)))
+        self.changed: dict[int, None] = dict.fromkeys(range(len(workers)))
+        self._workers = workers
         self._owners = owners
         self._policy_name = policy.name
         self._is_exact = policy.exact_version
@@ -57,7 +58,7 @@ class Grants:
 
     def owner(self, grant: ActiveGrant) -> Worker:
         """The worker whose batch is granted."""
-        return self._owners[grant.partition]
+        return self._workers[grant.worker]
 
     def next_number(self) -> int:
         """A number that no grant of this term has."""
@@ -72,7 +73,7 @@ class Grants:
 
     def grant(self, worker: Worker, version: int, min_version: int, now: float) -> ActiveGrant:
         """Grant the worker's first waiting batch."""
-        grant = worker.partition.grant(next(self._numbers), version, min_version, now)
+        grant = worker.queue.grant(next(self._numbers), worker.number, version, min_version, now)
         self._standing[grant.number] = grant
         self.num_computing += 1
         self.named_versions[version] = self.named_versions.get(version, 0) + 1
@@ -95,17 +96,17 @@ class Grants:
     def hold(self, pushed: PushedSet) -> Worker:
         """The gradient of this set is at the server; returns the set's worker."""
         worker = self.owner(pushed.grants[0])
-        worker.partition.hold(pushed)
+        worker.queue.hold(pushed)
         self.num_computing -= len(pushed.grants)
         self.num_held += len(pushed.grants)
         for grant in pushed.grants:
-            self._held[grant.number] = BatchId(grant.partition, grant.batch)
+            self._held[grant.number] = grant.batch_id
         self.note_change(worker)
         return worker
 
     def take_back(self, worker: Worker, batch: int) -> list[ActiveGrant]:
         """Return `batch` and every later one of this worker without a gradient to the queue: the latest first."""
-        taken = worker.partition.take_back(batch)
+        taken = worker.queue.take_back(batch)
         self.num_computing -= len(taken)
         for grant in taken:
             del self._standing[grant.number]
@@ -119,7 +120,7 @@ class Grants:
             IllegalEventError: the batch is not the last one under way of its worker, or others are in its set.
         """
         worker = self._owners[batch_id.partition]
-        grant = worker.partition.give_back(batch_id.number)
+        grant = worker.queue.give_back(batch_id)
         if grant is None or grant.pushed is None or len(grant.pushed.grants) > 1:
             raise IllegalEventError(
                 f"policy {self._policy_name} voids batch {batch_id.number} of partition {batch_id.partition}: expected "
@@ -134,13 +135,13 @@ class Grants:
         """Count these batches as applied; returns their sets in the order of their first grants.
 
         Raises:
-            IllegalEventError: a batch is not the first held one of its partition, a set is not complete, or a gradient
+            IllegalEventError: a batch is not the first held one of its worker, a set is not complete, or a gradient
                 of this version would be left behind.
         """
         applied: dict[PushedSet, int] = {}
         for batch_id in group:
             worker = self._owners[batch_id.partition]
-            grant = worker.partition.apply(batch_id.number)
+            grant = worker.queue.apply(batch_id)
             if grant is None or grant.pushed is None:
                 raise IllegalEventError(
                     f"policy {self._policy_name} applies batch {batch_id.number} of partition {batch_id.partition} "
@@ -148,6 +149,7 @@ class Grants:
                 )
             del self._standing[grant.number], self._held[grant.number]
             self.num_held -= 1
+            worker.applied += 1
             applied[grant.pushed] = applied.get(grant.pushed, 0) + 1
             self.note_change(worker)
         for pushed, num_applied in applied.items():
@@ -177,15 +179,15 @@ class Grants:
 
     def check_invariants(self, version: int, *, is_ending: bool) -> None:
         """Assert what must hold after every event; for tests."""
-        for worker in self._owners:
-            worker.partition.check_invariants()
+        for worker in self._workers:
+            worker.queue.check_invariants()
             assert worker.waiting == _grantable(worker)
             assert worker.is_live or not worker.computing, "nobody waits for a worker that is gone"
-        assert self.num_held == len(self._held) == sum(worker.held for worker in self._owners)
-        assert self.num_computing == len(self) - len(self._held) == sum(worker.computing for worker in self._owners)
+        assert self.num_held == len(self._held) == sum(worker.held for worker in self._workers)
+        assert self.num_computing == len(self) - len(self._held) == sum(worker.computing for worker in self._workers)
         assert list(self._standing) == sorted(self._standing)
         assert set(self._held) == {number for number, grant in self._standing.items() if grant.held}
-        assert self.num_waiting == sum(worker.waiting for worker in self._owners)
+        assert self.num_waiting == sum(worker.waiting for worker in self._workers)
         named = Counter(grant.version for grant in self._standing.values() if grant.names)
         assert self.named_versions == named, "the weights of a grant live until it is answered or void, and no longer"
         for grant in self._standing.values():
@@ -199,4 +201,4 @@ class Grants:
 
 def _grantable(worker: Worker) -> int:
     """Batches of this worker that may be granted now."""
-    return len(worker.partition.waiting) if worker.is_live and not worker.stalled else 0
+    return len(worker.queue.waiting) if worker.is_live and not worker.stalled else 0

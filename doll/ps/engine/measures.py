@@ -36,8 +36,9 @@ class PolicyMeasures:
         # Gradients of exact versions are of the newest one, and many: nothing is kept for them, and one comparison each
         # is enough.
         exact = engine.policy.exact_version
+        self._learned = [worker.applied for worker in engine.workers()]  # batches of each worker in the model
         self._meter = StalenessMeter(
-            [worker.applied for worker in engine.workers()],
+            self._learned,
             version=engine.version,
             history=0 if exact else HISTORY,
             all_up_to=0 if exact else ALL_UP_TO,
@@ -86,20 +87,23 @@ class PolicyMeasures:
                 continue
             if (count := item.batches[0].count) > 1:
                 self._meter.skipped(push.worker, count)
+                self._learned[push.worker] += count
                 continue
+            clock = self._learned[push.worker]
+            self._learned[push.worker] += len(push.batches)
             if push.batches[0].version in (_AS_PUSH, push.version):
-                self._meter.read(push.worker, push.version, push.batches[0].batch, len(push.batches))
+                self._meter.read(push.worker, push.version, clock, len(push.batches))
             else:  # versions rise from batch to batch, and the push has the last one
-                for batch in push.batches:
+                for at, batch in enumerate(push.batches, clock):
                     version = push.version if batch.version == _AS_PUSH else batch.version
-                    self._meter.read(push.worker, version, batch.batch)
+                    self._meter.read(push.worker, version, at)
             self._add_times(item)
             if push.version > self._read.get(push.worker, _FIRST_READ):
                 self._read[push.worker] = push.version
                 self._read_bytes += push.delta_bytes or self._weights_bytes
         for item in update.sets:
             if item.push.batches and item.batches[0].count == 1:
-                self._meter.applied(item.push.worker, update.version, item.push.batches[-1].batch + 1)
+                self._meter.applied(item.push.worker, update.version, self._learned[item.push.worker])
 
     def _add_times(self, item: AppliedSet) -> None:
         push = item.push

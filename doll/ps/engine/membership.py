@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from doll.ps.engine.batch_queue import BatchQueue
 from doll.ps.engine.events import EngineAction, SendHello
-from doll.ps.engine.partition_state import Partition
 from doll.ps.policies.base import BatchId
 from doll.records.control import Fence, Join
 
@@ -24,14 +24,15 @@ _FENCED_REMEMBERED: Final = 16
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker: the process that embodies it, and its counters over the partition that it serves."""
+    """One worker: the process that embodies it, and its queue of batches."""
 
     number: int
-    partition: Partition
+    queue: BatchQueue
     session: int
     process: str
     incarnation: int  # the highest that has joined: machines of lower ones are fenced
     restarts: int  # processes that have taken over from an earlier one
+    applied: int = 0  # of its batches, in the model
     market: str = ""  # of its machine, from its last gradient
     fenced: deque[str] = field(default_factory=lambda: deque(maxlen=_FENCED_REMEMBERED))  # processes
     joined: bool = False  # this server has seen its Join
@@ -52,28 +53,24 @@ class Worker:
 
     @property
     def held(self) -> int:
-        return self.partition.held
+        return self.queue.held
 
     @property
     def first_held(self) -> BatchId:
-        return BatchId(self.partition.number, self.partition.held_grants[0].batch)
+        return self.queue.held_grants[0].batch_id
 
     @property
     def held_change(self) -> float:
-        grants = self.partition.held_grants
+        grants = self.queue.held_grants
         return grants[0].pushed.max_change if grants and grants[0].pushed is not None else 0.0
 
     @property
     def computing(self) -> int:
-        return self.partition.computing
-
-    @property
-    def applied(self) -> int:
-        return self.partition.applied
+        return self.queue.computing
 
     @property
     def first_waiting(self) -> int:
-        return self.partition.waiting[0]
+        return self.queue.waiting[0].position
 
 
 class Membership:

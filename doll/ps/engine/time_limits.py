@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from doll.ps.engine.batch_queue import ActiveGrant
 from doll.ps.engine.membership import Worker
-from doll.ps.engine.partition_state import ActiveGrant, Partition
 from doll.ps.policies.base import Policy
 
 
@@ -32,7 +32,7 @@ class TimeLimits:
 
     def granted(self, worker: Worker, grant: ActiveGrant, now: float) -> None:
         """The worker has been given this grant, its last one."""
-        if grant is worker.partition.computing_grants[0]:
+        if grant is worker.queue.computing_grants[0]:
             self._since_s[worker] = now
         elif worker in self._since_s and (grant.batch + 1) % self._batches_per_push == 0:
             # Until now no push was due: the worker may have waited for this grant.
@@ -75,18 +75,16 @@ class TimeLimits:
                 break
             is_set = self._takes_sets and worker.computing > 1
             limit_s = self.limit_s(worker) + (self._set_limit_s if is_set else 0.0)
-            if now - since_s > limit_s and self._is_push_due(worker.partition):
+            if now - since_s > limit_s and self._is_push_due(worker):
                 overdue.append((worker, since_s))
         return overdue
 
-    def _is_push_due(self, partition: Partition) -> bool:
+    def _is_push_due(self, worker: Worker) -> bool:
         """Whether the worker has been granted what it waits for before it pushes (`PolicyConfig.batches_per_push`)."""
-        size = self._batches_per_push
-        return size == 1 or partition.granted // size > partition.received // size
+        queue, size = worker.queue, self._batches_per_push
+        return size == 1 or queue.granted // size > queue.received // size
 
     def check_invariants(self, owners: list[Worker]) -> None:
         """Assert what must hold after every event; for tests."""
-        running = {
-            worker for worker in owners if worker.computing and worker.partition.computing_grants[0].pushed is None
-        }
+        running = {worker for worker in owners if worker.computing and worker.queue.computing_grants[0].pushed is None}
         assert set(self._since_s) == running

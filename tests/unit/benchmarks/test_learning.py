@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import record_builders
 import torch
 from benchmarks.paper.learning import Learner
 from doll.config import SgdConfig
@@ -12,7 +13,6 @@ from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.records.control import Grant
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from examples.digits.task import Digits
@@ -65,4 +65,8 @@ def test_lost_batches_are_computed_again_and_none_is_kept() -> None:
 
 def test_a_grant_of_another_version_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a grant of version 0, got one of 7"):
-        learner().grant(Grant(term=1, worker=0, session=1, first=0, grant_ids=(1,), version=7, min_version=7, key=""))
+        learner().grant(
+            record_builders.grant_of(
+                term=1, worker=0, session=1, first=0, grant_ids=(1,), version=7, min_version=7, key=""
+            )
+        )

@@ -6,6 +6,7 @@ import random
 from itertools import product
 
 import pytest
+import record_builders
 from doll.config import JobConfig, dump, parse
 from doll.config.fingerprint import MAY_CHANGE, difference, differences, job_fields, make_fingerprint, refused_changes
 from doll.config.fingerprint import parse as fields_of
@@ -143,9 +144,7 @@ def test_the_documented_list_is_the_one_that_is_enforced() -> None:
 
 
 def welcome(term: int, fingerprint: str) -> Welcome:
-    return Welcome(
-        term=term, worker=0, process="me", session=7, origin=0, next_batch=0, fingerprint=fingerprint
-    )  # fmt: skip
+    return record_builders.welcome(0, term=term, session=7, fingerprint=fingerprint)
 
 
 def test_a_later_server_of_another_job_file_ends_the_worker_by_the_name_of_what_differs() -> None:

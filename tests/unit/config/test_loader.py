@@ -55,7 +55,7 @@ def test_two_keys_make_a_job() -> None:
         ("data.samples_per_record=7", "data: samples_per_record must divide batch_size, got 7 and 64"),
         ("data.start=middle", "data.start: input should be 'earliest' or 'latest', got 'middle'"),
         ("arrivals.rate_per_s=-1", "arrivals.rate_per_s: input should be greater than 0, got -1"),
-        ("arrivals.rate_per_s=[1,2]", r"arrivals.rate_per_s: expected 4 rates \(data.workers\), got 2"),
+        ("arrivals.rate_per_s=[1,2]", r"rate_per_s: expected 4 rates \(data.partitions or data.workers\), got 2"),
         ("arrivals.process=trace", "arrivals: expected 'trace' .* exactly when process is 'trace'"),
         ("arrivals.trace=gaps.txt", "arrivals: expected 'trace' .* exactly when process is 'trace'"),
         ("fleet.kind=docker", "fleet.kind: expected one of processes, compose, ec2, got 'docker'"),

@@ -38,8 +38,6 @@ JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {work
 class ScriptedReader(ChunkReader):
     """Delivers what the test says from a thread of its own, and remembers what it was told."""
 
-    log_end = -1
-
     def __init__(self, script: Callable[[ScriptedReader], None]) -> None:
         self._script = script
         self.deliver: Callable[[Delivery], object]
@@ -67,11 +65,14 @@ class ScriptedReader(ChunkReader):
     def resume(self) -> None:
         self.calls.append("resume")
 
-    def seek(self, offset: int) -> None:
+    def seek(self, partition: int, offset: int) -> None:
         self.calls.append(f"seek {offset}")
         self.sought.set()
 
-    def commit(self, offset: int) -> None:
+    def log_end(self, partition: int) -> int:
+        return -1
+
+    def commit(self, partition: int, offset: int) -> None:
         self.calls.append(f"commit {offset}")
 
     def close(self) -> None:
@@ -93,7 +94,7 @@ class Rig:
         )  # fmt: skip
 
     def durable(self, until_batch: int) -> None:
-        self.channel.command(Durable(term=3, worker=1, until=until_batch))
+        self.channel.command(Durable(term=3, worker=1, until={1: until_batch}, batches=until_batch))
 
     def stop(self) -> None:
         self.channel.command(Stop(term=3, reason="tested"))
@@ -120,7 +121,9 @@ def run(
 
 def test_chunks_become_batches_and_what_is_durable_is_committed(tmp_path: Path, nowhere: Services) -> None:
     def script(reader: ScriptedReader, rig: Rig) -> None:
-        reader.send(Chunk(range(110, 113), [b"a", None, b"c"]), Chunk([113, 115], [b"d", b"f"]), NoRecordBelow(118))
+        reader.send(
+            Chunk(1, range(110, 113), [b"a", None, b"c"]), Chunk(1, [113, 115], [b"d", b"f"]), NoRecordBelow(1, 118)
+        )
         until(lambda: rig.core.retained == 4, "four batches")
         rig.durable(7)
         until(lambda: "commit 114" in reader.calls, "the commit")
@@ -128,8 +131,8 @@ def test_chunks_become_batches_and_what_is_durable_is_committed(tmp_path: Path, 
 
     code, reader, rig = run(tmp_path, nowhere, script)
     assert (code, reader.closed) == (0, True)
-    assert rig.runtime.buffer.batcher.next_offset == 118
-    assert [batch.number for batch in rig.core._batches] == [7, 8]
+    assert rig.runtime.intakes[1].batcher.next_offset == 118
+    assert [batch.number for batch in rig.core.served[1].batches] == [7, 8]
 
 
 def test_faust_waits_for_nothing_at_the_start_and_at_the_end(
@@ -154,7 +157,7 @@ def test_faust_waits_for_nothing_at_the_start_and_at_the_end(
     monkeypatch.setattr(Service, "sleep", service_slept)
 
     def script(reader: ScriptedReader, rig: Rig) -> None:
-        reader.send(Chunk([110], [b"a"]))
+        reader.send(Chunk(1, [110], [b"a"]))
         rig.stop()
 
     assert run(tmp_path, nowhere, script)[0] == 0
@@ -177,7 +180,7 @@ def test_an_offset_that_the_log_does_not_hold_is_asked_about(
 
     def script(reader: ScriptedReader, rig: Rig) -> None:
         rig.channel.bounds = (low, 400)
-        reader.send(OutOfRange(110))
+        reader.send(OutOfRange(1, 110))
         assert reader.sought.wait(60)
         rig.stop()
 
@@ -187,7 +190,7 @@ def test_an_offset_that_the_log_does_not_hold_is_asked_about(
 
 def test_a_truncated_log_ends_the_process_for_good(tmp_path: Path, nowhere: Services) -> None:
     def script(reader: ScriptedReader, rig: Rig) -> None:
-        reader.send(Truncated(110, "leader epoch 3"))
+        reader.send(Truncated(1, 110, "leader epoch 3"))
 
     code, reader, _ = run(tmp_path, nowhere, script)
     assert (code, reader.sought.is_set()) == (ConfigError.exit_code, False)
@@ -195,17 +198,17 @@ def test_a_truncated_log_ends_the_process_for_good(tmp_path: Path, nowhere: Serv
 
 def test_the_leader_epoch_of_its_records_stays_with_a_batch(tmp_path: Path, nowhere: Services) -> None:
     def script(reader: ScriptedReader, rig: Rig) -> None:
-        reader.send(Chunk(range(110, 112), [b"a", b"b"], 4), Chunk(range(112, 114), [b"c", b"d"], 5))
+        reader.send(Chunk(1, range(110, 112), [b"a", b"b"], 4), Chunk(1, range(112, 114), [b"c", b"d"], 5))
         until(lambda: rig.core.retained == 2, "two batches")
         rig.stop()
 
     _, _, rig = run(tmp_path, nowhere, script)
-    assert [batch.leader_epoch for batch in rig.core._batches] == [4, 5]
+    assert [batch.leader_epoch for batch in rig.core.served[1].batches] == [4, 5]
 
 
 def test_a_full_buffer_pauses_the_reader_and_room_resumes_it(tmp_path: Path, nowhere: Services) -> None:
     def script(reader: ScriptedReader, rig: Rig) -> None:
-        reader.send(Chunk(range(110, 140), [b"x"] * 30))  # 15 batches; 4 fit into the core
+        reader.send(Chunk(1, range(110, 140), [b"x"] * 30))  # 15 batches; 4 fit into the core
         until(lambda: rig.core.retained == 4, "four batches")
         assert reader.calls == ["pause"]
         for batch in range(6, 16):

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import record_builders
 import torch
 from doll.consumers.compute.step_model import StepModel
 from doll.errors import ConfigError, TaskError
 from doll.model.flat_model import FlatModel
 from doll.pipeline.planner.cut import even_stops
 from doll.pipeline.profiling.layers import layers_of
-from doll.records.control import Grant
 from odd_models import CASES, REFUSED, UNSEEN, case_of, odd_samples
 from pipeline_rig import Rig, answer
 from process_checks import is_gone
@@ -110,7 +110,7 @@ def test_gradient_buffers_and_steps_are_those_of_the_undivided_model(make_rig: C
             steps.offer(weights)
         x, y = odd_samples(CASES[name], number, size)
         done = answer(rig.submit(number, weights, x.copy(), y.copy(), min_version=weights.version))
-        order = Grant(
+        order = record_builders.grant_of(
             term=1, worker=0, session=1, first=number, grant_ids=(number,), version=weights.version, min_version=0,
             key=weights.key, included=weights.included,
         )  # fmt: skip

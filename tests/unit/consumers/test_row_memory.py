@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+import record_builders
 from doll.config import parse
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.optim.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowSgd
-from doll.records.control import GetRows, Grant, RowsStored
+from doll.records.control import GetRows, RowsStored
 from doll.storage.blobs import rows_key
 from doll.storage.sections import decode_row_request, encode_rows
 from doll.tables.rows import Rows, TableShape
@@ -52,7 +53,7 @@ class Worker:
         )
 
     def batch(self, number: int, **ids: np.ndarray) -> None:
-        grant = Grant(
+        grant = record_builders.grant_of(
             term=1, worker=0, session=3, first=number, grant_ids=(number + 1,), version=0, min_version=0, key="w",
             included=number,
         )  # fmt: skip

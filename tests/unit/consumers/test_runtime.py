@@ -22,6 +22,7 @@ from doll.errors import DollError, ServiceUnavailableError, TaskError
 from doll.kafka.chunk_reader import Chunk
 from doll.process.health import Heartbeat
 from doll.records.control import Alive, Announce, AnyRecord, Durable, Leave, Nack, Push, Stop
+from record_builders import announce
 from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeMainLoop, FakeReader
 from worker_records import grant, welcome
 
@@ -34,8 +35,12 @@ def decode_records(records: Records) -> Decoded:
     """One sample per record; a record without value is refused."""
     if any(value == b"away" for value in records.values):
         raise ServiceUnavailableError("Kafka does not take a dead letter")
-    usable = [offset for offset, value in zip(*records, strict=True) if value]
-    refused = [Refused(offset, "empty", 1, True) for offset, value in zip(*records, strict=True) if not value]
+    usable = [offset for offset, value in zip(records.offsets, records.values, strict=True) if value]
+    refused = [
+        Refused(offset, "empty", 1, True)
+        for offset, value in zip(records.offsets, records.values, strict=True)
+        if not value
+    ]
     zeros = np.zeros((len(usable), 1), np.float32)
     return Decoded(zeros, np.zeros(len(usable), np.int64), np.array(usable, np.int64), refused)
 
@@ -78,8 +83,8 @@ class Rig:
 
     def feed(self, *values: bytes | None) -> None:
         """The next records of the stream, as one chunk."""
-        first = self.runtime.buffer.batcher.next_offset
-        self.runtime.feed(Chunk(range(first, first + len(values)), list(values)))
+        first = self.runtime.intakes[1].batcher.next_offset
+        self.runtime.feed(Chunk(1, range(first, first + len(values)), list(values)))
 
     async def announce(self, count: int) -> None:
         """`count` good batches, announced."""
@@ -130,10 +135,10 @@ async def test_a_batch_is_decoded_and_announced(start: Callable[..., Rig]) -> No
     rig = start()
     rig.feed(b"a", None, b"b")
     await rig.until(lambda: rig.channel.sent)
-    assert rig.channel.sent == [Announce(worker=1, session=7, first=5, until=6)]
+    assert rig.channel.sent == [announce(1, 7, 5, 6)]
     assert rig.core.next_offset == 112
-    assert rig.core.next_batch == 6
-    assert rig.core._batches[0].dead == (111,)
+    assert rig.core.served[rig.core.worker].next_batch == 6
+    assert rig.core.served[1].batches[0].dead == (111,)
 
 
 async def test_no_more_is_decoded_than_the_core_has_room_for(start: Callable[..., Rig]) -> None:
@@ -144,7 +149,7 @@ async def test_no_more_is_decoded_than_the_core_has_room_for(start: Callable[...
     for _ in range(20):
         await asyncio.sleep(0)
     assert (rig.core.retained, len(rig.runtime.buffer)) == (4, 2)
-    rig.channel.command(Durable(term=3, worker=1, until=6))
+    rig.channel.command(Durable(term=3, worker=1, until={1: 6}, batches=6))
     await rig.until(lambda: len(rig.runtime.buffer) == 1)
     assert rig.reader.committed == [112]
 
@@ -166,7 +171,7 @@ async def test_batches_are_decoded_side_by_side_and_announced_in_order(start: Ca
     assert (rig.channel.sent, rig.core.retained) == ([], 0)  # the one before is not there
     first[1].set_result(decode_records(first[0]))
     await rig.until(lambda: rig.core.retained == 2)
-    assert [record.first for record in rig.channel.of(Announce)] == [5, 6]
+    assert [record.runs[0].first for record in rig.channel.of(Announce)] == [5, 6]
     await rig.until(lambda: len(decoder.waiting) == 3)
 
 
@@ -193,10 +198,10 @@ async def test_the_stream_pauses_when_the_buffer_is_full_and_resumes_when_it_is_
     assert rig.reader.paused
     await rig.until(lambda: rig.core.retained == 4)
     assert rig.reader.paused  # four are left
-    rig.channel.command(Durable(term=3, worker=1, until=6))
+    rig.channel.command(Durable(term=3, worker=1, until={1: 6}, batches=6))
     await rig.until(lambda: rig.core.retained == 4 and len(rig.runtime.buffer) == 3)
     assert rig.reader.paused
-    rig.channel.command(Durable(term=3, worker=1, until=7))
+    rig.channel.command(Durable(term=3, worker=1, until={1: 7}, batches=7))
     await rig.until(lambda: len(rig.runtime.buffer) == 2)
     assert not rig.reader.paused
 
@@ -367,9 +372,9 @@ async def test_commands_that_are_none_are_skipped_and_stop_ends_the_process(star
 
 async def test_each_tick_beats_skips_offsets_without_records_and_leaves_in_time(start: Callable[..., Rig]) -> None:
     rig = start(without=("watch",))
-    rig.runtime.fetch_progress = (110, 113)  # three offsets without a record
-    await rig.until(lambda: rig.core.next_batch == 6)
-    assert rig.runtime.buffer.batcher.next_offset == 113
+    rig.runtime.intakes[1].progress = (110, 113)  # three offsets without a record
+    await rig.until(lambda: rig.core.served[rig.core.worker].next_batch == 6)
+    assert rig.runtime.intakes[1].batcher.next_offset == 113
     assert rig.heartbeat.report()["ready"]
     assert rig.main_loop.left == 0
     rig.departure.leave_within(100.0, "notice")
@@ -394,10 +399,10 @@ async def test_grants_are_answered_over_the_link_and_the_rest_goes_through_kafka
     rig, link = Rig(), OpenLink()
     rig.runtime._link = link  # type: ignore[assignment]
     rig.runtime._do(rig.core.tick(1.0))
-    leave, announce = Leave(worker=1, session=7, cause="x"), Announce(worker=1, session=7, first=5, until=6)
+    leave, announced = Leave(worker=1, session=7, cause="x"), announce(1, 7, 5, 6)
     nack = Nack(worker=1, session=7, batch=5, term=3, grant_id=1, reason="batch")
-    rig.runtime._do([Send(leave), Send(announce), Send(nack)])
-    assert (link.sent, rig.channel.sent) == ([nack], [Alive(worker=1, session=7), leave, announce])
+    rig.runtime._do([Send(leave), Send(announced), Send(nack)])
+    assert (link.sent, rig.channel.sent) == ([nack], [Alive(worker=1, session=7, next_offset=110), leave, announced])
     link.is_open = False
     rig.runtime._do([Send(nack)])
     assert rig.channel.sent[-1] == nack
@@ -463,16 +468,16 @@ async def test_between_two_questions_to_kafka_the_lag_follows_what_fetches_say(
     await rig.until(lambda: rig.core.lag == 10)
     monkeypatch.setattr(runtime, "ASK_KAFKA_EVERY_S", 1000.0)
     rig.channel.bounds = (0, 500)
-    rig.reader.log_end = 130
+    rig.reader.end = 130
     await rig.until(lambda: rig.core.lag == 20)
-    rig.reader.log_end = 115  # of a fetch before Kafka was asked
+    rig.reader.end = 115  # of a fetch before Kafka was asked
     await rig.until(lambda: rig.core.lag == 10)
 
 
 @pytest.mark.parametrize("records_left", [True, False])
 async def test_records_that_do_not_come_end_the_process(start: Callable[..., Rig], records_left: bool) -> None:
     rig = start(without=("tick", "watch"))
-    rig.runtime._stall_watch._timeout_s = 0.0
+    rig.runtime.intakes[1].watch._timeout_s = 0.0
     rig.channel.bounds, rig.channel.records_left = (0, 120), records_left
     task = asyncio.ensure_future(rig.runtime.watch())
     await rig.until(lambda: rig.runtime.exit.is_requested or (rig.core.lag == 0 and not records_left))

@@ -44,7 +44,7 @@ def test_a_missing_record_a_repeated_one_and_a_swapped_one_are_losses(before: tu
 
 
 @pytest.mark.parametrize(
-    "record", [Durable(term=3, worker=0, until=1), NewVersion(term=3, worker=0, version=1, key="")]
+    "record", [Durable(term=3, worker=0, until={0: 1}, batches=1), NewVersion(term=3, worker=0, version=1, key="")]
 )
 def test_a_record_for_the_other_end_or_for_kafka_is_refused(record: AnyRecord) -> None:
     worker, server = ends()

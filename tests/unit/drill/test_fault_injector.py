@@ -457,7 +457,7 @@ def test_a_broker_that_loses_the_end_of_its_log_is_a_follower(
 @pytest.mark.parametrize(
     ("kind", "command"),
     [
-        ("worker_late_grants", Grant(1, 1, 1, first=1, grant_ids=(1,), version=1, min_version=1, key="k")),
+        ("worker_late_grants", record_builders.grant_of(1, 1, (1,))),
         ("worker_late_settles", Settle(1, 1, 1, until=1)),
     ],
 )

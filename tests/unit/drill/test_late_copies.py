@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import record_builders
 from doll.config import parse
 from doll.control.link_state import TO_WORKER, LinkState
 from doll.drill import late_copies
@@ -19,7 +20,9 @@ CONFIG = parse("job: t\ntask: {class: 'a:B'}\ndata: {workers: 2}\n")
 
 
 def grant(number: int, worker: int = 1) -> Grant:
-    return Grant(term=1, worker=worker, session=1, first=number, grant_ids=(number,), version=1, min_version=1, key="k")
+    return record_builders.grant_of(
+        term=1, worker=worker, session=1, first=number, grant_ids=(number,), version=1, min_version=1, key="k"
+    )
 
 
 def stream(records: Sequence[AnyRecord]) -> bytes:
@@ -93,7 +96,7 @@ def test_commands_of_kafka_are_copied_too_and_only_of_the_kind_and_worker_asked_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settle = Settle(term=1, worker=0, session=1, until=4)
-    broker = Broker([settle, grant(1, worker=0), Durable(term=1, worker=0, until=3)])
+    broker = Broker([settle, grant(1, worker=0), Durable(term=1, worker=0, until={0: 3}, batches=3)])
     copies = opened(monkeypatch, broker)
     copies.poll(0.0)
     assert copies.send_later(1, Grant, 1.0, 0.0, seed=1) is None

@@ -24,7 +24,9 @@ def update(time_s: float, term: int = 1, version: int = 1) -> Update:
 
 
 def dead_in(time_s: float, partition: int, offset: int) -> Update:
-    member = Member(worker=partition, batch=0, lo=0, hi=8, n_samples=7, base_version=0, dead=(offset,))
+    member = Member(
+        worker=partition, partition=partition, batch=0, lo=0, hi=8, n_samples=7, base_version=0, dead=(offset,)
+    )
     return msgspec.structs.replace(update(time_s), members=(member,))
 
 

@@ -17,7 +17,17 @@ from confluent_kafka import Producer, TopicPartition
 from doll.config import JobConfig, parse
 from doll.drill.actions import truncate_log
 from doll.kafka import chunk_reader, topics
-from doll.kafka.chunk_reader import Chunk, ChunkReader, Delivery, Learned, NoRecordBelow, OutOfRange, Truncated
+from doll.kafka.chunk_reader import (
+    NOTHING_LEARNED,
+    Chunk,
+    ChunkReader,
+    Delivery,
+    Learned,
+    NoRecordBelow,
+    OutOfRange,
+    ReadFrom,
+    Truncated,
+)
 from doll.kafka.clients import kafka_settings, make_admin, make_consumer
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import Partition
@@ -47,7 +57,8 @@ class Rig:
     def __init__(self, config: JobConfig, services: Services, start: int, **bounds: Any) -> None:
         self.config, self.services = config, services
         self.partition = Partition(config.topic("samples"), 0)
-        self.reader = ChunkReader(config, services, self.partition, group=GROUP, start=start, **bounds)
+        read = ReadFrom(0, start, bounds.pop("learned", NOTHING_LEARNED))
+        self.reader = ChunkReader(config, services, self.partition.topic, [read], group=GROUP, **bounds)
         self.deliveries: queue.Queue[Delivery] = queue.Queue()
         self.reader.start(self.deliveries.put)
 
@@ -111,9 +122,9 @@ def make_rig(config: JobConfig, services: Services) -> Iterator[Callable[..., Ri
 
 def test_each_fetch_says_where_the_log_ends(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig()
-    assert rig.reader.log_end < 0
+    assert rig.reader.log_end(0) < 0
     rig.write(*[b"x"] * 30)
-    until(lambda: rig.reader.log_end == 30, "the end of the log, while nothing is taken")
+    until(lambda: rig.reader.log_end(0) == 30, "the end of the log, while nothing is taken")
 
 
 @pytest.mark.parametrize("bound", [1, 100, chunk_reader.MAX_CHUNK_RECORDS + 1])
@@ -179,7 +190,7 @@ def test_offsets_without_a_record_are_told_where_the_log_ends(make_rig: Callable
     assert rig.read(7) == {0: b"a", 1: b"b", 7: b"c"}
     while (told := rig.take_until(NoRecordBelow)).offset < 9:
         pass
-    assert told == NoRecordBelow(9)
+    assert told == NoRecordBelow(0, 9)
     # What is open holds back the end.
     producer.begin_transaction()
     producer.produce(rig.partition.topic, b"d", partition=0)
@@ -198,10 +209,10 @@ def test_an_offset_that_the_log_does_not_hold_is_told_and_reading_goes_on_only_b
     first.write(*[b"%d" % i for i in range(20)])
     first.delete_below(12)
     rig = make_rig(25 if beyond else 4)
-    assert rig.take() == OutOfRange(25 if beyond else 4)
+    assert rig.take() == OutOfRange(0, 25 if beyond else 4)
     with pytest.raises(queue.Empty):
         rig.deliveries.get(timeout=0.5)
-    rig.reader.seek(15)
+    rig.reader.seek(0, 15)
     assert rig.read(19) == {offset: b"%d" % offset for offset in range(15, 20)}
 
 
@@ -209,12 +220,12 @@ def test_what_is_durable_is_committed_in_the_groups_name(make_rig: Callable[...,
     rig = make_rig()
     rig.write(*[b"x"] * 30)
     rig.read(29)
-    rig.reader.commit(10)
+    rig.reader.commit(0, 10)
     until(lambda: rig.committed() == 10, "the commit")
-    rig.reader.commit(7)  # never back
-    rig.reader.commit(20)
+    rig.reader.commit(0, 7)  # never back
+    rig.reader.commit(0, 20)
     until(lambda: rig.committed() == 20, "the commit")
-    rig.reader.commit(30)
+    rig.reader.commit(0, 30)
     rig.reader.close()
     assert rig.committed() == 30
 
@@ -224,9 +235,9 @@ def test_a_pause_does_not_hold_up_commits(make_rig: Callable[..., Rig]) -> None:
     rig.write(*[b"x"] * 30)
     rig.read(29)
     rig.reader.pause()
-    rig.reader.commit(10)
+    rig.reader.commit(0, 10)
     until(lambda: rig.committed() == 10, "the commit")
-    rig.reader.commit(12)
+    rig.reader.commit(0, 12)
     until(lambda: rig.committed() == 12, "the commit")
 
 
@@ -302,7 +313,7 @@ def test_a_failure_of_whoever_takes_is_the_last_delivery(config: JobConfig, serv
         if len(got) == 1:
             raise RuntimeError("no room")
 
-    reader = ChunkReader(config, services, Partition(config.topic("samples"), 0), group=GROUP, start=0)
+    reader = ChunkReader(config, services, config.topic("samples"), [ReadFrom(0, 0)], group=GROUP)
     reader.start(deliver)  # what comes first is the end of the empty log
     until(lambda: len(got) == 2, "the failure")
     assert isinstance(got[1], RuntimeError)
@@ -313,12 +324,12 @@ def test_a_broker_that_hangs_does_not_hold_up_the_end(make_rig: Callable[..., Ri
     rig = make_rig()
     rig.write(b"x")
     rig.read(0)
-    rig.reader.commit(1)
+    rig.reader.commit(0, 1)
     until(lambda: rig.committed() == 1, "the commit")
     assert broker.pid is not None
     os.kill(broker.pid, signal.SIGSTOP)
     try:
-        rig.reader.commit(2)
+        rig.reader.commit(0, 2)
         began_s = time.monotonic()
         rig.reader.close()
         assert time.monotonic() - began_s < 30  # the library's own wait is 60 s and more
@@ -327,9 +338,9 @@ def test_a_broker_that_hangs_does_not_hold_up_the_end(make_rig: Callable[..., Ri
 
 
 def test_a_reader_is_closed_soon_also_without_kafka(config: JobConfig, nowhere: Services) -> None:
-    reader = ChunkReader(config, nowhere, Partition(config.topic("samples"), 0), group=GROUP, start=0)
+    reader = ChunkReader(config, nowhere, config.topic("samples"), [ReadFrom(0, 0)], group=GROUP)
     reader.start(lambda delivery: None)
-    reader.commit(10)
+    reader.commit(0, 10)
     began_s = time.monotonic()
     reader.close()
     assert time.monotonic() - began_s < 30  # the library's own wait for a coordinator is 45 s

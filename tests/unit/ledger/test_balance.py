@@ -138,7 +138,10 @@ def test_a_term_of_a_server_that_lost_the_race_changes_nothing() -> None:
             [term_started(1), update(1, 1, *((0, j) for j in range(11)))],
             "reaches offset 109, but the log ends at 100",
         ),
-        (durable(1, 1, 1, 0), [term_started(1), update(1, 1, (0, 0), (7, 0))], "expected a worker from 0 to 1, got 7"),
+        (
+            durable(1, 1, 1, 0), [term_started(1), update(1, 1, (0, 0), (7, 0))],
+            "expected a partition from 0 to 1, got 7",
+        ),
         (
             durable(1, 1, 1, 0),
             [msgspec.structs.replace(term_started(1), origins=(5, 0)), update(1, 1, (0, 0))],
@@ -304,7 +307,9 @@ def test_ten_million_offsets_take_a_moment() -> None:
     for version in range(1, versions + 1):
         lo = (version - 1) * rpb
         members = tuple(
-            Member(worker=n, batch=version - 1, lo=lo, hi=lo + rpb, n_samples=rpb, base_version=version - 1)
+            Member(
+                worker=n, partition=n, batch=version - 1, lo=lo, hi=lo + rpb, n_samples=rpb, base_version=version - 1
+            )
             for n in range(num)
         )
         records.append(Update(term=1, version=version, members=members, n_samples=num * rpb, loss=1.0))

@@ -76,6 +76,7 @@ def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_
         good = sum(fate[worker, offset] == "good" for offset in span)
         return Member(
             worker=worker,
+            partition=worker,
             batch=number,
             lo=lo,
             hi=lo + rpb,

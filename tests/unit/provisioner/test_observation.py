@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import record_builders
 from doll.provisioner.observation import Observed
 from doll.records.control import (
     Alive,
@@ -33,10 +34,9 @@ def observed(slots: int = 2, **more: Any) -> Observed:
 
 
 def welcome(worker: int, incarnation: int, session: int, process: str = "") -> Welcome:
-    return Welcome(
-        term=1, worker=worker, process=process or f"p{worker}.{incarnation}", session=session, origin=0,
-        next_batch=0, fingerprint="", incarnation=incarnation,
-    )  # fmt: skip
+    return record_builders.welcome(
+        worker, process=process or f"p{worker}.{incarnation}", session=session, incarnation=incarnation
+    )
 
 
 def update(version: int, term: int = 1, **more: Any) -> Update:
@@ -147,7 +147,9 @@ def test_errors_in_both_measures() -> None:
 def test_service_time_is_the_mean_over_batches() -> None:
     model = observed()
     assert math.isnan(model.service_s)
-    member = Member(worker=0, batch=0, lo=0, hi=1, n_samples=1, base_version=0, compute_s=0.1, fetch_s=0.2, store_s=0.3)
+    member = Member(
+        worker=0, partition=0, batch=0, lo=0, hi=1, n_samples=1, base_version=0, compute_s=0.1, fetch_s=0.2, store_s=0.3
+    )
     model.feed(Update(term=1, version=1, members=(member, member), n_samples=2, loss=1.0), T0)
     assert model.service_s == pytest.approx(0.6)
 

@@ -149,7 +149,7 @@ def test_the_slowest_stream_goes_first_and_then_the_slowest_worker() -> None:
     assert scene.until_released().released == (2,)
     even = Scene()
     members = tuple(
-        Member(worker=slot, batch=0, lo=0, hi=1, n_samples=1, base_version=0, compute_s=took_s)
+        Member(worker=slot, partition=slot, batch=0, lo=0, hi=1, n_samples=1, base_version=0, compute_s=took_s)
         for slot, took_s in enumerate((0.1, 0.5, 0.2, 0.2))
     )
     even.step()
@@ -163,8 +163,8 @@ def computed(losses: tuple[float, ...], *, held_back: bool) -> Update:
     """A batch of each slot with two samples of these mean losses; slot 1 is the slowest."""
     members = tuple(
         Member(
-            worker=slot, batch=0, lo=0, hi=2, n_samples=2, base_version=0, compute_s=0.5 if slot == 1 else 0.1,
-            loss_sum=2 * loss, held_back=held_back,
+            worker=slot, partition=slot, batch=0, lo=0, hi=2, n_samples=2, base_version=0,
+            compute_s=0.5 if slot == 1 else 0.1, loss_sum=2 * loss, held_back=held_back,
         )
         for slot, loss in enumerate(losses)
     )  # fmt: skip

@@ -80,7 +80,7 @@ def most_named(seeds: range) -> int:
         world = World(SspPolicyConfig(staleness=5, under_way=6))
         for step in random_steps(seed, 1500):
             play(world, [step])
-            standing = [worker.partition.computing_grants for worker in world.engine.workers()]
+            standing = [worker.queue.computing_grants for worker in world.engine.workers()]
             most = max(most, *(sum(grant.names for grant in grants) for grants in standing))
     return most
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from doll.config import StopConfig
 from doll.config.policy import PolicyConfig
-from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, GradientDone, Send, WorkerCore
+from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, GradientDone, Send, WorkerCore, part_of
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine, EngineSettings
 from doll.ps.policies import make_policy
@@ -19,9 +19,10 @@ from doll.ps.policies.essp import EsspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
 from doll.ps.policies.wsp import WspPolicyConfig
-from doll.records.control import Alive, Announce, AnyRecord, Durable, Grant, Hello, Join, Push, Welcome
+from doll.records.control import Alive, AnyRecord, Durable, Grant, Hello, Join, Push, Welcome
 from msgspec import structs
 from pushes import push_of
+from record_builders import announce
 
 TIMEOUT_S, SET_LIMIT_S, PENDING = 30.0, 2.0, 64
 
@@ -101,7 +102,10 @@ class SlowWorkers:
     def read(self, worker: int) -> None:
         core = self.cores[worker]
         while core.has_room:
-            self.do(worker, core.batch_ready(Batch(core.next_batch, None, 1, self.now)))
+            self.do(
+                worker,
+                core.batch_ready(Batch(core.served[core.worker].next_batch, None, 1, self.now, partition=worker)),
+            )
 
     def do(self, worker: int, actions: object) -> None:
         assert isinstance(actions, list)
@@ -149,7 +153,7 @@ class SlowWorkers:
             is_kept=is_kept, holds=() if is_kept else tuple(held),
         )  # fmt: skip
         if item.at < len(batches):
-            rest = structs.replace(grant, first=grant.first + item.at, grant_ids=grant.grant_ids[item.at :])
+            rest = part_of(grant, item.at)
             queue.appendleft(Computing(Compute(rest, batches[item.at :])))
         self.do(worker, core.gradient_done(grant, batches, done, self.now))
 
@@ -239,7 +243,7 @@ class Bench:
         return actions
 
     def announce(self, worker: int, until: int) -> Grant:
-        event = Announce(worker=worker, session=self.sessions[worker], first=0, until=until)
+        event = announce(worker, self.sessions[worker], 0, until)
         return grants_of(self.handle(event))[0]
 
     def wait(self, seconds: float) -> list[ev.EngineAction]:
@@ -309,8 +313,8 @@ def test_a_push_that_comes_behind_the_next_grant_of_its_batch_is_refused() -> No
 
 def test_a_late_push_whose_place_in_the_group_is_taken_is_refused_and_raises_the_limit() -> None:
     bench = Bench(DollPolicyConfig(group_size=2), 3)
-    bench.handle(Announce(worker=0, session=bench.sessions[0], first=0, until=1))
-    slow, fast = grants_of(bench.handle(Announce(worker=1, session=bench.sessions[1], first=0, until=9)))
+    bench.handle(announce(0, bench.sessions[0], 0, 1))
+    slow, fast = grants_of(bench.handle(announce(1, bench.sessions[1], 0, 9)))
     assert (slow.worker, fast.worker) == (0, 1)
     bench.handle(bench.push(fast))
     (other,) = grants_of(bench.wait(31.0))
@@ -328,8 +332,8 @@ def test_a_late_push_whose_place_in_the_group_is_taken_is_refused_and_raises_the
 def test_a_late_push_takes_the_free_place_of_its_group_under_a_new_number() -> None:
     """The sum of a group is in the order of the grants; what was added before it came stays where it is."""
     bench = Bench(DollPolicyConfig(group_size=2), 2)
-    bench.handle(Announce(worker=0, session=bench.sessions[0], first=0, until=1))
-    slow, fast = grants_of(bench.handle(Announce(worker=1, session=bench.sessions[1], first=0, until=1)))
+    bench.handle(announce(0, bench.sessions[0], 0, 1))
+    slow, fast = grants_of(bench.handle(announce(1, bench.sessions[1], 0, 1)))
     bench.handle(bench.push(fast))
     bench.wait(31.0)
     assert bench.engine.counters["requeued_timeout"] == 1
@@ -342,8 +346,8 @@ def test_a_late_push_takes_the_free_place_of_its_group_under_a_new_number() -> N
 
 def test_a_late_push_is_forgotten_with_its_process() -> None:
     bench = Bench(DollPolicyConfig(group_size=2), 3)
-    bench.handle(Announce(worker=0, session=bench.sessions[0], first=0, until=1))
-    slow, fast = grants_of(bench.handle(Announce(worker=1, session=bench.sessions[1], first=0, until=9)))
+    bench.handle(announce(0, bench.sessions[0], 0, 1))
+    slow, fast = grants_of(bench.handle(announce(1, bench.sessions[1], 0, 9)))
     bench.handle(bench.push(fast))
     bench.wait(31.0)
     assert dropped(bench.handle(bench.push(slow))) == []

@@ -56,12 +56,12 @@ class LedgerWorld(World):
         if isinstance(action, ev.ApplyUpdate):
             members = []
             for item in action.sets:
-                for pushed in item.push.batches:
-                    offsets = self.held[self.term, pushed.grant_id]
+                for batch in item.batches:
+                    offsets = self.held[self.term, batch.pushed.grant_id]
                     members.append(
                         Member(
-                            worker=item.push.worker, batch=pushed.batch, lo=offsets[0], hi=offsets[-1] + 1,
-                            n_samples=len(offsets), base_version=item.push.version,
+                            worker=item.push.worker, partition=batch.partition, batch=batch.number, lo=offsets[0],
+                            hi=offsets[-1] + 1, n_samples=len(offsets), base_version=item.push.version,
                         )
                     )  # fmt: skip
             self.records.append(
@@ -95,22 +95,25 @@ class AcknowledgingOnAnnounce(LedgerWorld):
             self.committed[process.worker] = max(process.position, self.committed.get(process.worker, 0))
         super().to_server(process, record)
 
-    def acknowledge(self, process: Process, until: int) -> None:
+    def acknowledge(self, process: Process, partition: int, until: int) -> None:
         """What is acknowledged is in `committed`."""
 
     def begin_to_read(self, process: Process, welcome: Welcome) -> None:
         super().begin_to_read(process, welcome)
         ahead = max(0, self.committed.get(process.worker, 0) - process.position)
-        super().begin_to_read(process, structs.replace(welcome, origin=welcome.origin + ahead))
+        (served,) = welcome.served
+        served = structs.replace(served, origin=served.origin + ahead)
+        super().begin_to_read(process, structs.replace(welcome, served=(served,)))
 
 
 class _ForgetfulEngine(Engine):
     """Does not check whether a batch that is announced again is in the model already, saved or not."""
 
     def _on_join(self, event: Join) -> None:
-        partition = self._workers[event.worker].partition
-        while partition.held_grants:
-            number = partition.held_grants.popleft().number
+        queue, partition = self._workers[event.worker].queue, self._partitions[event.worker]
+        while queue.held_grants:
+            number = queue.held_grants.popleft().number
+            partition.held -= 1
             del self._grants._standing[number], self._grants._held[number]
         super()._on_join(event)
         partition.applied = partition.announced = partition.durable
@@ -128,7 +131,7 @@ class NotCheckingWhatIsApplied(LedgerWorld):
     def check_held(self) -> None:
         """As `add_up`."""
 
-    def acknowledge(self, process: Process, until: int) -> None:
+    def acknowledge(self, process: Process, partition: int, until: int) -> None:
         """The world itself notices when an acknowledgement runs ahead; here only the books must."""
 
 

@@ -11,7 +11,6 @@ from doll.consumers.protocol.worker_core import Compute, Send, WorkerCore
 from doll.ps.engine import events as ev
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.records.control import (
-    Announce,
     AnyRecord,
     Durable,
     Grant,
@@ -29,6 +28,7 @@ from engine_world import POLICIES, Process, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from record_builders import announce
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -178,10 +178,11 @@ def with_a_checkpoint() -> tuple[Pair, Grant]:
 
 def test_a_grant_that_overtakes_a_durable_is_computed() -> None:
     pair, grant = with_a_checkpoint()
-    assert pair.unread(Durable).until == GROUP == grant.first
+    assert pair.unread(Durable).until == {0: GROUP}
+    assert grant.first == GROUP
     assert any(isinstance(action, Compute) for action in pair.deliver(grant))
     pair.receive_all()
-    assert pair.core.reported_durable == GROUP
+    assert pair.core.served[pair.core.worker].reported_durable == GROUP
     assert pair.core.is_current(grant)
     pair.finish(updates=2)
 
@@ -200,7 +201,7 @@ def test_a_durable_that_overtakes_the_repetition_of_an_old_grant_makes_it_void(g
     granted.world.tick(10.0)
     granted.world.store_checkpoint()
     granted.receive_all()
-    assert granted.core.reported_durable == GROUP
+    assert granted.core.served[granted.core.worker].reported_durable == GROUP
     (action,) = granted.deliver(grant)
     assert isinstance(action, Send)
     assert isinstance(action.record, Nack)
@@ -253,10 +254,10 @@ def test_a_stop_of_an_earlier_server_ends_nothing(granted: Pair) -> None:
 
 
 def test_a_push_before_a_repeated_announcement_of_its_batch_counts(granted: Pair) -> None:
-    announce = Announce(worker=0, session=granted.core.session, first=0, until=GROUP)
+    announced = announce(0, granted.core.session, 0, GROUP)
     granted.compute_all()
     granted.world.handle(granted.outgoing(Push))
-    granted.world.handle(announce)
+    granted.world.handle(announced)
     assert len(granted.world.updates) == 1
     granted.finish()
 
@@ -298,12 +299,12 @@ def test_a_push_before_the_durable_of_its_predecessor_counts() -> None:
     pair.receive_all()  # the second grant
     pair.world.tick(3.0)
     pair.world.store_checkpoint()
-    assert pair.unread(Durable).until == GROUP
+    assert pair.unread(Durable).until == {0: GROUP}
     pair.compute_all()
     pair.world.handle(pair.outgoing(Push))
     assert len(pair.world.updates) == 2
     pair.receive_all()
-    assert pair.core.reported_durable == GROUP
+    assert pair.core.served[pair.core.worker].reported_durable == GROUP
     pair.finish(updates=2)
 
 

@@ -13,7 +13,6 @@ from doll.ps.checkpointing import decode_snapshot
 from doll.ps.engine.events import StopRequested
 from doll.records.control import (
     Alive,
-    Announce,
     AnyRecord,
     Durable,
     Fence,
@@ -30,6 +29,7 @@ from doll.storage.blobs import HEADER_BYTES, decode_blob, decode_latest, encode_
 from doll.storage.checkpoints import Checkpoint
 from memory_stores import MemoryCheckpointStore
 from pushes import answer
+from record_builders import announce
 from server_rig import MemoryOutbox, Rig
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -76,7 +76,10 @@ def test_the_origins_of_a_new_job_are_durable_before_anybody_hears_of_them() -> 
     successor = Rig("data.start=latest", store=store)
     successor.join()
     assert successor.server.engine.start.origins == (100, 200)
-    assert [(record.origin, record.next_batch) for record in successor.outbox.of(Welcome)] == [(100, 0), (200, 0)]
+    assert [(record.served[0].origin, record.served[0].next_batch) for record in successor.outbox.of(Welcome)] == [
+        (100, 0),
+        (200, 0),
+    ]
     successor.update()
     successor.turn_until(lambda: successor.server.engine.durable_version == 1)
     successor.server.close()
@@ -189,7 +192,7 @@ def test_a_checkpoint_waits_for_the_update_records_and_durable_waits_for_the_che
     release.set()
     rig.turn_until(lambda: bool(rig.outbox.of(Durable)))
     assert rig.store.saved == [(1, 1)]
-    assert rig.outbox.of(Durable) == [Durable(term=1, worker=worker, until=1) for worker in (0, 1)]
+    assert rig.outbox.of(Durable) == [Durable(term=1, worker=worker, until={worker: 1}, batches=1) for worker in (0, 1)]
 
 
 def test_what_a_checkpoint_holds_is_one_moment_also_when_learning_goes_on(rig: Rig) -> None:
@@ -289,7 +292,7 @@ def test_an_older_incarnation_is_fenced(rig: Rig) -> None:
     assert rig.outbox.of(Fence) == [Fence(term=1, worker=0, process="i0")]
     welcome = rig.outbox.of(Welcome)[-1]
     assert (welcome.process, welcome.session > old) == ("newer", True)
-    rig.server.feed(Announce(worker=0, session=old, first=0, until=2))
+    rig.server.feed(announce(0, old, 0, 2))
     assert rig.server.engine.counters["refused_fenced"] == 1
 
 

@@ -162,7 +162,7 @@ def test_a_successor_goes_on_from_the_checkpoint_and_does_the_rest_again() -> No
     assert (started.term, started.resumed_version, started.origins) == (2, 1, (100, 200))
     assert started.resumed_batches == 2
     successor.join()
-    assert [record.next_batch for record in successor.outbox.of(Welcome)] == [1, 1]
+    assert [record.served[0].next_batch for record in successor.outbox.of(Welcome)] == [1, 1]
     successor.update(2.0)
     assert successor.optimizer.weights.tobytes() == weights.tobytes()  # momentum went with the checkpoint
     assert all(grant.key.startswith("doll:unit:w:2:") for grant in successor.outbox.of(Grant))
@@ -211,5 +211,5 @@ def test_crash_after_the_checkpoint_before_durable_is_said_in_the_next_welcome()
     del rig.store.save
     successor = Rig(store=rig.store)
     successor.join()
-    assert [record.next_batch for record in successor.outbox.of(Welcome)] == [1, 1]
+    assert [record.served[0].next_batch for record in successor.outbox.of(Welcome)] == [1, 1]
     successor.server.close()

@@ -12,9 +12,10 @@ from doll.ps.engine.engine import Engine, EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.doll import Doll
-from doll.records.control import Alive, Announce, Grant, Join, Leave, Nack, Push, Welcome
+from doll.records.control import Alive, Grant, Join, Leave, Nack, Push, Welcome
 from msgspec.structs import replace
 from pushes import answer
+from record_builders import announce
 
 T = TypeVar("T")
 TIMEOUT_S = 30.0
@@ -43,7 +44,7 @@ class Bench:
         return welcome.session
 
     def announce(self, worker: int, until: int) -> list[Grant]:
-        announced = Announce(worker=worker, session=self.sessions[worker], first=0, until=until)
+        announced = announce(worker, self.sessions[worker], 0, until)
         return only(self.handle(announced), Grant)
 
     def push(self, push: Push) -> list[ev.EngineAction]:
@@ -342,7 +343,7 @@ def test_how_long_a_batch_takes_is_measured_by_the_batch() -> None:
         applied = only(actions, ev.ApplyUpdate)[0].version * 4
         for order in only(actions, ev.StoreCheckpoint):
             bench.handle(ev.CheckpointStored(version=order.version))
-        bench.handle(Announce(worker=0, session=bench.sessions[0], first=applied, until=applied + 8))
+        bench.handle(announce(0, bench.sessions[0], applied, applied + 8))
         grant = (only(actions, Grant) or [grant])[0]
     begun_s = bench.now
     alive_at(bench, begun_s + 95.0)

@@ -14,9 +14,10 @@ from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.ssp import Ssp
-from doll.records.control import Announce, Durable, Grant, Join, Push, Skip, Welcome
+from doll.records.control import Durable, Grant, Join, Push, Skip, Welcome
 from engine_runs import play, random_steps
 from engine_world import POLICIES, Applied, Process, World
+from record_builders import announce
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -39,17 +40,26 @@ class HoleyWorld(World):
             return
         batcher._align = self.policy.batches_per_push  # as `WorkerRuntime` makes it
         worker = process.worker
-        if core.skipped:
-            if (one := core.next_of_skipped(self.now, self.settings.records_per_batch)) is not None:
-                self.do(process, core.batch_ready(Batch(one.first, None, 0, self.now, (), one.gaps, one.lost)))
+        if core.served[core.worker].skipped:
+            if (one := core.next_of_skipped(core.worker, self.now, self.settings.records_per_batch)) is not None:
+                self.do(
+                    process,
+                    core.batch_ready(
+                        Batch(one.first, None, 0, self.now, (), one.gaps, one.lost, partition=process.worker)
+                    ),
+                )
             return
         while core.has_room:
             raw = next(self.unread.get(process.name, iter(())), None)
             if raw is not None:
                 if raw.count > 1:
-                    actions = core.skip(Skipped(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost)))
+                    actions = core.skip(
+                        core.worker, Skipped(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost))
+                    )
                 else:
-                    batch = Batch(raw.number, None, len(raw.values), self.now, gaps=tuple(raw.gaps))
+                    batch = Batch(
+                        raw.number, None, len(raw.values), self.now, gaps=tuple(raw.gaps), partition=process.worker
+                    )
                     actions = core.batch_ready(batch)
                 self.do(process, actions)
                 return
@@ -82,7 +92,7 @@ class HoleyWorld(World):
     def add_up(self, update: ev.ApplyUpdate) -> None:
         (item, *_) = update.sets
         if item.batches and not item.push.key:  # a skip, which may be left with one batch of its range
-            first = item.batches[0].pushed.batch
+            first = item.batches[0].number
             self.whole[item.push.worker] |= set(range(first, first + item.batches[0].count))
             self.host.apply(update)
         else:
@@ -146,7 +156,7 @@ class Bench:
 
     def skip(self, first: int, until: int, **spans: tuple[tuple[int, int], ...]) -> list[ev.EngineAction]:
         spans = spans or {"gaps": ((2 * first, 2 * until),)}
-        return self.handle(Skip(worker=0, session=self.sessions[0], first=first, until=until, **spans))
+        return self.handle(Skip(worker=0, session=self.sessions[0], partition=0, first=first, until=until, **spans))
 
     @property
     def applied(self) -> int:
@@ -161,11 +171,11 @@ def test_a_hole_of_millions_of_batches_is_one_event_one_version_and_one_checkpoi
     assert (batch.lo, batch.hi, batch.count, update.batches_total) == (0, 600_000, 300_000, 300_000)
     (order,) = (action for action in actions if isinstance(action, ev.StoreCheckpoint))
     (durable, *_) = bench.handle(ev.CheckpointStored(version=order.version))
-    assert durable == Durable(term=1, worker=0, until=300_000)
-    published, grant = bench.handle(Announce(worker=0, session=bench.sessions[0], first=300_000, until=300_001))
+    assert durable == Durable(term=1, worker=0, until={0: 300_000}, batches=0)
+    published, grant = bench.handle(announce(0, bench.sessions[0], 300_000, 300_001))
     assert published == ev.PublishWeights(1)
     assert isinstance(grant, Grant)
-    assert grant.first == 300_000
+    assert (grant.first, grant.batches) == (0, ((0, 300_000),)), "a worker is granted its first batch"
 
 
 def test_what_a_predecessor_skipped_is_not_applied_again() -> None:
@@ -190,7 +200,7 @@ def test_a_skip_that_does_not_say_what_became_of_each_offset_is_refused(
 
 def test_a_skip_waits_until_what_is_before_it_is_applied() -> None:
     bench = Bench(Asp())
-    bench.handle(Announce(worker=0, session=bench.sessions[0], first=0, until=1))
+    bench.handle(announce(0, bench.sessions[0], 0, 1))
     bench.skip(1, 300)
     assert (bench.applied, bench.engine.counters["refused_order"]) == (0, 1)
 
@@ -202,9 +212,7 @@ def test_nobody_waits_for_the_batches_that_another_stream_has_skipped() -> None:
     granted = [
         action.worker
         for worker, first in ((0, 300_000), (1, 0))
-        for action in bench.handle(
-            Announce(worker=worker, session=bench.sessions[worker], first=first, until=first + 1)
-        )
+        for action in bench.handle(announce(worker, bench.sessions[worker], first, first + 1))
         if isinstance(action, Grant)
     ]
     assert granted == [0, 1]
@@ -217,18 +225,18 @@ def test_a_worker_sends_a_skip_when_all_before_it_is_durable_and_again_until_it_
         world.receive_next(world.processes[0][0])
     core = world.processes[0][0].protocol
     core.batch_ready(Batch(0, None, 2, 0.0))
-    assert core.skip(Skipped(1, 301, ((12, 612),), ())) == []
+    assert core.skip(core.worker, Skipped(1, 301, ((12, 612),), ())) == []
     with pytest.raises(ValueError, match="expected batch 1, got 2"):
-        core.skip(Skipped(2, 301, (), ()))
+        core.skip(core.worker, Skipped(2, 301, (), ()))
     assert [type(action.record) for action in core.tick(100.0) if isinstance(action, Send)].count(Skip) == 0
-    actions = core.on_record(Durable(term=core.term, worker=core.worker, until=1), 100.0)
+    actions = core.on_record(Durable(term=core.term, worker=core.worker, until={core.worker: 1}, batches=1), 100.0)
     assert [type(action.record) for action in actions if isinstance(action, Send)] == [Skip]
     repeated = [action.record for action in core.tick(200.0) if isinstance(action, Send)]
     assert [type(record) for record in repeated].count(Skip) == 1
     assert not any(isinstance(record, Push) for record in repeated)
-    assert core.skipped
-    core.on_record(Durable(term=core.term, worker=core.worker, until=301), 100.0)
-    assert (bool(core.skipped), core.next_batch) == (False, 301)
+    assert core.served[core.worker].skipped
+    core.on_record(Durable(term=core.term, worker=core.worker, until={core.worker: 301}, batches=301), 100.0)
+    assert (bool(core.served[core.worker].skipped), core.served[core.worker].next_batch) == (False, 301)
 
 
 def test_a_group_that_lacks_a_batch_and_a_hole_do_not_wait_for_each_other() -> None:
@@ -240,4 +248,6 @@ def test_a_group_that_lacks_a_batch_and_a_hole_do_not_wait_for_each_other() -> N
     assert skipped.take(2.0, 3, 10, waiting=1, granted=0) is None, "more is durable: it goes on"
     assert skipped.take(11.9, 3, 10, waiting=0, granted=1) is None
     assert skipped.take(12.1, 3, 10, waiting=0, granted=1) == Skipped(4, 5, ((8, 10),), ())
-    assert skipped.record(0, 7) == Skip(worker=0, session=7, first=5, until=303, gaps=((10, 500),), lost=((500, 606),))
+    assert skipped.record(0, 7, 0) == Skip(
+        worker=0, session=7, partition=0, first=5, until=303, gaps=((10, 500),), lost=((500, 606),)
+    )

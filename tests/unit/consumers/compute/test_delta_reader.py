@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import record_builders
 from doll.consumers.compute.delta_reader import DeltaReader
 from doll.errors import BlobError
 from doll.ps.model.delta_writer import DeltaWriter
@@ -16,7 +17,7 @@ LAYOUT = Layout(numel=520, num_parameters=500)
 
 
 def grant(version: int, term: int = 1) -> Grant:
-    return Grant(
+    return record_builders.grant_of(
         term=term, worker=0, session=1, first=version, grant_ids=(1,), version=version, min_version=version, key="w"
     )
 

@@ -10,12 +10,12 @@ JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {work
 
 
 def buffer(capacity: int = 3, max_bytes: int = 1000) -> BatchBuffer:
-    return BatchBuffer(Batcher(origin=10, records_per_batch=2, next_batch=1), capacity, max_bytes)
+    return BatchBuffer({0: Batcher(origin=10, records_per_batch=2, next_batch=1)}, capacity, max_bytes)
 
 
 def feed(made: BatchBuffer, until: int) -> list[bool]:
     """One record a chunk; whether the buffer was full behind each."""
-    return [made.feed([offset], [b"%d" % offset]) for offset in range(made.batcher.next_offset, until)]
+    return [made.feed(0, [offset], [b"%d" % offset]) for offset in range(made._batchers[0].next_offset, until)]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5])
@@ -23,7 +23,7 @@ def test_records_come_out_as_batches_in_order(chunk: int) -> None:
     made = buffer()
     for first in range(12, 17, chunk):
         offsets = range(first, min(first + chunk, 17))
-        made.feed(offsets, [b"%d" % offset for offset in offsets])
+        made.feed(0, offsets, [b"%d" % offset for offset in offsets])
     assert len(made) == 2
     assert [(raw.number, raw.offsets, raw.values) for raw in (made.take(), made.take())] == [
         (1, range(12, 14), [b"12", b"13"]),
@@ -45,8 +45,8 @@ def test_the_reader_learns_when_to_pause_and_when_to_resume() -> None:
 def test_a_batch_without_a_record_comes_out_too() -> None:
     made = buffer()
     assert not made
-    made.skip_to(14)  # offsets 12 and 13 hold no record
-    assert (made.take().number, made.batcher.next_offset) == (1, 14)
+    made.skip_to(0, 14)  # offsets 12 and 13 hold no record
+    assert (made.take().number, made._batchers[0].next_offset) == (1, 14)
     assert not made
     feed(made, 16)
     assert len(made) == 1
@@ -54,7 +54,7 @@ def test_a_batch_without_a_record_comes_out_too() -> None:
 
 def test_bytes_in_whole_batches_count_too() -> None:
     made = buffer(capacity=100, max_bytes=40)
-    full = [made.feed([offset], [value]) for offset, value in zip(range(12, 18), [b"x" * 10] * 6, strict=True)]
+    full = [made.feed(0, [offset], [value]) for offset, value in zip(range(12, 18), [b"x" * 10] * 6, strict=True)]
     assert full == [False, False, False, True, True, True]  # 20 bytes each two records
     made.take()
     assert not made.is_half_empty  # 40 of 60 are left
@@ -64,7 +64,7 @@ def test_bytes_in_whole_batches_count_too() -> None:
 
 def test_a_batch_larger_than_the_bound_still_comes_out_and_reading_goes_on() -> None:
     made = buffer(capacity=100, max_bytes=40)
-    assert made.feed(range(12, 14), [b"x" * 100, None])
+    assert made.feed(0, range(12, 14), [b"x" * 100, None])
     assert not made.is_half_empty
     assert made.take().values == [b"x" * 100, None]
     assert made.is_half_empty
@@ -85,15 +85,15 @@ def test_how_much_may_wait_follows_the_batch(overrides: tuple[str, ...], records
 
 
 def test_records_far_apart_are_cut_as_there_is_room() -> None:
-    made = BatchBuffer(Batcher(origin=0, records_per_batch=1, next_batch=0), 64)
+    made = BatchBuffer({0: Batcher(origin=0, records_per_batch=1, next_batch=0)}, 64)
     offsets = range(0, 200 * 500, 200)  # 199 empty batches before each
-    assert made.feed(offsets, [b"x"] * 500)
+    assert made.feed(0, offsets, [b"x"] * 500)
     assert len(made) == 64 + 1024
-    made.skip_to(200_000)
+    made.skip_to(0, 200_000)
     numbers: list[int] = []
     while len(made):
         assert len(made) <= 64 + 1024
-        assert not made.is_half_empty or made.batcher.next_offset == 200_000
+        assert not made.is_half_empty or made._batchers[0].next_offset == 200_000
         raw = made.take()
         numbers += range(raw.number, raw.number + raw.count)
     assert numbers == [*range(200_000)]

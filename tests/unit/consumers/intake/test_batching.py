@@ -44,7 +44,7 @@ def test_full_batches_come_out_as_soon_as_their_last_record_is_there() -> None:
     batcher: Batcher[int] = Batcher(origin=100, records_per_batch=3, next_batch=0)
     assert feed(batcher, [100, 101]) == []
     (batch,) = feed(batcher, [102])
-    assert batch == RawBatch(0, 100, 103, [100, 101, 102], [])
+    assert batch == RawBatch(0, 0, 100, 103, [100, 101, 102], [])
     assert batcher.next_offset == 103
 
 

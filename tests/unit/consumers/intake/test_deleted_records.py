@@ -41,7 +41,7 @@ class Rig:
         self.batcher: Batcher[Any] = Batcher(origin=100, records_per_batch=4, next_batch=5)
         self.exit = Exit()
         self.deleted = DeletedRecords(
-            parse(JOB, overrides), self.core, self.batcher, self.channel, self.exit, sleep=self.sleep,
+            parse(JOB, overrides), self.core, 1, self.batcher, self.channel, self.exit, sleep=self.sleep,
             clock=lambda: self.now,
         )  # fmt: skip
 
@@ -99,7 +99,7 @@ async def test_a_server_that_holds_the_records_by_now_makes_the_worker_start_aga
     rig.channel.bounds = (130, 400)
 
     def answer(record: Any) -> None:
-        rig.core.on_record(Durable(term=3, worker=1, until=8), 1.0)
+        rig.core.on_record(Durable(term=3, worker=1, until={1: 8}, batches=8), 1.0)
 
     rig.channel.on_send = answer
     assert await rig.deleted.resume_offset(120) == 120
@@ -110,6 +110,6 @@ async def test_a_server_that_holds_the_records_by_now_makes_the_worker_start_aga
 async def test_the_batch_of_the_offset_must_be_durable(until: int, is_held: bool) -> None:
     rig = Rig("data.on_data_loss=skip")
     rig.channel.bounds = (130, 400)
-    rig.core.on_record(Durable(term=3, worker=1, until=until), 1.0)
+    rig.core.on_record(Durable(term=3, worker=1, until={1: until}, batches=until), 1.0)
     assert await rig.deleted.resume_offset(120) == (120 if is_held else 130)
     assert rig.exit.is_requested is is_held

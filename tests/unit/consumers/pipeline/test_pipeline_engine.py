@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import pytest
+import record_builders
 import torch
 from doll.consumers.pipeline.stage_processes import StageLostError, StageProcesses
 from doll.consumers.protocol.worker_core import GradientDone
@@ -20,7 +21,7 @@ from doll.errors import ConfigError, ServiceUnavailableError, TaskError
 from doll.pipeline.links.link import socket_pair
 from doll.pipeline.planner.measured import read_tasks
 from doll.pipeline.runtime.messages import Ready, encode
-from doll.records.control import Grant, NewVersion
+from doll.records.control import NewVersion
 from pipeline_rig import BATCH, Rig, answer
 from process_checks import is_gone
 from stage_models import samples
@@ -93,7 +94,7 @@ def test_one_batch_at_a_time_is_what_an_undivided_worker_computes(make_rig: Call
     for wave in range(3):
         for number in (2 * wave, 2 * wave + 1):
             done = answer(rig.submit(number, weights, min_version=weights.version))
-            order = Grant(
+            order = record_builders.grant_of(
                 term=1, worker=0, session=1, first=number, grant_ids=(number,), version=weights.version,
                 min_version=0, key=weights.key, included=weights.included,
             )  # fmt: skip

@@ -12,7 +12,6 @@ from doll.consumers.protocol.worker_core import (
 )
 from doll.records.control import (
     Alive,
-    Announce,
     AnyRecord,
     Durable,
     Fence,
@@ -24,16 +23,17 @@ from doll.records.control import (
     PushedBatch,
     Stop,
 )
+from record_builders import announce
 from worker_records import DONE, announced, batch, grant, welcome
 
 
 def test_it_starts_where_the_durable_model_stands() -> None:
     core = WorkerCore(welcome(next_batch=12), max_pending=4, now=0.0)
-    assert (core.next_batch, core.retained, core.has_room, core.busy) == (12, 0, True, False)
+    assert (core.served[core.worker].next_batch, core.retained, core.has_room, core.busy) == (12, 0, True, False)
 
 
 def test_a_batch_out_of_order_is_a_bug(core: WorkerCore) -> None:
-    with pytest.raises(ValueError, match="expected batch 8, got 9"):
+    with pytest.raises(ValueError, match="expected batch 8 of partition 1, got 9"):
         core.batch_ready(batch(9))
     assert core.retained == 3
 
@@ -42,7 +42,7 @@ def test_it_holds_so_many_batches_and_no_more(core: WorkerCore) -> None:
     assert core.has_room
     core.batch_ready(batch(8))
     assert not core.has_room
-    assert core.on_record(Durable(term=3, worker=1, until=6), 1.0) == [Acknowledge(6)]
+    assert core.on_record(Durable(term=3, worker=1, until={1: 6}, batches=6), 1.0) == [Acknowledge(1, 6)]
     assert core.has_room
 
 
@@ -99,14 +99,14 @@ def test_a_later_grant_of_the_same_batch_replaces_the_earlier(core: WorkerCore) 
     [
         grant(5, session=6),
         grant(5, term=2),
-        Durable(term=2, worker=1, until=7),
+        Durable(term=2, worker=1, until={1: 7}, batches=7),
         Stop(term=2, reason="old"),
         Hello(term=2),
         welcome(term=2, next_batch=0),
         welcome(process="other", session=6),
         Fence(term=3, worker=1, process="other"),
         Join(worker=1, process="me"),
-        Announce(worker=1, session=7, first=0, until=1),
+        announce(1, 7, 0, 1),
     ],
     ids=lambda record: type(record).__name__,
 )
@@ -122,23 +122,23 @@ def test_mail_of_an_older_server_for_another_process_or_of_the_wrong_kind_is_not
 def test_durable_acknowledges_in_order_and_forgets(core: WorkerCore) -> None:
     asked = grant(5)
     core.on_record(asked, 1.0)
-    assert core.on_record(Durable(term=3, worker=1, until=7), 1.0) == [Acknowledge(7)]
-    assert (core.retained, core.next_batch) == (1, 8)
+    assert core.on_record(Durable(term=3, worker=1, until={1: 7}, batches=7), 1.0) == [Acknowledge(1, 7)]
+    assert (core.retained, core.served[core.worker].next_batch) == (1, 8)
     assert not core.is_current(asked)  # it has been applied already: nobody wants its gradient
-    assert core.on_record(Durable(term=3, worker=1, until=7), 1.0) == []
-    assert core.on_record(Durable(term=3, worker=1, until=6), 1.0) == []
-    assert core.on_record(Durable(term=3, worker=1, until=8), 1.0) == [Acknowledge(8)]
+    assert core.on_record(Durable(term=3, worker=1, until={1: 7}, batches=7), 1.0) == []
+    assert core.on_record(Durable(term=3, worker=1, until={1: 6}, batches=6), 1.0) == []
+    assert core.on_record(Durable(term=3, worker=1, until={1: 8}, batches=8), 1.0) == [Acknowledge(1, 8)]
 
 
 def test_what_became_durable_before_it_was_read_again_takes_no_room() -> None:
     """All batches that the predecessor announced are saved before this process reads any: no message repeats this."""
     core = WorkerCore(welcome(), max_pending=2, now=0.0)
-    core.on_record(Durable(term=3, worker=1, until=7), 1.0)
-    assert Acknowledge(6) in core.batch_ready(batch(5))
-    assert Acknowledge(7) in core.batch_ready(batch(6))
-    assert (core.retained, core.has_room, core.next_batch) == (0, True, 7)
+    core.on_record(Durable(term=3, worker=1, until={1: 7}, batches=7), 1.0)
+    assert Acknowledge(1, 6) in core.batch_ready(batch(5))
+    assert Acknowledge(1, 7) in core.batch_ready(batch(6))
+    assert (core.retained, core.has_room, core.served[core.worker].next_batch) == (0, True, 7)
     assert core.batch_ready(batch(7)) == announced(7, 8)
-    assert core.on_record(Durable(term=3, worker=1, until=8), 1.0) == [Acknowledge(8)]
+    assert core.on_record(Durable(term=3, worker=1, until={1: 8}, batches=8), 1.0) == [Acknowledge(1, 8)]
 
 
 def test_a_new_server_says_hello_and_hears_all_that_is_not_durable(core: WorkerCore) -> None:
@@ -148,7 +148,7 @@ def test_a_new_server_says_hello_and_hears_all_that_is_not_durable(core: WorkerC
     assert not core.is_current(asked)  # its server is gone
     assert core.on_record(grant(5), 1.0) == []
     actions = core.on_record(welcome(term=4, session=7, next_batch=6), 2.0)
-    assert actions == [Acknowledge(6), *announced(6, 8)]
+    assert actions == [Acknowledge(1, 6), *announced(6, 8)]
     assert core.term == 4
 
 
@@ -168,7 +168,7 @@ def test_a_later_machine_claims_its_slot_from_a_server_that_has_forgotten_it() -
 def test_a_new_server_may_give_a_new_session(core: WorkerCore) -> None:
     core.on_record(welcome(term=4, session=99), 1.0)
     (action,) = core.batch_ready(batch(8))
-    assert action == Send(Announce(worker=1, session=99, first=8, until=9))
+    assert action == Send(announce(1, 99, 8, 9))
     assert core.on_record(grant(5, term=4), 1.0) == []
     assert len(core.on_record(grant(5, term=4, session=99), 1.0)) == 1
 
@@ -272,7 +272,7 @@ def test_batches_of_one_moment_are_announced_together() -> None:
     assert core.announce() == announced(0, 3)
     assert core.announce() == []
     assert core.batch_ready(batch(3)) == announced(3, 4)
-    with pytest.raises(ValueError, match="expected batch 4, got 5"):
+    with pytest.raises(ValueError, match="expected batch 4 of partition 1, got 5"):
         core.hold(batch(5))
 
 
@@ -306,6 +306,6 @@ def test_few_announced_batches_are_followed_by_more_with_the_push() -> None:
 def test_a_server_whose_origin_is_another_makes_it_read_again(core: WorkerCore) -> None:
     """The same batch numbers would be other offsets: what it holds must not be announced under them."""
     (action,) = core.on_record(welcome(term=4, session=8, origin=140), 1.0)
-    assert action == Exit(1, "the job now begins at offset 140, not at 100: reading again")
+    assert action == Exit(1, "partition 1: the job now begins at offset 140, not at 100: reading again")
     (action,) = core.on_record(welcome(term=4, session=8, generation=4), 1.0)
     assert action == Exit(1, "another run of the job has begun: reading again")

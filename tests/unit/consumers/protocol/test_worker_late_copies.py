@@ -32,7 +32,7 @@ def test_a_late_copy_of_an_answered_grant_gets_its_push_again_and_is_not_compute
     assert core.on_record(first, 1.0) == answer, "the server refuses what it has"
     assert not core.is_wanted(3, 5, 1)
     assert core.is_wanted(3, 6, 2)
-    core.on_record(Durable(term=3, worker=1, until=6), 1.0)
+    core.on_record(Durable(term=3, worker=1, until={1: 6}, batches=6), 1.0)
     (action,) = core.on_record(first, 1.0)
     assert isinstance(action, Send)
     assert isinstance(action.record, Nack), "of a batch that is durable"
@@ -125,7 +125,7 @@ def test_a_second_settle_is_answered_by_the_same_rest(core: WorkerCore) -> None:
 def test_a_late_settle_takes_nothing_of_what_was_held_back_since(core: WorkerCore) -> None:
     order = settling(core)
     core.rest_stored(order, REST)
-    core.on_record(Durable(term=3, worker=1, until=6), 1.0)
+    core.on_record(Durable(term=3, worker=1, until={1: 6}, batches=6), 1.0)
     core.on_record(grant(6, 2, included=6), 1.0)
     core.gradient_done(grant(6, 2), batches(6), holding("b"), 1.0)
     assert core.on_record(ASKED, 1.0) == []

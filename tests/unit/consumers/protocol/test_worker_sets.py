@@ -114,7 +114,7 @@ def test_pushes_that_nothing_has_confirmed_are_sent_again(core: WorkerCore) -> N
     core.gradient_done(grant(5, 1, 2), batches(5, 6), done("a", 8), 1.0)
     core.gradient_done(grant(6, 2), batches(6), done("b", 8), 1.0)
     assert pushed(core.resend()) == [("a", [(5, 1)]), ("b", [(6, 2)])]
-    core.on_record(Durable(term=3, worker=1, until=6), 1.0)
+    core.on_record(Durable(term=3, worker=1, until={1: 6}, batches=6), 1.0)
     assert pushed(core.resend()) == [("b", [(6, 2)])]
 
 

@@ -6,11 +6,12 @@ import threading
 
 import numpy as np
 import pytest
+import record_builders
 from doll.config import parse
 from doll.consumers.tables import row_client
 from doll.consumers.tables.row_client import RowClient
 from doll.errors import BlobError
-from doll.records.control import GetRows, Grant, RowsStored
+from doll.records.control import GetRows, RowsStored
 from doll.storage.blobs import rows_key
 from doll.storage.sections import RowRequest, encode_rows
 from doll.tables.rows import Rows, TableShape
@@ -18,7 +19,9 @@ from memory_stores import MemoryBlobs
 
 JOB = "job: j\ntask: {class: 'm:T'}\ndata: {workers: 1, batch_size: 1}\ntraining: {policy: {name: asp}}"
 TABLES = {"t": TableShape(10, 1)}
-GRANT = Grant(term=1, worker=0, session=3, first=0, grant_ids=(1,), version=0, min_version=0, key="w")
+GRANT = record_builders.grant_of(
+    term=1, worker=0, session=3, first=0, grant_ids=(1,), version=0, min_version=0, key="w"
+)
 REQUEST = RowRequest(np.array([4]), np.empty(0, np.int64))
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import record_builders
 from doll.config import parse
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
-from doll.records.control import GetRows, Grant, NewVersion, RowsStored
+from doll.records.control import GetRows, NewVersion, RowsStored
 from doll.storage.blobs import changed_rows_key, rows_key
 from doll.storage.sections import encode_rows
 from doll.tables.rows import Rows, TableShape
@@ -31,7 +32,7 @@ class Server:
         self.pushes_behind: list[tuple[int, int, int]] = []  # since, version, included: they overtake the next answer
 
     def begin(self, min_version: int) -> None:
-        grant = Grant(
+        grant = record_builders.grant_of(
             term=1, worker=0, session=3, first=0, grant_ids=(1,), version=min_version, min_version=min_version,
             key="w", included=self.included,
         )  # fmt: skip

@@ -18,8 +18,8 @@ def term_started(number: int, resumed: int = 0, generation: int = 0) -> TermStar
 
 def update(number: int, version: int, *, loss: float = 1.0, n_samples: int = 16, accuracy: float = 0.5) -> Update:
     members = tuple(
-        Member(worker=n, batch=version, lo=8 * version, hi=8 * version + 8, n_samples=8, base_version=version - 1,
-               compute_s=0.02, fetch_s=0.005, store_s=0.005)
+        Member(worker=n, partition=n, batch=version, lo=8 * version, hi=8 * version + 8, n_samples=8,
+               base_version=version - 1, compute_s=0.02, fetch_s=0.005, store_s=0.005)
         for n in range(2)
     )  # fmt: skip
     return Update(

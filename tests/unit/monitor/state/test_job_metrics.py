@@ -75,7 +75,8 @@ def test_the_newest_measurements_of_each_are_exposed_with_the_times_they_were_ma
 
 def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
     members = tuple(
-        Member(worker=n, batch=0, lo=0, hi=8, n_samples=8, base_version=0, compute_s=0.25 * (n + 1)) for n in (0, 1)
+        Member(worker=n, partition=n, batch=0, lo=0, hi=8, n_samples=8, base_version=0, compute_s=0.25 * (n + 1))
+        for n in (0, 1)
     )
     job = JobMetrics(2)
     job.feed(

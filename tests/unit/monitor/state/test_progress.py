@@ -39,7 +39,9 @@ def job(*overrides: str) -> JobConfig:
 def feed_updates(model: ProgressModel, count: int, *, term: int = 1, first: int = 1, every_s: float = 0.2) -> None:
     for version in range(first, first + count):
         members = tuple(
-            Member(worker=n, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.02)
+            Member(
+                worker=n, partition=n, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.02
+            )
             for n in range(2)
         )
         model.feed(
@@ -258,7 +260,7 @@ def test_lost_records_are_noted_once_and_counted(running: ProgressModel) -> None
     assert running.snapshot(20.0).lost == ()
     for _ in range(2):  # a worker that stops for it is started again, and says so again
         running.feed(Metric(source="worker-1", values={"lost_from": 40.0, "lost_until": 44.0}, time_s=0.0))
-    member = Member(worker=1, batch=6, lo=48, hi=56, n_samples=6, base_version=50, lost=((48, 50),))
+    member = Member(worker=1, partition=1, batch=6, lo=48, hi=56, n_samples=6, base_version=50, lost=((48, 50),))
     running.feed(Update(term=1, version=51, members=(member,), n_samples=6, loss=1.0))
     for name, values in {"x": {"lost_from": 1.0}, "worker-0": {"lost_from": math.nan, "lost_until": 3.0}}.items():
         running.feed(Metric(source=name, values=values, time_s=0.0))  # nothing that a worker says
@@ -324,7 +326,7 @@ def test_no_rate_is_shown_before_a_start_is_over() -> None:
     times_s = [0.02 * n for n in range(12)] + [0.25 * n for n in range(1, 60)]
     shown = []
     for version, time_s in enumerate(times_s, 1):
-        members = (Member(worker=0, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1),)
+        members = (Member(worker=0, partition=0, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1),)
         model.feed(
             Update(
                 term=1, version=version, members=members, n_samples=8, loss=1.0, samples_total=8 * version,

@@ -14,7 +14,9 @@ def run(updates: int, *, every_s: float = 0.5, metrics: bool = True) -> History:
     history = History()
     history.feed(TermStarted(term=1, resumed_version=0, origins=(0,), records_per_batch=8, time_s=0.0))
     for version in range(1, updates + 1):
-        member = Member(worker=0, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.02)
+        member = Member(
+            worker=0, partition=0, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.02
+        )
         history.feed(
             Update(
                 term=1,

@@ -37,7 +37,9 @@ def model() -> ProgressModel:
     model.feed(TermStarted(term=1, resumed_version=0, origins=(0, 0), records_per_batch=8, time_s=0.0))
     for version in range(1, 41):
         members = tuple(
-            Member(worker=n, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.01)
+            Member(
+                worker=n, partition=n, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.01
+            )
             for n in range(2)
         )
         model.feed(
@@ -132,7 +134,7 @@ def test_samples_and_seconds_of_a_resumed_run_are_of_the_same_span(model: Progre
     """The first session learned for 7.8 s; the run was resumed an hour later."""
     model.feed(TermStarted(term=2, resumed_version=30, origins=(0, 0), records_per_batch=8, time_s=3700.0))
     for version in range(31, 51):
-        members = (Member(worker=0, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1),)
+        members = (Member(worker=0, partition=0, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1),)
         time_s = 3700.0 + version
         model.feed(
             Update(
@@ -153,7 +155,7 @@ def test_samples_and_seconds_of_a_resumed_run_are_of_the_same_span(model: Progre
 
 
 def test_the_report_counts_dead_letters_and_leaves_out_updates_without_samples(model: ProgressModel) -> None:
-    member = Member(worker=0, batch=41, lo=0, hi=8, n_samples=0, base_version=40, dead=tuple(range(8)))
+    member = Member(worker=0, partition=0, batch=41, lo=0, hi=8, n_samples=0, base_version=40, dead=tuple(range(8)))
     model.feed(Update(term=1, version=41, members=(member,), n_samples=0, loss=0.0, samples_total=640, time_s=109.0))
     status = server_status(
         [], version=41, dead_reasons=(("no age", 7), ("empty", 1)), recent_records=648, recent_refused=8

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from doll.ps.engine.batch_queue import BatchQueue
 from doll.ps.engine.durability import Durability
+from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import Partition
 
 
@@ -12,11 +14,12 @@ from doll.ps.engine.partition_state import Partition
 )
 def test_is_due_before_a_worker_comes_to_a_halt(costs_rests: bool, may_hold: int, due_at: int) -> None:
     partition = Partition(0, 0, 0)
+    worker = Worker(0, BatchQueue({0: partition}, 0), 1, "w0", 0, 0)
     durability = Durability(
-        [partition], version=0, now=0.0, every_updates=1000, every_s=1000.0, max_pending_batches=may_hold,
+        [partition], [worker], version=0, now=0.0, every_updates=1000, every_s=1000.0, max_pending_batches=may_hold,
         costs_rests=costs_rests,
     )  # fmt: skip
     for version in range(1, may_hold + 1):
         partition.applied = version
-        durability.applied(partition)
+        durability.applied(worker, 1)
         assert durability.is_due(version, 1.0, final=False) == (version >= due_at)

@@ -14,7 +14,6 @@ from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll
 from doll.records.control import (
     Alive,
-    Announce,
     Durable,
     Fence,
     Grant,
@@ -28,6 +27,7 @@ from doll.storage.blobs import weights_key
 from doll.storage.checkpoints import Checkpoint
 from engine_bench import LEASE_S, TIMEOUT_S, Bench, applied, granted, only, settings
 from pushes import push_of
+from record_builders import announce
 
 
 def test_a_group_starts_when_k_batches_are_there_and_prefers_distinct_workers() -> None:
@@ -144,10 +144,10 @@ def test_a_newer_incarnation_fences_the_older_and_reads_on_from_the_durable_batc
     assert [fence.process for fence in only(actions, Fence)] == ["w0"]
     (welcome,) = only(actions, Welcome)
     assert welcome.session > old
-    assert welcome.next_batch == 0, "batch 0 is applied, but no checkpoint has it yet"
+    assert welcome.served[0].next_batch == 0, "batch 0 is applied, but no checkpoint has it yet"
     assert only(bench.handle(Join(worker=0, process="w0", session=old)), Fence)
-    assert bench.handle(Announce(worker=0, session=old, first=0, until=2)) == []
-    assert granted(bench.handle(Announce(worker=0, session=welcome.session, first=0, until=2))) == [(0, 1)]
+    assert bench.handle(announce(0, old, 0, 2)) == []
+    assert granted(bench.handle(announce(0, welcome.session, 0, 2))) == [(0, 1)]
 
 
 def test_an_older_machine_that_starts_again_does_not_get_its_slot_back() -> None:
@@ -159,7 +159,7 @@ def test_an_older_machine_that_starts_again_does_not_get_its_slot_back() -> None
         assert [fence.process for fence in only(actions, Fence)] == ["i-1:c"]
         assert not only(actions, Welcome)
     assert bench.engine.counters["refused_fenced"] == 2
-    bench.handle(Announce(worker=0, session=welcome.session, first=0, until=1))
+    bench.handle(announce(0, welcome.session, 0, 1))
     assert bench.engine.num_computing == 1, "the newer machine goes on undisturbed"
     # Its own process may start again, and a process that nobody has numbered may take over, as ever.
     assert only(bench.handle(Join(worker=0, process="i-2:d", incarnation=2)), Welcome)
@@ -236,9 +236,8 @@ def test_durable_is_said_only_after_the_checkpoint() -> None:
     (save,) = only(actions, ev.StoreCheckpoint)
     assert (save.version, save.snapshot.applied) == (2, (2,))
     bench.push(0, 2)
-    assert [(item.worker, item.until) for item in only(bench.handle(ev.CheckpointStored(version=2)), Durable)] == [
-        (0, 2)
-    ]
+    (durable,) = only(bench.handle(ev.CheckpointStored(version=2)), Durable)
+    assert (durable.worker, durable.until) == (0, {0: 2})
 
 
 def test_a_full_worker_makes_a_checkpoint_due() -> None:
@@ -319,17 +318,22 @@ def test_messages_before_a_restarted_server_knows_the_worker_ask_it_to_join() ->
     )
 
 
+def served_of(welcome: Welcome) -> tuple[int, int, int]:
+    (served,) = welcome.served
+    return served.next_batch, served.included, served.leader_epoch
+
+
 def test_a_worker_hears_how_far_the_model_is_and_of_the_leader_epoch_there() -> None:
     bench = Bench(Asp(), workers=2)
     (welcome,) = only(bench.handle(Join(worker=0, process="w0")), Welcome)
-    assert (welcome.included, welcome.leader_epoch) == (0, -1)
+    assert (welcome.served[0].included, welcome.served[0].leader_epoch) == (0, -1)
     bench.sessions[0] = welcome.session
     bench.announce(0, 0, 3)
     bench.push(0, 0, leader_epoch=4)
     bench.push(0, 1, leader_epoch=6)
     bench.push(0, 2, key="", n_samples=0, leader_epoch=7)
     (welcome,) = only(bench.handle(Join(worker=0, process="again")), Welcome)
-    assert (welcome.next_batch, welcome.included, welcome.leader_epoch) == (0, 3, 7)
+    assert served_of(welcome) == (0, 3, 7)
 
     snapshot = bench.engine.snapshot(0.0)
     assert snapshot.leader_epochs == (7, -1)
@@ -341,7 +345,7 @@ def test_a_worker_hears_how_far_the_model_is_and_of_the_leader_epoch_there() -> 
         )
         engine = Engine(settings(2), Asp(), term=2, now=0.0, snapshot=decode_snapshot(checkpoint))
         (welcome,) = only(engine.handle(Join(worker=0, process="w0"), 0.0), Welcome)
-        assert (welcome.next_batch, welcome.included, welcome.leader_epoch) == (3, 3, leader_epoch)
+        assert served_of(welcome) == (3, 3, leader_epoch)
 
 
 class _OneBehind(Asp):

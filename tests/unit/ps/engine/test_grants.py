@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import record_builders
 from doll.errors import IllegalEventError
+from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, PushedSet
 from doll.ps.engine.grants import Grants
 from doll.ps.engine.membership import Worker
-from doll.ps.engine.partition_state import ActiveGrant, Partition, PushedSet
+from doll.ps.engine.partition_state import Partition
 from doll.ps.policies.base import BatchId
 from doll.ps.policies.vap import Vap
-from doll.records.control import Grant
+from doll.records.control import Run
 from pushes import answer
 
 VERSION = 7
@@ -18,11 +20,16 @@ OTHER, MINE = 0, 1
 
 def workers_with_batches(*, waiting: int) -> tuple[list[Worker], Grants]:
     """Two workers, each with so many complete batches, in the order 0 1 0 1 ..."""
-    workers = [Worker(number, Partition(number, 0, 0), 1, f"w{number}", 0, 0, present=True) for number in (OTHER, MINE)]
-    grants = Grants(workers, Vap(1.0))
-    for worker in workers:
-        worker.partition.announce(range(worker.number, 2 * waiting, 2))
-        grants.note_change(worker)
+    workers = [
+        Worker(number, BatchQueue({number: Partition(number, 0, 0)}, 0), 1, f"w{number}", 0, 0, present=True)
+        for number in (OTHER, MINE)
+    ]
+    grants = Grants(workers, workers, Vap(1.0))
+    for number in range(waiting):
+        for worker in workers:
+            run = Run(worker.number, number, number + 1)
+            assert worker.queue.announce(run, waiting, 2 * number + worker.number) == 1
+            grants.note_change(worker)
     grants.changed.clear()
     return workers, grants
 
@@ -37,8 +44,8 @@ def granted(grants: Grants, worker: Worker, *, held: bool) -> ActiveGrant:
 
 def hold(grants: Grants, *held: ActiveGrant) -> PushedSet:
     first = held[0]
-    order = Grant(
-        term=1, worker=first.partition, session=1, first=first.batch, grant_ids=tuple(grant.number for grant in held),
+    order = record_builders.grant_of(
+        term=1, worker=first.worker, session=1, first=first.batch, grant_ids=tuple(grant.number for grant in held),
         version=VERSION, min_version=VERSION, key="",
     )  # fmt: skip
     pushed = PushedSet(answer(order, 1, f"step {first.number}"), held, 1.0)
@@ -62,7 +69,9 @@ def test_a_held_batch_that_is_given_back_is_the_first_in_the_queue_and_gets_anot
     assert standing.number in grants
     assert (grants.num_held, grants.num_computing, grants.num_waiting) == (1, 0, 2 + 3)
     assert grants.held_batches() == [BatchId(OTHER, 0)]
-    assert list(mine.partition.waiting) == [1, 3, 5], "with its old place in the order of announcements"
+    assert [batch.position for batch in mine.queue.waiting] == [1, 3, 5], (
+        "with its old place in the order of announcements"
+    )
     assert (mine.applied, mine.held, mine.waiting) == (0, 0, 3)
     assert list(grants.changed) == [MINE], "the policy is told"
     grants.check_invariants(VERSION, is_ending=False)

@@ -3,42 +3,86 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 import msgspec
 import pytest
 from doll.ps.engine import events as ev
+from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, PushedSet
 from doll.ps.engine.engine import Engine, EngineSettings
-from doll.ps.engine.partition_state import Partition, PushedSet
+from doll.ps.engine.partition_state import Partition
+from doll.ps.policies.base import BatchId
 from doll.ps.policies.doll import Doll
-from doll.records.control import Announce, Durable, Grant, Join, Welcome
+from doll.records.control import Announce, Durable, Grant, Join, Run, Welcome
 from pushes import answer
+from record_builders import announce, grant_of
+
+
+def queue_of(*partitions: Partition, announced: int = 0) -> BatchQueue:
+    """A queue of which each partition has announced so many batches, one of each in turn."""
+    queue = BatchQueue(
+        {partition.number: partition for partition in partitions}, sum(partition.applied for partition in partitions)
+    )
+    positions = count(0, 10)
+    for _ in range(announced):
+        for partition in partitions:
+            run = Run(partition.number, partition.announced, partition.announced + 1)
+            assert queue.announce(run, 100, next(positions)) == 1
+    return queue
+
+
+def hold(queue: BatchQueue, *grants: ActiveGrant) -> None:
+    order = grant_of(0, grants[0].batch, [grant.number for grant in grants], version=7)
+    pushed = PushedSet(answer(order, 1, ""), grants, 2.0)
+    for grant in grants:
+        grant.pushed = pushed
+    queue.hold(pushed)
+    queue.check_invariants()
 
 
 def test_a_batch_moves_along_the_counters_in_order() -> None:
     partition = Partition(3, origin=100, applied=5)
-    partition.announce([10, 11, 12])
-    grants = [partition.grant(number, 7, 7, 1.0) for number in (1, 2)]
-    assert [(grant.batch, grant.queue_position, grant.partition) for grant in grants] == [(5, 10, 3), (6, 11, 3)]
-    assert (partition.received, partition.granted, partition.announced) == (5, 7, 8)
-    assert partition.apply(5) is None, "its gradient is not there"
-    granted = Grant(term=1, worker=0, session=1, first=5, grant_ids=(1,), version=7, min_version=7, key="")
-    partition.hold(PushedSet(answer(granted, 1, ""), (grants[0],), 2.0))
-    assert partition.apply(6) is None
-    assert partition.apply(5) is grants[0]
+    queue = queue_of(partition, announced=3)
+    grants = [queue.grant(number, 0, 7, 7, 1.0) for number in (1, 2)]
+    assert [(grant.batch_id, grant.queue_position) for grant in grants] == [((3, 5), 0), ((3, 6), 10)]
+    assert (partition.received, partition.granted, partition.announced, queue.pending) == (5, 7, 8, 3)
+    assert queue.apply(BatchId(3, 5)) is None, "its gradient is not there"
+    hold(queue, grants[0])
+    assert queue.apply(BatchId(3, 6)) is None
+    assert queue.apply(BatchId(3, 5)) is grants[0]
     assert (partition.applied, partition.durable, partition.unsaved) == (6, 5, 1)
     assert partition.offsets(5, 4) == (120, 124)
+    queue.check_invariants()
 
 
 def test_what_is_taken_back_keeps_its_place_in_the_order_of_announcements() -> None:
     partition = Partition(0, origin=0, applied=0)
-    partition.announce(range(4))
+    queue = queue_of(partition, announced=4)
     for number in (1, 2, 3):
-        partition.grant(number, 0, 0, 0.0)
-    assert [grant.batch for grant in partition.take_back(1)] == [2, 1]
-    assert list(partition.waiting) == [1, 2, 3]
+        queue.grant(number, 0, 0, 0, 0.0)
+    assert [grant.batch for grant in queue.take_back(1)] == [2, 1]
+    assert [batch.position for batch in queue.waiting] == [10, 20, 30]
     assert (partition.granted, partition.announced) == (1, 4)
-    partition.forget_waiting()
+    queue.forget_waiting()
     assert partition.announced == 1
+    queue.check_invariants()
+
+
+def test_one_queue_has_the_batches_of_several_partitions_in_the_order_in_which_they_were_read() -> None:
+    one, other = Partition(1, origin=0, applied=3), Partition(4, origin=50, applied=2)
+    queue = queue_of(one, other, announced=3)
+    grants = [queue.grant(number, 0, 0, 0, 0.0) for number in (1, 2, 3, 4)]
+    assert [(grant.batch, *grant.batch_id) for grant in grants] == [(5, 1, 3), (6, 4, 2), (7, 1, 4), (8, 4, 3)]
+    hold(queue, grants[0], grants[1])
+    assert (one.held, other.held, one.computing, other.computing) == (1, 1, 1, 1)
+    assert queue.apply(BatchId(4, 2)) is None, "a worker's batches are applied in its order"
+    assert [queue.apply(grant.batch_id) for grant in grants[:2]] == grants[:2]
+    assert (one.applied, other.applied, queue.applied, queue.received, queue.settled) == (4, 3, 7, 7, 7)
+    assert [grant.batch_id for grant in queue.take_back(7)] == [(4, 3), (1, 4)], "of both partitions, the latest first"
+    queue.check_invariants()
+    assert queue.announce(Run(4, 6, 7), 100, 0) is None, "batch 5 of this partition is missing"
+    with pytest.raises(KeyError):
+        queue.announce(Run(0, 0, 1), 100, 0)
 
 
 @dataclass
@@ -54,7 +98,7 @@ class Exchanged:
             checkpoint_every_updates=1, checkpoint_every_s=1e9,
         )  # fmt: skip
         fresh = Engine(settings, Doll(1), term=1, now=0.0, origins=(1000, 2000)).snapshot(0.0)
-        stored = msgspec.structs.replace(fresh, version=5, applied=(3, 2), assignment=assignment)
+        stored = msgspec.structs.replace(fresh, version=5, applied=(3, 2), assignment=assignment, by_worker=())
         state = msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=ev.EngineSnapshot)
         return cls(Engine(settings, Doll(1), term=2, now=0.0, snapshot=state))
 
@@ -68,8 +112,8 @@ def test_the_assignment_of_a_checkpoint_says_whose_batches_a_worker_has() -> Non
     world = Exchanged.make()
     (welcome,) = world.handle(Join(worker=0, process="a"))
     assert isinstance(welcome, Welcome)
-    assert (welcome.origin, welcome.next_batch) == (2000, 2)
-    published, grant = world.handle(Announce(worker=0, session=welcome.session, first=2, until=3))
+    assert [(item.partition, item.origin, item.next_batch) for item in welcome.served] == [(1, 2000, 2)]
+    published, grant = world.handle(announce(0, welcome.session, 2, 3, partition=1))
     assert published == ev.PublishWeights(5)
     assert isinstance(grant, Grant)
     assert (grant.worker, grant.first, len(grant.grant_ids)) == (0, 2, 1)
@@ -79,10 +123,39 @@ def test_the_assignment_of_a_checkpoint_says_whose_batches_a_worker_has() -> Non
     assert isinstance(order, ev.StoreCheckpoint)
     assert (order.snapshot.applied, order.snapshot.assignment) == ((3, 3), (1, 0))
     (durable,) = world.handle(ev.CheckpointStored(version=6))
-    assert durable == Durable(term=2, worker=0, until=3)
+    assert durable == Durable(term=2, worker=0, until={1: 3}, batches=3)
 
 
-@pytest.mark.parametrize("wrong", [(0, 0), (1, 2), (0, -1), (0,)])
-def test_each_worker_serves_one_partition(wrong: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="expected each of 2 workers once"):
+@pytest.mark.parametrize("wrong", [(1, 2), (0, -1), (0,)])
+def test_each_partition_has_a_worker(wrong: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="expected a worker from 0 to 1 for each of 2 partitions"):
         Exchanged.make(wrong)
+
+
+def test_a_worker_may_serve_every_partition_and_another_none() -> None:
+    world = Exchanged.make((0, 0))
+    (welcome,) = world.handle(Join(worker=0, process="a"))
+    assert isinstance(welcome, Welcome)
+    assert [(item.partition, item.next_batch) for item in welcome.served] == [(0, 3), (1, 2)]
+    (idle,) = world.handle(Join(worker=1, process="b"))
+    assert isinstance(idle, Welcome)
+    assert idle.served == ()
+    runs = (Run(0, 3, 4), Run(1, 2, 4), Run(0, 4, 5))
+    _, grant = world.handle(Announce(worker=0, session=welcome.session, runs=runs))
+    assert isinstance(grant, Grant)
+    applied = []
+    for _ in range(4):
+        actions = world.handle(answer(grant, 2, ""))
+        update = next(action for action in actions if isinstance(action, ev.ApplyUpdate))
+        applied += [(batch.partition, batch.number, batch.lo) for batch in update.sets[0].batches]
+        if grants := [action for action in actions if isinstance(action, Grant)]:
+            (grant,) = grants
+        for action in actions:
+            if isinstance(action, ev.StoreCheckpoint):
+                stored = world.handle(ev.CheckpointStored(version=action.version))
+                durable = [item.until for item in stored if isinstance(item, Durable)]
+                grants = [item for item in stored if isinstance(item, Grant)]
+    assert applied == [(0, 3, 1012), (1, 2, 2008), (1, 3, 2012), (0, 4, 1016)]
+    assert durable == [{0: 5}]
+    assert world.engine.snapshot(0.0).applied == (5, 4)
+    assert world.engine.snapshot(0.0).by_worker == (9, 0)

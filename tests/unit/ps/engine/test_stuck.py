@@ -13,8 +13,9 @@ from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import Bsp, BspPolicyConfig
 from doll.ps.policies.doll import Doll, DollPolicyConfig
-from doll.records.control import Alive, Announce, Grant, Join, Leave, Welcome
+from doll.records.control import Alive, Grant, Join, Leave, Welcome
 from pushes import answer
+from record_builders import announce
 
 
 class Bench:
@@ -36,7 +37,7 @@ class Bench:
                 self.sessions[worker] = action.session
 
     def announce(self, worker: int, until: int) -> list[Grant]:
-        actions = self.handle(Announce(worker=worker, session=self.sessions[worker], first=0, until=until))
+        actions = self.handle(announce(worker, self.sessions[worker], 0, until))
         return [action for action in actions if isinstance(action, Grant)]
 
     def push(self, grants: Sequence[Grant]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import record_builders
 from doll.provisioner.fleets.port import Instance, InstanceState
 from doll.provisioner.fleets.processes import Machine
 from doll.records.control import Leave, Welcome
@@ -15,7 +16,7 @@ def machine(id_: str, *, killed: bool = True, ended_s: float | None = 9.0) -> Ma
 
 
 def welcome(process: str, worker: int, session: int) -> Welcome:
-    return Welcome(term=1, worker=worker, process=process, session=session, origin=0, next_batch=0, fingerprint="")
+    return record_builders.welcome(worker, process=process, session=session)
 
 
 def test_a_killed_machine_is_reported_once_with_the_session_of_its_worker() -> None:

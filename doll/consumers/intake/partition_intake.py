@@ -1,0 +1,45 @@
+"""What a worker reads of one partition: from records to batches that its core may have."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from doll.consumers.intake.batching import Batcher, RawBatch, Value
+from doll.consumers.intake.decoding import Decoded
+from doll.consumers.intake.deleted_records import DeletedRecords
+from doll.consumers.lifecycle.stall_watch import StallWatch
+
+DecodedBatch: TypeAlias = tuple[RawBatch[Value], Decoded]
+
+
+@dataclass(slots=True, eq=False)
+class PartitionIntake:
+    """One partition that a worker serves.
+
+    Attributes:
+        progress: (delivered, position), kept by the stream: the records below `delivered` have been fed, and from there
+            to `position` there is no record (markers of transactions, for instance).
+        log_end: one above the last offset, when Kafka was asked last.
+        decoded: batches that the core may not have yet, behind some that hold no record.
+        empty: what the first of these batches without a record decodes to.
+    """
+
+    number: int
+    batcher: Batcher[Value]
+    deleted_records: DeletedRecords
+    watch: StallWatch
+    progress: tuple[int, int] = field(init=False)
+    log_end: int = 0
+    decoded: deque[DecodedBatch] = field(default_factory=deque)
+    empty: Decoded | None = None
+
+    def __post_init__(self) -> None:
+        self.progress = (self.batcher.next_offset, self.batcher.next_offset)
+
+    @property
+    def recordless_until(self) -> int | None:
+        """All delivered records are fed, and there is no record between them and this offset, which is behind them."""
+        delivered, position = self.progress
+        return position if self.batcher.next_offset == delivered < position else None

@@ -1,0 +1,272 @@
+"""The batches of one worker, whatever partitions they are of. Pure.
+
+A worker serves any number of partitions, and has one queue of their batches, in the order in which it announced them.
+Its batches are granted, received and applied in this order. Batch n of a *worker* is granted when n of its batches have
+been granted and not taken back. The Grant says which batch of which partition that is. Pushes name the worker's
+numbers, and the ledger those of partitions (docs/decisions/0069).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice, repeat
+from operator import is_
+from typing import NamedTuple
+
+from doll.ps.engine.partition_state import Partition
+from doll.ps.policies.base import BatchId
+from doll.records.control import Push, Run
+
+
+@dataclass(slots=True, eq=False)
+class ActiveGrant:
+    """A grant whose batch is neither applied nor taken back.
+
+    Attributes:
+        number: unique within one term.
+        worker: whose queue the batch was granted from.
+        partition, batch_id: which batch it is.
+        batch: its worker's number of it.
+        version: weights that were current when it was granted, which it names.
+        min_version: the oldest weights that the policy allows for it.
+        queue_position: place in the order of announcements, kept when the batch goes back to the queue.
+        included: how many of its worker's batches are in `version`.
+        names: whether the weights of `version` are kept for it.
+        pushed: the set that its push came in, once that is accepted; the gradient is then being fetched.
+        held: the gradient is at the server.
+    """
+
+    number: int
+    worker: int
+    partition: Partition
+    batch_id: BatchId
+    batch: int
+    version: int
+    min_version: int
+    queue_position: int
+    granted_at_s: float
+    included: int = 0
+    names: bool = True
+    pushed: PushedSet | None = None
+    held: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PushedSet:
+    """Consecutive batches whose gradients came as one sum: they are held, lost and applied together."""
+
+    push: Push
+    grants: tuple[ActiveGrant, ...]
+    received_at_s: float
+    max_change: float = 0.0  # see `doll.ps.model.updater.Updater.max_change`
+
+    @property
+    def number(self) -> int:
+        """Its first grant's."""
+        return self.grants[0].number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatePush:
+    """A push that came after the time limit of its grants. It answers the next grants of its batches.
+
+    Attributes:
+        grants: the void ones that it names.
+    """
+
+    push: Push
+    grants: tuple[ActiveGrant, ...]
+
+
+class WaitingBatch(NamedTuple):
+    """A batch that is announced and not granted; `position`: its place in the order of all workers' announcements."""
+
+    partition: Partition
+    batch_id: BatchId
+    position: int
+
+
+@dataclass(slots=True, eq=False)
+class BatchQueue:
+    """The batches of one worker in their order: held, computing, waiting.
+
+    Attributes:
+        partitions: that the worker serves, by number.
+        applied: how many of its batches have been granted, and are in the model: the number of the first held one.
+        settled: of batches below it nothing is held back: all of their steps are at the server.
+        whole: batches below it are in the model with their whole steps.
+        pending: batches that are announced and not durable.
+        timed_out: void grants whose time limit has passed: their batches wait before all others, and are granted to
+            nobody.
+        timed_out_since_s: when the limited time began.
+    """
+
+    partitions: dict[int, Partition]
+    applied: int
+    settled: int = field(init=False)
+    whole: int = field(init=False)
+    pending: int = 0
+    held_grants: deque[ActiveGrant] = field(default_factory=deque)
+    computing_grants: deque[ActiveGrant] = field(default_factory=deque)
+    waiting: deque[WaitingBatch] = field(default_factory=deque)
+    timed_out: tuple[ActiveGrant, ...] = ()
+    timed_out_since_s: float = 0.0
+    late: LatePush | None = None
+
+    def __post_init__(self) -> None:
+        self.settled = self.whole = self.applied
+
+    @property
+    def held(self) -> int:
+        return len(self.held_grants)
+
+    @property
+    def computing(self) -> int:
+        return len(self.computing_grants)
+
+    @property
+    def received(self) -> int:
+        return self.applied + len(self.held_grants)
+
+    @property
+    def granted(self) -> int:
+        return self.received + len(self.computing_grants)
+
+    def announce(self, run: Run, room: int, first_position: int) -> int | None:
+        """The batches of `run` are complete; how many of them are new, at most `room`. None: it leaves some out.
+
+        Raises:
+            KeyError: the worker does not serve the partition.
+        """
+        partition = self.partitions[run.partition]
+        begin = partition.announced
+        if run.first > begin:
+            return None
+        count = max(0, min(run.until - begin, room))
+        names = map(BatchId, repeat(partition.number), range(begin, begin + count))
+        positions = range(first_position, first_position + count)
+        self.waiting.extend(map(WaitingBatch, repeat(partition), names, positions))
+        partition.announced += count
+        self.pending += count
+        return count
+
+    def forget_waiting(self) -> None:
+        """What was announced and not granted has to be announced again."""
+        self.timed_out = ()
+        self.pending -= len(self.waiting)
+        for batch in self.waiting:
+            batch.partition.announced = batch.partition.granted
+        self.waiting.clear()
+
+    def grant(self, number: int, worker: int, version: int, min_version: int, now: float) -> ActiveGrant:
+        """Grant the first waiting batch.
+
+        Raises:
+            IndexError: no batch is waiting.
+        """
+        partition, batch_id, position = self.waiting.popleft()
+        self.timed_out = ()
+        partition.computing += 1
+        batch = self.applied + len(self.held_grants) + len(self.computing_grants)
+        grant = ActiveGrant(
+            number, worker, partition, batch_id, batch, version, min_version, position, now, self.applied
+        )
+        self.computing_grants.append(grant)
+        return grant
+
+    def begins_with(self, grants: Sequence[ActiveGrant]) -> bool:
+        """Whether these are the first computing ones, in order."""
+        if len(grants) == 1:
+            return grants[0] is self.computing_grants[0]
+        first = islice(self.computing_grants, len(grants))
+        return len(grants) <= len(self.computing_grants) and all(map(is_, grants, first))
+
+    def hold(self, pushed: PushedSet) -> None:
+        """The gradient of this set, whose batches are the first computing ones, is at the server."""
+        for _ in pushed.grants:
+            grant = self.computing_grants.popleft()
+            grant.held = True
+            self.held_grants.append(grant)
+            grant.partition.computing -= 1
+            grant.partition.held += 1
+        if not pushed.push.holds_back:
+            self.settled = self.received
+
+    def take_back(self, batch: int) -> list[ActiveGrant]:
+        """Return `batch` and every later one without a gradient to the front of the queue: the latest first.
+
+        A later batch must not be applied before an earlier one of the same worker.
+        """
+        grants = []
+        while self.computing_grants and self.computing_grants[-1].batch >= batch:
+            grant = self.computing_grants.pop()
+            grant.partition.computing -= 1
+            self._return(grant)
+            grants.append(grant)
+        return grants
+
+    def give_back(self, batch_id: BatchId) -> ActiveGrant | None:
+        """Return a held batch to the front of the queue; None: it is not the last one under way."""
+        if self.computing_grants or not self.held_grants or self.held_grants[-1].batch_id != batch_id:
+            return None
+        grant = self.held_grants.pop()
+        grant.partition.held -= 1
+        self._return(grant)
+        return grant
+
+    def _return(self, grant: ActiveGrant) -> None:
+        self.waiting.appendleft(WaitingBatch(grant.partition, grant.batch_id, grant.queue_position))
+
+    def answered_late(self, push: Push) -> tuple[ActiveGrant, ...]:
+        """The void grants that `push` answers: the first of those whose time limit has passed, with no other grant of
+        their batches since; none: it answers others."""
+        grants = self.timed_out[: len(push.batches)]
+        named = [(item.grant_id, item.batch) for item in push.batches]
+        return grants if named == [(grant.number, grant.batch) for grant in grants] else ()
+
+    def apply(self, batch_id: BatchId) -> ActiveGrant | None:
+        """Count a batch as applied; None if it is not the first held one."""
+        if not self.held_grants or self.held_grants[0].batch_id != batch_id:
+            return None
+        partition = self.held_grants[0].partition
+        if partition.applied != batch_id.number:
+            return None
+        partition.held -= 1
+        partition.applied += 1
+        self.applied += 1
+        return self.held_grants.popleft()
+
+    def skip(self, partition: Partition, until: int) -> int:
+        """The batches of this partition below `until` that are not applied hold no record, and none of them is
+        announced: they count as applied. How many they are."""
+        count = until - partition.announced
+        partition.applied = partition.announced = until
+        partition.leader_epoch = -1
+        self.pending += count
+        return count
+
+    def check_invariants(self) -> None:
+        """Assert what must hold after every event; for tests."""
+        for partition in self.partitions.values():
+            partition.check_invariants()
+            held = [grant.batch_id.number for grant in self.held_grants if grant.partition is partition]
+            computing = [grant.batch_id.number for grant in self.computing_grants if grant.partition is partition]
+            waiting = [batch.batch_id.number for batch in self.waiting if batch.partition is partition]
+            assert (partition.held, partition.computing) == (len(held), len(computing))
+            assert [*held, *computing, *waiting] == list(range(partition.applied, partition.announced)), (
+                "batches are in flight in order, without a hole"
+            )
+        assert self.pending == sum(partition.announced - partition.durable for partition in self.partitions.values())
+        first = [batch.batch_id for batch in islice(self.waiting, len(self.timed_out))]
+        assert [grant.batch_id for grant in self.timed_out] == first, "the first waiting ones"
+        grants = [*self.held_grants, *self.computing_grants]
+        assert [grant.batch for grant in grants] == list(range(self.applied, self.granted)), "in the worker's order"
+        assert all(grant.pushed is not None and grant.held for grant in self.held_grants)
+        assert not any(grant.held for grant in self.computing_grants)
+        for grant in grants:
+            if grant.pushed is not None:
+                assert grant in grant.pushed.grants
+                assert len({item.held for item in grant.pushed.grants}) == 1, "a set is held as one"
+                assert all(item in grants for item in grant.pushed.grants), "a set is applied and lost as one"
