@@ -85,8 +85,8 @@ class Run(NamedTuple):
 def policy_of(label: str, task: str) -> str:
     """The section `training.policy` for `NAME` or `NAME:s`."""
     name, _, bound = label.partition(":")
-    if bound:
-        return f"{{name: {name}, staleness: {bound}}}"
+    if bound:  # the kept figures are of one batch under way
+        return f"{{name: {name}, staleness: {bound}, under_way: 1}}"
     if name == "vap":
         return f"{{name: vap, value_bound: {_VALUE_BOUND[task]}}}"
     return f"{{name: {name}, contribution: step}}"
