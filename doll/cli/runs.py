@@ -96,8 +96,8 @@ def resume(
 ) -> None:
     """Resume a run of doll up from its checkpoints, on the same topics. Its report then covers the whole run.
 
-    A local broker is started again on the data in the run folder. The number of workers, the batch size and the task
-    cannot change, because batches are identified by their numbers; rates, stop rules and others can, with --set.
+    A local broker is started again on the data in the run folder. The batch size and the task cannot change, because
+    batches are identified by their numbers; the number of workers, rates, stop rules and others can, with --set.
 
     Example: doll resume runs/digits-20260101-120000 --set stop.updates=2000
     """

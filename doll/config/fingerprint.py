@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from doll.config import JobConfig
 
 MAY_CHANGE: Final = (
+    "data.workers",
     "training.policy.",
     "training.optimizer.lr",
     "training.optimizer.weight_decay",
@@ -75,7 +76,7 @@ def job_fields(config: JobConfig) -> dict[str, str]:
         "job": config.job,
         "task.class": _text(config.task.cls),
         "data.workers": str(data.workers),
-        **({} if data.num_partitions == data.workers else {"data.partitions": str(data.num_partitions)}),
+        "data.partitions": str(data.num_partitions),
         "data.batch_size": str(data.batch_size),
         "data.samples_per_record": str(data.samples_per_record),
         _PUSHES: _pushes(training.policy.sends_steps, training.policy.batches_per_push),
@@ -88,7 +89,9 @@ def parse(fingerprint: str) -> dict[str, str]:
     """The fields of a fingerprint by key. That of an earlier release has fewer, and gets today's names."""
     fields = dict(word.partition("=")[::2] for word in fingerprint.split())
     if _is_earlier(fields):
-        return {_EARLIER_NAMES.get(key, key): value for key, value in fields.items()}
+        fields = {_EARLIER_NAMES.get(key, key): value for key, value in fields.items()}
+    if "data.workers" in fields:  # an earlier release had as many partitions
+        fields.setdefault("data.partitions", fields["data.workers"])
     return fields
 
 

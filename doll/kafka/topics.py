@@ -19,6 +19,7 @@ from confluent_kafka.admin import (
     AclPermissionType,
     AdminClient,
     ConfigResource,
+    NewPartitions,
     NewTopic,
     OffsetSpec,
     ResourcePatternType,
@@ -111,7 +112,12 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
 
     admin = make_admin(config, services)
     existing = _partition_counts(admin, services)
-    _refuse_mismatch(config, existing)  # before anything is made that would have to be deleted again
+    commands = config.topic("commands")
+    lacks = existing.get(commands, config.data.workers) < config.data.workers  # there were fewer workers before
+    # Before anything is made that would have to be deleted again.
+    _refuse_mismatch(config, {name: count for name, count in existing.items() if not (lacks and name == commands)})
+    if lacks:
+        _add_partitions(admin, services, commands, config.data.workers)
     _create(admin, config, services, [topic for topic in plan_topics(config) if topic.name not in existing])
     _await_topics(admin, config, services)
     check(config, services)
@@ -131,6 +137,17 @@ def _create(admin: AdminClient, config: JobConfig, services: Services, missing: 
             refused.append(dataclasses.replace(topic, settings=settings))
     for topic, future in _request(admin, config, refused):
         _is_created(future, topic, config, services)
+
+
+def _add_partitions(admin: AdminClient, services: Services, topic: str, count: int) -> None:
+    """Give a topic `count` partitions, and wait until Kafka tells of them."""
+    advice = "add them by hand, or allow this user to"
+    with translate_errors(services.kafka, f"add partitions to topic {topic}", advice):
+        wanted = [NewPartitions(topic, count)]
+        admin.create_partitions(wanted, operation_timeout=_TIMEOUT_S, request_timeout=_TIMEOUT_S)[topic].result()
+    deadline_s = time.monotonic() + _TIMEOUT_S
+    while _partition_counts(admin, services)[topic] < count and time.monotonic() < deadline_s:
+        time.sleep(0.05)
 
 
 def _request(
@@ -213,7 +230,7 @@ def check(config: JobConfig, services: Services) -> None:
 
     Raises:
         ConfigError: a topic has another number of partitions.
-        ServiceUnavailableError: Kafka does not answer, or a topic does not exist.
+        ServiceUnavailableError: Kafka does not answer, a topic does not exist, or `commands` has too few partitions.
     """
     existing = _partition_counts(make_admin(config, services), services)
     for topic in plan_topics(config):
@@ -270,27 +287,23 @@ def _has_controller(metadata: Any) -> bool:
 
 
 def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
-    """Return if those topics of the job that exist have the right number of partitions."""
-    per_worker = [existing[name] for name in (config.topic("samples"), config.topic("commands")) if name in existing]
+    """Return if those topics of the job that exist have the right number of partitions; `commands` may have more."""
+    samples, commands = config.topic("samples"), config.topic("commands")
     for topic in plan_topics(config):
         actual = existing.get(topic.name, topic.partitions)
-        if actual == topic.partitions:
+        if actual == topic.partitions or (topic.name == commands and actual > topic.partitions):
             continue
         mismatch = f"topic {topic.name}: expected {topic.partitions} partitions, found {actual}"
         other_name = f"choose another `job` name (--set job={config.job}-2)"
-        if topic.name not in (config.topic("samples"), config.topic("commands")):
+        if topic.name == commands:
+            # Not for good: a server with more workers than before may be starting.
+            raise ServiceUnavailableError(f"{mismatch} (data.workers): start the parameter server, which adds them")
+        if topic.name != samples:
             raise ConfigError(f"{mismatch}; delete the topic, or {other_name}")
-        key = "data.partitions" if topic.name == config.topic("samples") else "data.workers"
-        if config.data.partitions is not None:
-            raise ConfigError(f"{mismatch} ({key} is {topic.partitions}); set {key} to {actual}, or {other_name}")
-        mismatch += f" (data.workers is {config.data.workers})"
-        if len(set(per_worker)) == 1:
-            raise ConfigError(f"{mismatch}; set data.workers to {actual}, or {other_name}")
-        # Kafka adds partitions but never removes one, so no number of workers can fit both topics.
-        raise ConfigError(
-            f"{mismatch}, and of samples and commands {per_worker[0]} and {per_worker[1]}: their number of "
-            f"partitions changed since the job began, and no data.workers fits both; {other_name}"
-        )
+        workers = config.data.workers
+        if actual < workers:
+            raise ConfigError(f"{mismatch} (data.workers is {workers}); set data.workers to {actual}, or {other_name}")
+        raise ConfigError(f"{mismatch}; set data.partitions to {actual}, or {other_name}")
 
 
 def describe(config: JobConfig, services: Services) -> list[TopicInfo]:

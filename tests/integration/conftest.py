@@ -128,6 +128,13 @@ class Pipeline:
         path = self.run / "logs" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def resize(self, workers: int, *, stop_updates: int) -> None:
+        """Behind the end of a run: the job file has so many workers, and a later end."""
+        self.supervisor.stop(grace_s=5.0)
+        self.supervisor, self.finished = Supervisor(self.forks.launch, on_restart=self.restarts.append), None
+        self.config = load(self.job_path, [f"data.workers={workers}", f"stop.updates={stop_updates}"])
+        self._write_job(self.job_path, self.config)
+
     def close(self) -> None:
         for handle in [*self.supervisor.handles().values(), *self._unsupervised]:
             handle.kill()

@@ -59,11 +59,9 @@ def test_only_redis_is_not_there(tmp_path: Path, job_name: str, services: Servic
     assert "Kafka" not in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["samples", "commands"])
-def test_a_topic_has_too_few_partitions(tmp_path: Path, job_name: str, services: Services, kind: str) -> None:
-    job_name = f"{job_name}-{kind}"
+def test_a_topic_has_too_few_partitions(tmp_path: Path, job_name: str, services: Services) -> None:
     (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
-    topic = f"doll.{job_name}.{kind}"
+    topic = f"doll.{job_name}.samples"
     admin = AdminClient({"bootstrap.servers": services.kafka})
     admin.create_topics([NewTopic(topic, 1)])[topic].result(WAIT_TIMEOUT_S)
     done = doll("ps", "job.yaml", kafka=services.kafka, redis=services.redis, cwd=tmp_path)

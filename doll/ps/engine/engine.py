@@ -29,7 +29,7 @@ import msgspec
 from doll.config import StopConfig
 from doll.config.data import BadRecordsConfig
 from doll.errors import IllegalEventError
-from doll.ps.engine.assignment import first_assignment, partitions_by_worker
+from doll.ps.engine.assignment import first_assignment, partitions_by_worker, reassigned
 from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, LatePush, PushedSet
 from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.events import (
@@ -140,8 +140,7 @@ class Engine:
         `generation`, `samples_id` and `run_id` are a fresh engine's, see `EngineSnapshot`.
 
         Raises:
-            ValueError: neither or both are given, `snapshot` is not of `settings.num_workers` workers, or the policy's
-                state is not one of this policy.
+            ValueError: neither or both are given, or the policy's state is not one of this policy.
         """
         if (origins is None) == (snapshot is None):
             raise ValueError("expected either origins (a new job) or a snapshot (a resumed one)")
@@ -155,6 +154,7 @@ class Engine:
                 generation=generation, samples_id=samples_id, run_id=run_id,
             )  # fmt: skip
         _require_fit(snapshot, settings)
+        snapshot = _for_workers(snapshot, n)
         self.settings = settings
         self.policy = policy
         self.term = term
@@ -174,17 +174,18 @@ class Engine:
         self._partitions = list(
             map(Partition, range(num_partitions), snapshot.origins, snapshot.applied, leader_epochs)
         )
-        served = partitions_by_worker(snapshot.assignment, self._partitions, n)
-        by_worker = snapshot.by_worker or [sum(p.applied for p in partitions.values()) for partitions in served]
+        served = partitions_by_worker(snapshot.assignment, self._partitions, len(snapshot.sessions))
         kept = zip(
-            snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, by_worker, strict=True
+            snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, snapshot.by_worker,
+            strict=True,
         )  # fmt: skip
+        # With those that the job had before, and has no more: they serve nothing, and are not let in.
         self._workers = [
             Worker(number, BatchQueue(served[number], of_process[-1]), *of_process)
             for number, of_process in enumerate(kept)
         ]
         self._owners = [self._workers[number] for number in snapshot.assignment]  # of each partition
-        self._members = Membership(self._workers, term=term, lease_s=settings.lease_s, counters=self.counters)
+        self._members = Membership(self._workers[:n], term=term, lease_s=settings.lease_s, counters=self.counters)
         self._grants = Grants(self._workers, self._owners, policy)
         self._limits = TimeLimits(policy, grant_timeout_s=settings.grant_timeout_s, set_limit_s=settings.set_limit_s)
         self._settling = Settling(term)
@@ -255,7 +256,7 @@ class Engine:
 
     def workers(self) -> Iterable[Worker]:
         """Every worker, in order."""
-        return self._workers
+        return self._workers[: self.settings.num_workers]
 
     def time_limit_s(self, worker: Worker) -> float:
         """After so long a push of this worker is not waited for any more; of a set, `set_limit_s` later."""
@@ -976,13 +977,34 @@ class Engine:
 
 
 def _require_fit(snapshot: EngineSnapshot, settings: EngineSettings) -> None:
-    n = settings.num_workers
-    if len(snapshot.sessions) != n:
-        raise ValueError(f"expected {n} workers, got a state of {len(snapshot.sessions)}")
     if not snapshot.origins or len(snapshot.origins) != len(snapshot.applied):
         raise ValueError(f"expected partitions, got origins {snapshot.origins} and applied {snapshot.applied}")
     if snapshot.records_per_batch != settings.records_per_batch:
         raise ValueError(f"expected {snapshot.records_per_batch} records per batch, got {settings.records_per_batch}")
+
+
+def _for_workers(snapshot: EngineSnapshot, num_workers: int) -> EngineSnapshot:
+    """The same state for another number of workers. What is known of those that are left out stays."""
+    known, owners = len(snapshot.sessions), snapshot.assignment
+    new, before = max(0, num_workers - known), snapshot.num_workers or known
+    if len(owners) != len(snapshot.applied) or not all(0 <= worker < before for worker in owners):
+        raise ValueError(
+            f"expected a worker from 0 to {before - 1} for each of {len(snapshot.applied)} partitions, got "
+            f"{list(owners)}"
+        )
+    by_worker = [0] * known
+    for worker, applied in zip(owners, snapshot.applied, strict=True):
+        by_worker[worker] += applied
+    return msgspec.structs.replace(
+        snapshot,
+        num_workers=num_workers,
+        assignment=owners if num_workers == before else reassigned(owners, num_workers),
+        by_worker=(snapshot.by_worker or tuple(by_worker)) + (0,) * new,
+        sessions=snapshot.sessions + (0,) * new,
+        processes=snapshot.processes + ("",) * new,
+        incarnations=snapshot.incarnations + (0,) * new,
+        restarts=snapshot.restarts + (0,) * new,
+    )
 
 
 def _behind(spans: Sequence[tuple[int, int]], offset: int) -> tuple[tuple[int, int], ...]:

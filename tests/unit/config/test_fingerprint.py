@@ -80,7 +80,7 @@ def test_values_may_hold_what_separates_fields_and_be_long() -> None:
 
 
 REFUSED = [
-    "task.args.hidden=[5]", "task.class=examples.digits.task:Digits", "data.workers=3", "data.batch_size=16",
+    "task.args.hidden=[5]", "task.class=examples.digits.task:Digits", "data.partitions=3", "data.batch_size=16",
     "data.samples_per_record=2", "training.optimizer.momentum=0.9", "training.optimizer={name: adam}",
     "training.policy.contribution=step", "training.policy={name: ssp}", "training.policy={name: wsp, wave_batches: 2}",
 ]  # fmt: skip
@@ -136,8 +136,16 @@ def test_the_documented_list_is_the_one_that_is_enforced() -> None:
     section = text[text.index("## Resuming a run") : text.index("### The topics hold an earlier run")]
     for key in MAY_CHANGE:
         assert f"`{key.removesuffix('.')}`" in section, key
-    for key in ("data.workers", "data.batch_size", "data.samples_per_record", "task.class", "task.args"):
+    for key in ("data.partitions", "data.batch_size", "data.samples_per_record", "task.class", "task.args"):
         assert f"`{key}`" in section, key
+
+
+def test_another_number_of_workers_is_allowed_where_the_partitions_stay() -> None:
+    store = saved(MemoryCheckpointStore("j"), mark("data.workers=2", "data.partitions=4"))
+    assert store.load_newest(mark("data.workers=4")) is not None, "four partitions, as before"
+    assert store.load_newest(mark("data.workers=1", "data.partitions=4")) is not None
+    with pytest.raises(CheckpointError, match=r"data\.partitions: expected 4, got 3"):
+        store.load_newest(mark("data.workers=3"))
 
 
 # --- a later server of another job file ------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from confluent_kafka.admin import (
     AlterConfigOpType,
     ConfigEntry,
     ConfigResource,
-    NewPartitions,
     NewTopic,
     ResourceType,
 )
+from doll.config import JobConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
@@ -88,16 +88,30 @@ def test_describe_tells_the_watermarks(services: Services, job_name: str) -> Non
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("workers", [2, 5])
-def test_another_number_of_workers_than_partitions_is_refused_with_the_way_out(
-    services: Services, job_name: str, workers: int
+@pytest.mark.parametrize(("workers", "advice"), [(2, "data.partitions to 3"), (5, "data.workers to 3")])
+def test_another_number_of_streams_than_partitions_is_refused_with_the_way_out(
+    services: Services, job_name: str, workers: int, advice: str
 ) -> None:
     topics.ensure(job(name=job_name, workers=3), services)
-    expected = f"samples: expected {workers} partitions, found 3 .* set data.workers to 3, or choose another `job` name"
-    # Both topics of the workers have it, so that advice is not refused by another check.
+    expected = f"samples: expected {workers} partitions, found 3.*; set {advice}, or choose another `job` name"
     for step in (topics.ensure, topics.check):
         with pytest.raises(ConfigError, match=expected):
             step(job(f"data.workers={workers}", name=job_name, workers=3), services)
+    topics.ensure(job("data.workers=2", "data.partitions=3", name=job_name, workers=3), services)
+
+
+@pytest.mark.integration
+def test_more_workers_than_before_get_partitions_of_commands(services: Services, job_name: str) -> None:
+    def of(workers: int) -> JobConfig:
+        return job(f"data.workers={workers}", "data.partitions=6", name=job_name, workers=3)
+
+    topics.ensure(of(2), services)
+    with pytest.raises(ServiceUnavailableError, match=r"commands: expected 5 partitions, found 2 .* which adds them"):
+        topics.check(of(5), services)
+    topics.ensure(of(5), services)
+    counts = {info.name.rpartition(".")[2]: info.partitions for info in topics.describe(of(5), services)}
+    assert (counts["samples"], counts["commands"], counts["events"]) == (6, 5, 1)
+    topics.ensure(of(3), services)  # what is there stays
 
 
 @pytest.mark.integration
@@ -129,27 +143,16 @@ def test_a_producer_s_user_is_one_name(user: str) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["samples", "commands"])
-def test_the_advice_about_the_number_of_workers_works(services: Services, job_name: str, kind: str) -> None:
-    """No topic is created beside a topic of another size, which the advised number of workers would not fit."""
-    name = f"{job_name}-{kind}"
-    made = f"doll.{name}.{kind}"
-    admin = AdminClient(kafka_settings(job(name=name, workers=3), services))
+def test_the_advice_about_the_number_of_workers_works(services: Services, job_name: str) -> None:
+    """No topic is created beside one of another size, which the advised number of workers would not fit."""
+    made = f"doll.{job_name}.samples"
+    admin = AdminClient(kafka_settings(job(name=job_name, workers=3), services))
     admin.create_topics([NewTopic(made, 1)])[made].result(WAIT_TIMEOUT_S)
-    until(lambda: topics.describe(job(name=name, workers=3), services), "the topic")
-    with pytest.raises(ConfigError, match=f"{kind}: expected 3 partitions, found 1 .* set data.workers to 1"):
-        topics.ensure(job(name=name, workers=3), services)
-    assert [info.name for info in topics.describe(job(name=name, workers=3), services)] == [made]
-    topics.ensure(job("data.workers=1", name=name, workers=3), services)
-    # Somebody adds a partition afterwards: no number of workers fits any more.
-    admin.create_partitions([NewPartitions(made, 2)])[made].result(WAIT_TIMEOUT_S)
-    until(
-        lambda: 2 in {info.partitions for info in topics.describe(job(name=name, workers=3), services)},
-        "the new partition",
-    )
-    for workers in (1, 2):
-        with pytest.raises(ConfigError, match=rf"no data\.workers fits both; choose .*--set job={name}-2"):
-            topics.ensure(job(f"data.workers={workers}", name=name, workers=3), services)
+    until(lambda: topics.describe(job(name=job_name, workers=3), services), "the topic")
+    with pytest.raises(ConfigError, match=r"samples: expected 3 partitions, found 1 .* set data.workers to 1"):
+        topics.ensure(job(name=job_name, workers=3), services)
+    assert [info.name for info in topics.describe(job(name=job_name, workers=3), services)] == [made]
+    topics.ensure(job("data.workers=1", name=job_name, workers=3), services)
 
 
 def actual(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: int = 3) -> ActualTopic:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import count
 
 import msgspec
 import pytest
 from doll.ps.engine import events as ev
+from doll.ps.engine.assignment import reassigned
 from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, PushedSet
 from doll.ps.engine.engine import Engine, EngineSettings
 from doll.ps.engine.partition_state import Partition
 from doll.ps.policies.base import BatchId
 from doll.ps.policies.doll import Doll
 from doll.records.control import Announce, Durable, Grant, Join, Run, Welcome
+from hypothesis import given
+from hypothesis import strategies as st
 from pushes import answer
 from record_builders import announce, grant_of
 
@@ -159,3 +163,47 @@ def test_a_worker_may_serve_every_partition_and_another_none() -> None:
     assert durable == [{0: 5}]
     assert world.engine.snapshot(0.0).applied == (5, 4)
     assert world.engine.snapshot(0.0).by_worker == (9, 0)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(1, 9))
+def test_another_number_of_workers_moves_as_few_partitions_as_can_be(owners: list[int], num_workers: int) -> None:
+    made = reassigned(owners, num_workers)
+    sizes = Counter(made)
+    counts = [sizes[worker] for worker in range(num_workers)]
+    assert sum(counts) == len(owners)
+    assert max(counts) - min(counts) <= 1
+    assert reassigned(made, num_workers) == made
+    # Who had more than its share keeps its share, the others keep all.
+    least, more = divmod(len(owners), num_workers)
+    had = sorted((Counter(owners)[worker] for worker in range(num_workers)), reverse=True)
+    stay = sum(min(count, least + (rank < more)) for rank, count in enumerate(had))
+    assert sum(a == b for a, b in zip(made, owners, strict=True)) == stay
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+def test_a_job_goes_on_with_another_number_of_workers(num_workers: int) -> None:
+    def settings(workers: int) -> EngineSettings:
+        return EngineSettings(
+            num_workers=workers, records_per_batch=4, max_pending_batches=8, lease_s=8.0, grant_timeout_s=30.0,
+            checkpoint_every_updates=1, checkpoint_every_s=1e9,
+        )  # fmt: skip
+
+    before = Engine(settings(3), Doll(1), term=1, now=0.0, origins=(0,) * 5).snapshot(0.0)
+    before = msgspec.structs.replace(
+        before, version=9, applied=(3, 2, 2, 1, 1), by_worker=(4, 3, 2), sessions=(7, 8, 9)
+    )
+    engine = Engine(settings(num_workers), Doll(1), term=2, now=0.0, snapshot=before)
+    engine.handle(ev.Tick(), 0.0)
+    engine.check_invariants()
+    served: dict[int, int] = {}
+    for worker in range(num_workers):
+        (welcome,) = engine.handle(Join(worker=worker, process=f"w{worker}"), 0.0)
+        assert isinstance(welcome, Welcome)
+        served |= {item.partition: item.next_batch for item in welcome.served}
+    assert served == dict(enumerate(before.applied)), "each partition is read on where it was, by one worker"
+    assert engine.handle(Join(worker=num_workers, process="late"), 0.0) == [], "no such worker"
+    after = engine.snapshot(0.0)
+    assert after.by_worker[:3] == (4, 3, 2), "what a worker has computed stays its own, also of one that is left out"
+    again = Engine(settings(3), Doll(1), term=3, now=0.0, snapshot=after)
+    assert sorted(Counter(again.snapshot(0.0).assignment).values()) == [1, 2, 2]
+    assert engine.batches_total == sum(before.applied)
