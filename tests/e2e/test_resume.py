@@ -87,7 +87,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_to_its_end(tmp_path: Path,
     assert saved >= 20
     goal = saved + 40
     for change, words in (
-        ("data.workers=3", "workers: expected 2, got 3"),
+        ("data.workers=3", "data.partitions: expected 2, got 3"),
         ("data.batch_size=16", "batch_size: expected 8, got 16"),
     ):
         refused = doll("resume", run, "--set", change)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
+from doll.ps.engine.events import EngineSnapshot
 from doll.ps.engine.partition_state import Partition
 
 
@@ -50,3 +53,31 @@ def partitions_by_worker(
     for worker, partition in zip(assignment, partitions, strict=True):
         served[worker][partition.number] = partition
     return served
+
+
+def for_workers(snapshot: EngineSnapshot, num_workers: int) -> EngineSnapshot:
+    """The same state for another number of workers. What is known of those that are left out stays.
+
+    Raises:
+        ValueError: the assignment does not name a worker for each partition.
+    """
+    known, owners = len(snapshot.sessions), snapshot.assignment
+    new, before = max(0, num_workers - known), snapshot.num_workers or known
+    if len(owners) != len(snapshot.applied) or not all(0 <= worker < before for worker in owners):
+        raise ValueError(
+            f"expected a worker from 0 to {before - 1} for each of {len(snapshot.applied)} partitions, got "
+            f"{list(owners)}"
+        )
+    by_worker = [0] * known
+    for worker, applied in zip(owners, snapshot.applied, strict=True):
+        by_worker[worker] += applied
+    return msgspec.structs.replace(
+        snapshot,
+        num_workers=num_workers,
+        assignment=owners if num_workers == before else reassigned(owners, num_workers),
+        by_worker=(snapshot.by_worker or tuple(by_worker)) + (0,) * new,
+        sessions=snapshot.sessions + (0,) * new,
+        processes=snapshot.processes + ("",) * new,
+        incarnations=snapshot.incarnations + (0,) * new,
+        restarts=snapshot.restarts + (0,) * new,
+    )

@@ -29,7 +29,7 @@ import msgspec
 from doll.config import StopConfig
 from doll.config.data import BadRecordsConfig
 from doll.errors import IllegalEventError
-from doll.ps.engine.assignment import first_assignment, partitions_by_worker, reassigned
+from doll.ps.engine.assignment import first_assignment, for_workers, partitions_by_worker
 from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, LatePush, PushedSet
 from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.events import (
@@ -154,7 +154,7 @@ class Engine:
                 generation=generation, samples_id=samples_id, run_id=run_id,
             )  # fmt: skip
         _require_fit(snapshot, settings)
-        snapshot = _for_workers(snapshot, n)
+        snapshot = for_workers(snapshot, n)
         self.settings = settings
         self.policy = policy
         self.term = term
@@ -981,30 +981,6 @@ def _require_fit(snapshot: EngineSnapshot, settings: EngineSettings) -> None:
         raise ValueError(f"expected partitions, got origins {snapshot.origins} and applied {snapshot.applied}")
     if snapshot.records_per_batch != settings.records_per_batch:
         raise ValueError(f"expected {snapshot.records_per_batch} records per batch, got {settings.records_per_batch}")
-
-
-def _for_workers(snapshot: EngineSnapshot, num_workers: int) -> EngineSnapshot:
-    """The same state for another number of workers. What is known of those that are left out stays."""
-    known, owners = len(snapshot.sessions), snapshot.assignment
-    new, before = max(0, num_workers - known), snapshot.num_workers or known
-    if len(owners) != len(snapshot.applied) or not all(0 <= worker < before for worker in owners):
-        raise ValueError(
-            f"expected a worker from 0 to {before - 1} for each of {len(snapshot.applied)} partitions, got "
-            f"{list(owners)}"
-        )
-    by_worker = [0] * known
-    for worker, applied in zip(owners, snapshot.applied, strict=True):
-        by_worker[worker] += applied
-    return msgspec.structs.replace(
-        snapshot,
-        num_workers=num_workers,
-        assignment=owners if num_workers == before else reassigned(owners, num_workers),
-        by_worker=(snapshot.by_worker or tuple(by_worker)) + (0,) * new,
-        sessions=snapshot.sessions + (0,) * new,
-        processes=snapshot.processes + ("",) * new,
-        incarnations=snapshot.incarnations + (0,) * new,
-        restarts=snapshot.restarts + (0,) * new,
-    )
 
 
 def _behind(spans: Sequence[tuple[int, int]], offset: int) -> tuple[tuple[int, int], ...]:
