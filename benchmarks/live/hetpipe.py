@@ -376,7 +376,8 @@ def claims(runs: Sequence[Run], loss: float, in_flight: int) -> list[Claim]:
         _at_most("drifting, ED, D = 4: idle, of waiting", 0.18,
                  mean("idle_share", ED_4, is_drifting=True) / mean("waiting_share", ED_4, is_drifting=True), unknown),
         _claim("samples/s at D = 4 of D = 0: NP's gain, of ED's", "section 8.4: above 1", gains[NP_4] / gains[ED_4],
-               gains[NP_4] > gains[ED_4], "a virtual worker that is slower for good sets the pace of all, whatever D"),
+               gains[NP_4] > gains[ED_4],
+               "a virtual worker that is permanently slower sets the pace of all, whatever D"),
         Claim("no weights lack more than s_global minibatches of another virtual worker", "section 5.2",
               ", ".join(f"D = {distance}: {most} of {s_global(in_flight, distance)}"
                         for distance, most in sorted(oldest.items())),

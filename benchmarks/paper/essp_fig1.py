@@ -1,6 +1,6 @@
 """ESSP Fig. 1: how stale the weights are that SSP's and ESSP's workers read, and how long they are blocked.
 
-16 workers; one clock takes Gamma(20, 1/20) s, and one in 20 takes twice that, so that nobody is slow for good. A
+16 workers; one clock takes Gamma(20, 1/20) s, and one in 20 takes twice that, so that nobody is permanently slow. A
 message takes an exponential time of 0.3 s on average. The engine and the policies are those of production; a worker
 reads what it has where these allow it, as the paper's client does (`benchmarks.paper.network`). The formula column is
 the value of a separate reference simulation of the two models.

@@ -39,7 +39,7 @@ _D4 = (
 
 
 def minibatches_of_horovod(workers: int, seed: int) -> float:
-    """Until the loss is below the target for good, where all workers step together on the newest weights."""
+    """Until the loss is below the target permanently, where all workers step together on the newest weights."""
     problem = Perceptron(seed)
     parameters, last_above = problem.start.copy(), 0
     for step in range(1, MOST_MINIBATCHES // workers + 1):

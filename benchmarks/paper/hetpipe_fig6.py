@@ -193,7 +193,7 @@ class Curve:
     end_s: float
 
     def to_target(self, target: float) -> tuple[float, float]:
-        """Seconds and minibatches until the loss is below the target for good; infinite where it is not."""
+        """Seconds and minibatches until the loss is below the target permanently; infinite where it is not."""
         above = np.flatnonzero(self.loss > target)
         first = 0 if not above.size else int(above[-1]) + 1
         if first == len(self.loss):

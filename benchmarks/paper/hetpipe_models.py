@@ -63,7 +63,7 @@ class _Layers:
         self._flop, self._parameters, self._kept = 0, 0, 0
 
     def conv(self, channels: int, size: int, stride: int = 1, *, bias: bool, kept: int) -> None:
-        """A convolution that keeps height and width but for its stride; `kept`: arrays of its output's size that the
+        """A convolution that keeps height and width except for its stride; `kept`: arrays of its output's size that the
         backward pass needs."""
         before, height, width = self.shape
         height, width = -(-height // stride), -(-width // stride)

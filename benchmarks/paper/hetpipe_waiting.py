@@ -36,7 +36,7 @@ DISTANCES = (0, 1, 4, 32)
 SLOWDOWNS = (1.0, 1.25, 1.5, 1.75, 2.0, 3.0)
 MINIBATCH_S = 2.0 * STAGES
 _CAUSE = (
-    "the setting: one is slow for good here, and transfers take no time; with equal virtual workers as in ED-local, "
+    "the setting: one is permanently slow here, and transfers take no time; with equal virtual workers as in ED-local, "
     "drifting speeds and transfers of a minibatch's time it is the paper's (last rows of this section)"
 )
 REFERENCE_EQUAL = {0: 0.087, 1: 0.0, 4: 0.0, 32: 0.0}
@@ -45,7 +45,7 @@ REFERENCE_SLOW = {0: 0.5, 4: 0.46, 32: 0.18}
 
 @dataclass(frozen=True)
 class Waiting:
-    """Of the virtual workers but for a slow one: the share of the run that they wait, and the share of the wait in
+    """Of the virtual workers except for a slow one: the share of the run that they wait, and the share of the wait in
     which their stages have nothing to do (None where there is no wait)."""
 
     share: float
@@ -187,11 +187,11 @@ def run(quick: bool) -> Result:
     ]  # fmt: skip
     checks += cause_checks(seeds, 0.2 if quick else 0.1)
     notes = [
-        "A distance of D waves is used up once: behind a virtual worker that is slower for good the others wait for "
+        "A distance of D waves is used up once: behind a virtual worker that is permanently slower the others wait for "
         f"half of their time in the long run, whatever D is. In {WAVES} waves, D = 32 saves almost two thirds of the "
         "wait.",
         "The paper's wait at D = 4, 62 % of that at D = 0, and its idle time, 18 % of the wait, are of ED-local, whose "
-        "four virtual workers are equal. Nobody is slower for good there, so that D is not used up; what remains at "
+        "four virtual workers are equal. Nobody is permanently slower there, so that D is not used up; what remains at "
         "D = 4 is above all the time of pushes and pulls. The time of a transfer is chosen, a minibatch's; the two "
         "numbers then come out together.",
     ]

@@ -29,7 +29,7 @@ _FLUSH_MARGIN_S: Final = 5.0
 
 
 class Delivery(NamedTuple):
-    """What became of a record: it stands at `offset`, or was refused for good (`refusal` says why, offset is -1)."""
+    """What became of a record: it stands at `offset`, or was refused permanently (`refusal` says why, offset is -1)."""
 
     topic: str
     offset: int
@@ -48,7 +48,7 @@ class Publisher:
     """A producer that retries until Kafka takes or refuses a record: being unreachable for long loses nothing.
 
     Safe to share between threads. `poll` must be called now and then: it reports what was delivered. What Kafka refuses
-    for good (not allowed, too long) goes to the record's `on_delivery`; without one it is logged once per topic.
+    permanently (not allowed, too long) goes to the record's `on_delivery`; without one it is logged once per topic.
 
     Args:
         on_error: gets errors of the client; by default they are logged.

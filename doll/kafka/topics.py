@@ -296,7 +296,7 @@ def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
         mismatch = f"topic {topic.name}: expected {topic.partitions} partitions, found {actual}"
         other_name = f"choose another `job` name (--set job={config.job}-2)"
         if topic.name == commands:
-            # Not for good: a server with more workers than before may be starting.
+            # A passing state: a server with more workers than before may be starting.
             raise ServiceUnavailableError(f"{mismatch} (data.workers): start the parameter server, which adds them")
         if topic.name != samples:
             raise ConfigError(f"{mismatch}; delete the topic, or {other_name}")

@@ -57,7 +57,7 @@ def run_producer(
 
     Raises:
         ConfigError: the source is not what was expected. What was sent until then is flushed first.
-        ServiceUnavailableError: Kafka does not answer at the start, or refused the producer for good.
+        ServiceUnavailableError: Kafka does not answer at the start, or refused the producer permanently.
     """
     say = say or (lambda text: get_logger(__name__).info("producer", text=text))
     topics.ensure(config, services)

@@ -94,7 +94,7 @@ class SampleSender:
             self._publisher.poll(timeout_s)
         if self._fatal is not None:
             raise ServiceUnavailableError(
-                f"Kafka at {self._services.kafka} refused the producer for good ({self._fatal}): "
+                f"Kafka at {self._services.kafka} refused the producer permanently ({self._fatal}): "
                 f"{self.counts.delivered} samples are delivered; start the producer again"
             )
 

@@ -453,7 +453,7 @@ class World(worlds.World[Process]):
             process.orders.appendleft(Compute(part_of(grant, count), batches[count:]))
         version = process.cached[1]
         process.kept += ((process.worker, batch.number, version) for batch in batches[:count])
-        process.there |= {batch.number: batch.number_there for batch in batches[:count]}
+        process.there |= {batch.number: batch.number_in_partition for batch in batches[:count]}
         process.holds += ((batch.number, grant.grant_ids[at]) for at, batch in enumerate(batches[:count]))
         computed = tuple(ComputedBatch(batch.num_samples, 1.0, version=version) for batch in batches[:count])
         if batches[count - 1].number % size == size - 1:

@@ -186,8 +186,7 @@ class Batch:
     """A decoded batch that the worker holds until it is durable.
 
     Attributes:
-        partition, number_there: which batch it is.
-        number: its worker's, as its newest grant has it.
+        number: the worker's own, of a granted batch (`Grant.first`); before, as `number_in_partition`.
         data: what the gradient needs (opaque here).
         num_samples: how many usable samples it has.
         order: in which the worker has read its batches; `WorkerCore` counts it.
@@ -203,12 +202,12 @@ class Batch:
     dead_samples: int = 0
     leader_epoch: int = -1  # see `doll.consumers.intake.batching.RawBatch`
     partition: int = 0
-    number_there: int = -1
+    number_in_partition: int = -1
     order: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        if self.number_there < 0:
-            self.number_there = self.number
+        if self.number_in_partition < 0:
+            self.number_in_partition = self.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +242,7 @@ class GradientDone:
 
     key: str
     version: int  # of the weights that it was computed at
-    batches: tuple[ComputedBatch, ...]  # at least one, but for the rest that is pushed when the worker leaves
+    batches: tuple[ComputedBatch, ...]  # at least one, except for the rest that is pushed when the worker leaves
     fetch_s: float = 0.0
     store_s: float = 0.0
     is_kept: bool = False
@@ -404,17 +403,15 @@ class WorkerCore:
         """
         self.hold(batch)
         partition = self.served[batch.partition]
-        if batch.number_there < partition.reported_durable:
+        if batch.number_in_partition < partition.reported_durable:
             return self._forget_durable(partition)  # the server does not report it again
         return self._announce_if_few()
 
     def hold(self, batch: Batch) -> None:
         """As `batch_ready`, where more batches come at the same moment: `announce` tells the server of all of them."""
         partition = self.served[batch.partition]
-        if batch.number_there != partition.next_batch:
-            raise ValueError(
-                f"expected batch {partition.next_batch} of partition {partition.number}, got {batch.number_there}"
-            )
+        if (number := batch.number_in_partition) != (expected := partition.next_batch):
+            raise ValueError(f"expected batch {expected} of partition {partition.number}, got {number}")
         self._num_read += 1
         batch.order = self._num_read
         partition.batches.append(batch)
@@ -674,10 +671,10 @@ class WorkerCore:
         before = served.durable
         while served.batches and served.durable < served.reported_durable:
             batch = served.batches.popleft()
-            self._granted.discard((served.number, batch.number_there))
+            self._granted.discard((served.number, batch.number_in_partition))
             self._retained -= 1
         if self._new:
-            self._new = [batch for batch in self._new if self._find((batch.partition, batch.number_there))]
+            self._new = [batch for batch in self._new if self._find((batch.partition, batch.number_in_partition))]
         if not served.batches:
             served.next_batch = served.skipped.passed(served.next_batch, served.reported_durable)
         if served.durable == before:
@@ -747,8 +744,8 @@ def _runs_of(batches: Iterable[Batch]) -> tuple[Run, ...]:
     """Batches in this order, as runs of consecutive ones of one partition."""
     runs: list[Run] = []
     for batch in batches:
-        if runs and (runs[-1].partition, runs[-1].until) == (batch.partition, batch.number_there):
-            runs[-1] = Run(batch.partition, runs[-1].first, batch.number_there + 1)
+        if runs and (runs[-1].partition, runs[-1].until) == (batch.partition, batch.number_in_partition):
+            runs[-1] = Run(batch.partition, runs[-1].first, batch.number_in_partition + 1)
         else:
-            runs.append(Run(batch.partition, batch.number_there, batch.number_there + 1))
+            runs.append(Run(batch.partition, batch.number_in_partition, batch.number_in_partition + 1))
     return tuple(runs)

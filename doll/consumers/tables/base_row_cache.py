@@ -115,7 +115,7 @@ class BaseRowCache(RowCache):
 
 
 def _few(versions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`versions` with no more than `_MAX_VERSIONS` different ones: the oldest in place of others."""
+    """`versions` with at most `_MAX_VERSIONS` different ones: the oldest in place of others."""
     different = sorted(set(versions.tolist()))
     if len(different) <= _MAX_VERSIONS:
         return versions

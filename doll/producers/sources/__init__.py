@@ -79,9 +79,9 @@ def open_streams(config: JobConfig, starts: Sequence[int], positions: Sequence[i
     if opener is None:
         known = " or ".join(cls.__name__ for cls in OPENERS)
         raise ConfigError(f"source.kind: expected the opener of {source.kind} in doll.producers.sources, got {known}")
-    workers = range(config.data.num_partitions)
-    rngs = [child_rng(config.seed, SAMPLES, n, starts[n]) for n in workers]
-    return opener(config, source, StreamStarts(starts, positions or [0 for _ in workers], rngs))
+    streams = range(config.data.num_partitions)
+    rngs = [child_rng(config.seed, SAMPLES, n, starts[n]) for n in streams]
+    return opener(config, source, StreamStarts(starts, positions or [0 for _ in streams], rngs))
 
 
 def _open_digits(config: JobConfig, source: DigitsSource, start: StreamStarts) -> list[Iterator[bytes]]:

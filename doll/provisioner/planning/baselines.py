@@ -152,7 +152,7 @@ class Greedy(_Committing):
 
     def decide(self, observation: Observation) -> Choices:
         self._late |= no_slack(self._job, observation)
-        # A slot that runs on spot stays there until it is preempted; idle slots go to on-demand for good.
+        # A slot that runs on spot stays there until it is preempted; idle slots go to on-demand permanently.
         self._committed |= self._late[:, None] & ~observation.up
         return np.where(self._committed, ON_DEMAND, SPOT)
 

@@ -54,7 +54,7 @@ class KafkaChannel:
         """Handle what Kafka has acknowledged or refused.
 
         Raises:
-            ServiceUnavailableError: Kafka has refused a record for good.
+            ServiceUnavailableError: Kafka has refused a record permanently.
         """
         self._publisher.poll()
 

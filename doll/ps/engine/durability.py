@@ -214,7 +214,7 @@ class Settling:
         ]
 
     def stop(self) -> None:
-        """Nothing more is applied, but for rests: what a contribution brings that is not applied is missing too."""
+        """Nothing more is applied, except for rests: what a contribution brings that is not applied is missing too."""
         self._is_last = True
         coming = {rest.worker.number for rest in self.rests.values()}
         self._unsettled = {number: worker for number, worker in self._incomplete.items() if number not in coming}

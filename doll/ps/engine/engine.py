@@ -179,7 +179,7 @@ class Engine:
             snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, snapshot.by_worker,
             strict=True,
         )  # fmt: skip
-        # With those that the job had before, and has no more: they serve nothing, and are not let in.
+        # Also workers of an earlier, larger number: these serve nothing, and may not join.
         self._workers = [
             Worker(number, BatchQueue(served[number], of_process[-1]), *of_process)
             for number, of_process in enumerate(kept)
@@ -862,9 +862,9 @@ class Engine:
         worker, push, size = self._grants.owner(pushed.grants[0]), pushed.push, self.settings.records_per_batch
         applied = []
         for grant, item in zip(pushed.grants, push.batches, strict=True):
-            number, there = grant.batch_id
-            lo, hi = grant.partition.offsets(there, size)
-            applied.append(AppliedBatch(number, there, lo, hi, grant.granted_at_s, item))
+            partition, number = grant.batch_id
+            lo, hi = grant.partition.offsets(number, size)
+            applied.append(AppliedBatch(partition, number, lo, hi, grant.granted_at_s, item))
             grant.partition.leader_epoch = item.leader_epoch
             absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
             self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)

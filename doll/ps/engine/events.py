@@ -239,8 +239,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str = ""  # see `doll.records.control.TermStarted`; "": of an earlier release
     empty_updates: int = 0  # of `version`, those that learned no sample
     refusals: RefusalState = RefusalState()
-    num_workers: int = 0  # of the job; sessions and what follows may be of more, which it had before. 0: of as many
-    by_worker: tuple[
-        int, ...
-    ] = ()  # batches in the model that each worker has computed or skipped; (): by `assignment`
+    # Of the job; `sessions` and what follows may be of more, which it had before. 0: of as many.
+    num_workers: int = 0
+    # Batches in the model that each worker has computed or skipped; (): those of the partitions assigned to it.
+    by_worker: tuple[int, ...] = ()
     leader_epochs: tuple[int, ...] = ()  # of each partition's last applied batch (`PushedBatch`); (): not known

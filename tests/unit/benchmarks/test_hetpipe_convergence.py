@@ -112,7 +112,7 @@ def test_the_criteria_of_figure_6_can_fail() -> None:
     assert failed(hetpipe_fig6.checks_of(as_in_the_paper, fresh)) == ["D = 32: time to loss 0.7, of that at D = 4"]
     assert len(failed(hetpipe_fig6.checks_of(good, good))) == 1, "as late with the newest weights: not the cause"
     never = Curve(np.array([1.0, 2.0]), np.array([800.0, 900.0]), np.array([0.5, 0.9]), 2.0)
-    assert never.to_target(0.7) == (np.inf, np.inf), "below the target once is not for good"
+    assert never.to_target(0.7) == (np.inf, np.inf), "below the target once is not permanent"
 
 
 @pytest.mark.slow  # simulations

@@ -407,3 +407,91 @@ def test_a_log_that_was_truncated_and_refilled_while_nobody_read_it_is_told_by_i
         # The new records lie behind what was learned; nothing is known of it.
         assert make(15, Learned(20, epoch)).read(29)[15] == b"15"
         assert make(30, Learned(30, -1)).read(30)[30] == b"other"
+
+
+# --- several partitions -----------------------------------------------------------------------------------------------
+
+
+class Readings:
+    """A reader of three partitions; what it delivers of each."""
+
+    def __init__(self, config: JobConfig, services: Services, *starts: int) -> None:
+        self.config, self.services, self.topic = config, services, config.topic("samples")
+        reads = [ReadFrom(partition, start) for partition, start in enumerate(starts)]
+        self.reader = ChunkReader(config, services, self.topic, reads, group=GROUP)
+        self.deliveries: queue.Queue[Delivery] = queue.Queue()
+        self.records: dict[int, list[tuple[int, bytes | None]]] = {partition: [] for partition in range(len(starts))}
+        self.others: list[OutOfRange | Truncated] = []
+
+    def write(self, partition: int, *values: bytes) -> None:
+        producer = Producer(kafka_settings(self.config, self.services))
+        for value in values:
+            producer.produce(self.topic, value, partition=partition)
+        assert producer.flush(60) == 0
+
+    def read_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            delivery = self.deliveries.get(timeout=60)
+            self.reader.taken()
+            if isinstance(delivery, Chunk):
+                self.records[delivery.partition] += zip(delivery.offsets, delivery.values, strict=True)
+            elif isinstance(delivery, OutOfRange | Truncated):
+                self.others.append(delivery)
+            else:
+                assert isinstance(delivery, NoRecordBelow), delivery
+
+
+@pytest.fixture
+def readings(services: Services, job_name: str) -> Iterator[Readings]:
+    """From offsets 0, 2 and 9 on; the third partition has no offset 9."""
+    config = parse(
+        f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 1, partitions: 3, max_record_bytes: 2000000}}\n",
+        ["worker.fetch_max_wait_ms=20"],
+    )
+    topics.ensure(config, services)
+    made = Readings(config, services, 0, 2, 9)
+    for partition, count in ((0, 600), (1, 5), (2, 4)):
+        made.write(partition, *(b"%d/%d" % (partition, number) for number in range(count)))
+    made.reader.start(made.deliveries.put)
+    yield made
+    made.reader.close()
+
+
+def test_each_partition_comes_whole_and_in_order_and_one_that_is_out_of_range_stops_no_other(
+    readings: Readings,
+) -> None:
+    records = readings.records
+    readings.read_until(lambda: len(records[0]) == 600 and len(records[1]) == 3 and bool(readings.others))
+    for partition, first, end in ((0, 0, 600), (1, 2, 5)):
+        assert records[partition] == [(number, b"%d/%d" % (partition, number)) for number in range(first, end)]
+    assert readings.others == [OutOfRange(2, 9)]
+    readings.write(0, b"more")
+    readings.reader.seek(2, 1)
+    readings.read_until(lambda: len(records[0]) == 601 and len(records[2]) == 3)
+    assert records[2] == [(number, b"2/%d" % number) for number in range(1, 4)]
+    assert records[0][-1] == (600, b"more"), "nothing comes twice where another partition goes on elsewhere"
+    until(lambda: [readings.reader.log_end(partition) for partition in range(3)] == [601, 5, 4], "the ends of the logs")
+
+
+def test_each_partition_is_committed_by_itself(readings: Readings) -> None:
+    readings.read_until(lambda: len(readings.records[0]) == 600 and len(readings.records[1]) == 3)
+    readings.reader.commit(0, 500)
+    readings.reader.commit(1, 4)
+    readings.reader.close()
+    consumer = make_consumer(readings.config, readings.services, "test", group_id=GROUP)
+    try:
+        wanted = [TopicPartition(readings.topic, partition) for partition in range(3)]
+        assert [item.offset for item in consumer.committed(wanted, timeout=60)][:2] == [500, 4]
+        assert consumer.committed(wanted, timeout=60)[2].offset < 0, "of the third nothing is durable"
+    finally:
+        consumer.close()
+
+
+def test_a_batch_that_cannot_be_read_in_one_partition_stops_no_other(readings: Readings) -> None:
+    readings.read_until(lambda: len(readings.records[0]) == 600 and len(readings.records[1]) == 3)
+    send_bomb(readings.config, readings.services, Partition(readings.topic, 1), codec="zstd", size_bytes=90_000_000)
+    readings.write(1, b"behind")
+    readings.write(0, b"more")
+    readings.read_until(lambda: len(readings.records[0]) == 601 and readings.records[1][-1][1] == b"behind")
+    assert [offset for offset, _ in readings.records[1]] == [2, 3, 4, 5, 6]
+    assert [isinstance(value, UnreadValue) for _, value in readings.records[1]] == [False, False, False, True, False]

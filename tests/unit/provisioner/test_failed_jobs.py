@@ -235,7 +235,7 @@ class Day:
 @pytest.mark.slow
 @pytest.mark.parametrize("powers_off", [False, True])
 def test_a_parameter_server_that_is_gone(powers_off: bool) -> None:
-    """For good, as after a model that diverged. On AWS machines shut down after 20 minutes without it."""
+    """Permanently, as after a model that diverged. On AWS machines shut down after 20 minutes without it."""
     day = Day()
 
     def orphans() -> None:
@@ -430,7 +430,7 @@ def test_a_source_that_pauses_costs_no_on_demand_machine(pause_h: float) -> None
         assert day.decisions[-1].bill.usd_by_market["on_demand"] == 0
         costs.append(day.spent_usd)
     print(f"\npause of {pause_h} h: {costs[1] / costs[0] - 1:+.1%}")  # noqa: T201
-    # Until it counts as paused for good, machines wait for the source.
+    # Until it counts as paused permanently, machines wait for the source.
     waits_s = asked.max_stall_s + PAUSE_S + 2 * BOOT_S + (HOUR_S if pause_h > 72 else 0)
     assert costs[1] <= costs[0] + 4 * waits_s / HOUR_S * SPOT
 

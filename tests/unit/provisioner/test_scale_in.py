@@ -175,7 +175,7 @@ def computed(losses: tuple[float, ...], *, held_back: bool) -> Update:
     ("losses", "held_back", "rule", "goes"),
     [
         ((2.4, 2.4, 2.4, 2.6), True, RULE, 3),
-        ((2.4, 2.4, 2.401, 2.4), True, RULE, 1),  # equal, but for noise
+        ((2.4, 2.4, 2.401, 2.4), True, RULE, 1),  # equal, except for noise
         (
             (2.4, 2.4, 2.4, 2.6),
             False,

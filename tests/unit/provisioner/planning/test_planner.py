@@ -328,7 +328,7 @@ class World:
 
 
 def adversary(rng: np.random.Generator, kind: int, slots: int, steps: int) -> np.ndarray:
-    """Spot's state over time, shape (steps, slots): long outages of all, flapping, mixed, or gone for good."""
+    """Spot's state over time, shape (steps, slots): long outages of all, flapping, mixed, or gone permanently."""
     match kind:
         case 0:
             both = np.repeat(rng.random(steps // 20 + 1) < 0.6, 20)[:steps, np.newaxis]
@@ -373,7 +373,7 @@ def test_guard_meets_every_feasible_deadline(
 
 
 def test_without_the_guard_deadlines_are_missed() -> None:
-    """The test above can fail: spot that goes for good beats a planner without guard."""
+    """The test above can fail: spot that goes permanently beats a planner without guard."""
     missed = 0
     for gone_at in range(20, 120, 10):
         settings = PlannerSettings(

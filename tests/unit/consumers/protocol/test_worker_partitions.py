@@ -1,0 +1,97 @@
+"""A worker that serves two partitions: one order of its batches, and each partition in its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from doll.consumers.protocol.skipped_batches import Skipped
+from doll.consumers.protocol.worker_core import Acknowledge, Batch, Compute, Exit, Send, WorkerCore
+from doll.records.control import Announce, Durable, Grant, Nack, Run, Served, Skip, Welcome
+
+SERVED = (Served(partition=2, origin=100, next_batch=5), Served(partition=7, origin=0, next_batch=1))
+
+
+def welcome(*served: Served) -> Welcome:
+    return Welcome(term=1, worker=0, process="me", session=3, served=served or SERVED, fingerprint="f")
+
+
+def batch(partition: int, number: int) -> Batch:
+    return Batch(number, f"{partition}/{number}", 4, 0.0, partition=partition)
+
+
+def grant(first: int, *batches: tuple[int, int]) -> Grant:
+    numbers = tuple(range(10 + first, 10 + first + len(batches)))
+    return Grant(
+        term=1, worker=0, session=3, first=first, grant_ids=numbers, batches=batches, version=4, min_version=4, key="w"
+    )
+
+
+@pytest.fixture
+def core() -> WorkerCore:
+    """It has read 2/5, 7/1, 7/2 and 2/6, in this order."""
+    made = WorkerCore(welcome(), max_pending=8, now=0.0)
+    for partition, number in ((2, 5), (7, 1), (7, 2), (2, 6)):
+        made.hold(batch(partition, number))
+    return made
+
+
+def test_batches_are_announced_in_the_order_in_which_they_came_and_so_again(core: WorkerCore) -> None:
+    runs = (Run(2, 5, 6), Run(7, 1, 3), Run(2, 6, 7))
+    assert core.announce() == [Send(Announce(worker=0, session=3, runs=runs))]
+    assert core.announce() == []
+    assert core.on_record(welcome(), 1.0) == [Send(Announce(worker=0, session=3, runs=runs))], "after a new Welcome"
+    with pytest.raises(ValueError, match="expected batch 3 of partition 7, got 4"):
+        core.hold(batch(7, 4))
+
+
+def test_a_grant_says_which_batches_its_numbers_are(core: WorkerCore) -> None:
+    (order,) = core.on_record(grant(20, (2, 5), (7, 1), (7, 2)), 1.0)
+    assert isinstance(order, Compute)
+    assert [(item.number, item.data) for item in order.batches] == [(20, "2/5"), (21, "7/1"), (22, "7/2")]
+    assert core.is_wanted(1, 21, 31)
+    (refused,) = core.on_record(grant(23, (2, 6), (7, 3)), 1.0)
+    assert isinstance(refused, Send), "7/3 is not here"
+    assert isinstance(refused.record, Nack)
+    assert (refused.record.batch, refused.record.reason) == (23, "batch")
+    (other,) = core.on_record(msgspec.structs.replace(grant(23, (2, 6)), batches=()), 1.0)
+    assert isinstance(other, Send), "one grant, and no batch"
+
+
+def test_each_partition_is_released_and_acknowledged_by_itself(core: WorkerCore) -> None:
+    core.on_record(grant(20, (2, 5), (7, 1), (7, 2)), 1.0)
+    durable = Durable(term=1, worker=0, until={7: 3, 2: 5, 9: 1}, batches=20)
+    assert core.on_record(durable, 2.0) == [Acknowledge(7, 3)], "of 2 nothing more, and 9 is another worker's"
+    assert (core.retained, core.served[7].durable, core.served[2].durable) == (2, 3, 5)
+    assert core.on_record(Durable(term=1, worker=0, until={2: 6}, batches=23), 2.0) == [Acknowledge(2, 6)]
+    assert not core.is_wanted(1, 20, 30), "its answer is not needed any more"
+
+
+def test_what_is_skipped_in_one_partition_holds_up_no_other() -> None:
+    core = WorkerCore(welcome(), max_pending=8, now=0.0)
+    (told,) = core.skip(2, Skipped(5, 300, ((100, 200),), ()))
+    assert isinstance(told, Send)
+    assert isinstance(told.record, Skip)
+    assert (told.record.partition, told.record.first, told.record.until) == (2, 5, 300)
+    assert core.batch_ready(batch(7, 1)) == [Send(Announce(worker=0, session=3, runs=(Run(7, 1, 2),)))]
+    assert core.on_record(Durable(term=1, worker=0, until={2: 300}, batches=0), 1.0) == [Acknowledge(2, 300)]
+    assert core.served[2].next_batch == 300
+    assert core.batch_ready(batch(2, 300)) == [Send(Announce(worker=0, session=3, runs=(Run(2, 300, 301),)))]
+
+
+def test_other_partitions_or_another_place_in_one_of_them_mean_reading_again(core: WorkerCore) -> None:
+    (other,) = core.on_record(welcome(SERVED[0]), 1.0)
+    assert other == Exit(1, "this worker serves other partitions now: reading again")
+    back = (SERVED[0], Served(partition=7, origin=0, next_batch=0))
+    assert core.on_record(welcome(*back), 1.0) == [
+        Exit(1, "partition 7: the durable model is back at 0 of 1: reading again")
+    ]
+
+
+def test_room_is_of_all_partitions_together(core: WorkerCore) -> None:
+    assert core.has_room
+    for number in (3, 4, 5, 6):
+        core.hold(batch(7, number))
+    assert (core.retained, core.has_room) == (8, False)
+    assert replace(batch(2, 6), number=9).number_in_partition == 6, "a batch keeps its number in its partition"
