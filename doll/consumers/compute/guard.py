@@ -31,6 +31,9 @@ Array = npt.NDArray[Any]
 _CANARY_SAMPLES: Final = 16
 # A batch is inspected from this share of the spike factor on: its other samples dilute a bad one.
 _INSPECT_FROM_SHARE: Final = 0.3
+# For so many learned batches an inspection's measure of usual samples stands: it costs 32 passes of one sample, and the
+# batches of a model that gets most of them right are often unusual.
+_USUAL_BATCHES: Final = 256
 _MAX_REASON_CHARS: Final = 300
 _TINY: Final = 1e-30
 
@@ -77,6 +80,7 @@ class Guard:
         self._factor = config.training.guard.spike_factor
         self._norms, self._buffer_changes = RunningMedian(), RunningMedian()
         self._last: Samples | None = None  # the batch that was learned last
+        self._usual, self._usual_batches = 0.0, 0  # of one sample, by the last inspection; batches for which it stands
 
     @property
     def _canary(self) -> Samples | None:
@@ -127,7 +131,7 @@ class Guard:
         threshold = self._factor * _INSPECT_FROM_SHARE
         return bool(self._factor) and (
             self._buffer_changes.unusual(gradient.buffer_change, threshold)
-            or self._norms.unusual(gradient.norm / count, threshold)
+            or (self._norms.unusual(gradient.norm / count, threshold) and not gradient.norm <= threshold * self._usual)
         )
 
     def _may_do_harm(self, gradient: Gradient) -> bool:
@@ -140,6 +144,7 @@ class Guard:
         ordinary = self._ordinary(self._canary)
         if ordinary is None:
             return True
+        self._usual, self._usual_batches = ordinary.usual, _USUAL_BATCHES
         before, wrong = self._computer.loss(*ordinary.samples), self._computer.loss(*ordinary.mistaken)
         return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary.samples))
 
@@ -148,6 +153,9 @@ class Guard:
         self._norms.add(gradient.norm / len(samples.x))
         self._buffer_changes.add(gradient.buffer_change)
         self._last = samples
+        self._usual_batches -= 1
+        if self._usual_batches <= 0:
+            self._usual = 0.0
 
     # --- samples that cannot be computed ----------------------------------------------------------------------------
 

@@ -377,3 +377,22 @@ def test_a_usual_batch_costs_one_pass() -> None:
     for _ in range(3):
         world.update()
     assert passes == [BATCH] * 3 * GROUP
+
+
+def test_hard_batches_of_a_model_that_knows_most_samples_cost_one_pass_each() -> None:
+    """Late in training each third batch or so is unusual; a job went on at 60 % of its speed for it."""
+    world = World(Plane())
+    world.optimizer.weights[:] = (-40, -40, 40, 40, 0, 0)
+    passes = []
+    forward = world.task.forward
+    world.task.forward = lambda model, x: (passes.append(len(x)), forward(model, x))[1]  # type: ignore[method-assign]
+    for number in range(90):
+        x, _ = points(number)
+        x[np.abs(x[:, 0] + x[:, 1]) <= 0.3] = 1.0
+        y = (x.sum(axis=1) > 0).astype(np.int64)
+        if number % 3 == 2:
+            y[7] = 1 - y[7]
+        assert world.compute(x, y).bad == {}
+    assert len(passes) <= 90 + 80  # two inspections: of the first batch, and of the first hard one
+    x[7], y[7] = (1e6, 1e6), 0
+    assert set(world.compute(x, y).bad) == {7}, "a bad sample goes meanwhile"
