@@ -76,11 +76,11 @@ class Diloco(Policy):
     """An update is the H batches of each worker of a round, in pushes of their own.
 
     A worker begins a round as soon as it has H waiting batches and nothing of it is at the server, on the newest
-    weights. The round ends when every live worker that is not late has delivered; or a grace after a quorum has; or,
-    where nobody computes any more because streams are dry, a grace after the last one. The grace is as long as the
-    round has taken so far, and at most `grace_s`: a worker that stands still costs the others half of one round.
-    Who comes later is late, and in the round in which it comes; its change counts less
-    (`DilocoPolicyConfig.age_discount`): no sample is dropped.
+    weights. The round ends when every live worker has delivered that is neither late nor was dry when the last round
+    ended; or a grace after a quorum has; or, where nobody computes any more because streams are dry, a grace after the
+    last one. The grace is as long as the round has taken so far, and at most `grace_s`: a worker that stands still, or
+    that no records reach, costs the others half of one round. Who comes later is late, and in the round in which it
+    comes; its change counts less (`DilocoPolicyConfig.age_discount`): no sample is dropped.
 
     Source: Douillard et al., DiLoCo (arXiv 2311.08105); quorum and grace window: Decoupled DiLoCo (2604.21428); weights
     by age: 2605.09126.
@@ -108,6 +108,8 @@ class Diloco(Policy):
         self._delivered: set[int] = set()  # workers with held batches
         self._computing: set[int] = set()  # workers with batches under way
         self._late: set[int] = set()  # those of them that have delivered nothing since an update was made without them
+        self._idle: set[int] = set()  # live workers with neither
+        self._dry: set[int] = set()  # those of them that were idle when the last update was made
         self._began_s: float | None = None  # since when batches of this round are computed
         self._ends_since_s: float | None = None  # since when the round may end after its grace
 
@@ -118,6 +120,10 @@ class Diloco(Policy):
             (self._computing.add if worker.computing else self._computing.discard)(number)
             if worker.held or not worker.computing:
                 self._late.discard(number)
+            is_idle = worker.is_live and not worker.held and not worker.computing
+            (self._idle.add if is_idle else self._idle.discard)(number)
+            if not is_idle:
+                self._dry.discard(number)
             if count := self._next_batches(worker):
                 self._to_start[number] = count
             else:
@@ -148,10 +154,10 @@ class Diloco(Policy):
             return ()
         if self._ends_since_s is None:
             self._ends_since_s = view.now_s
-        is_complete = self._computing == self._late and delivered >= view.num_live - len(self._late)
+        is_complete = self._computing == self._late and self._idle == self._dry
         if not is_complete and view.now_s - self._ends_since_s < self._grace_now_s():
             return ()
-        self._late = self._computing.copy()
+        self._late, self._dry = self._computing.copy(), self._idle.copy()
         self._began_s = self._ends_since_s = None
         return view.held_batches()
 

@@ -169,6 +169,26 @@ def test_the_grace_is_no_longer_than_the_round_took_and_who_missed_one_is_not_wa
     assert view.collected() == {0, 1, 2}, "never longer than grace_s"
 
 
+def test_a_worker_that_no_records_reach_delays_one_round_only() -> None:
+    view = view_of()
+    view.put(3, computing=0)
+    view.delivered(0, 1, 2)
+    assert view.collected() == set()
+    view.now_s = 2.0
+    assert view.collected() == {0, 1, 2}, "after the grace"
+    for number in (0, 1, 2):
+        view.put(number, held=0, computing=H, applied=H)
+    view.delivered(0, 1, 2)
+    assert view.collected() == {0, 1, 2}, "at once"
+    for number in (0, 1, 2):
+        view.put(number, held=0, computing=H, applied=2 * H)
+    view.put(3, computing=H)  # its records have come
+    view.delivered(0, 1, 2)
+    assert view.collected() == set(), "it is waited for as the others"
+    view.delivered(3)
+    assert view.collected() == {0, 1, 2, 3}
+
+
 def test_late_workers_are_no_quorum() -> None:
     view = view_of()
     view.delivered(0, 1, 2)
