@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from doll.config.policy import POLICIES, PolicyConfig, policy_section
-from doll.ps.engine.engine import Engine, EngineSettings
+from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import (
     CheckpointStored,
     Event,
@@ -28,6 +28,7 @@ from doll.ps.engine.events import (
     StoreCheckpoint,
     Tick,
 )
+from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies import make_policy
 from doll.records.control import Alive, Announce, Grant, Join, NewVersion, Push, PushedBatch, Run, Welcome
 

@@ -51,7 +51,7 @@ def worker(
             "--worker",
             envvar="DOLL_WORKER",
             min=0,
-            help="The slot n, 0 .. data.workers - 1 [default: 0].",
+            help="The slot n, 0 .. data.max_workers - 1 [default: 0].",
             show_default=False,
         ),
     ] = None,
@@ -81,10 +81,8 @@ def worker(
         from doll.consumers.lifecycle.spot_notices import slot_of_this_machine
 
         slot = slot_of_this_machine(slot)
-    if slot is not None and slot >= job_target.config.data.workers:
-        raise typer.BadParameter(
-            f"--worker: expected 0 .. {job_target.config.data.workers - 1} (data.workers), got {slot}"
-        )
+    if slot is not None and slot >= (places := job_target.config.data.places):
+        raise typer.BadParameter(f"--worker: expected 0 .. {places - 1} (data.max_workers), got {slot}")
     if slot is None and any_slot:
         raise typer.Exit(JobProcess.alone(job_target, "worker").any_worker())
     slot = slot or 0

@@ -16,6 +16,7 @@ from doll.cli.options import (
     RunsFolderOption,
     SeedOption,
     SetOption,
+    duration,
 )
 from doll.cli.output import emit
 from doll.drill.plan import FaultTarget
@@ -104,6 +105,33 @@ def resume(
     from doll.run.local.resume import run_resume
 
     _finish(run_resume(run, overrides or []), as_json)
+
+
+def scale(
+    job: RunOptions,
+    workers: Annotated[
+        int, typer.Option("--workers", "-N", min=1, help="How many workers the job is to have.", show_default=False)
+    ],
+    timeout_s: Annotated[
+        float | None, duration("How long to wait until the partitions have moved [default: 60].", "--timeout")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Change the number of workers of a running job.
+
+    Each partition that moves does so between two batches: no sample is lost or counted twice. It stays with its worker
+    until the other one is there. doll up starts and ends its workers by itself; elsewhere, start the new ones as the
+    others, before or afterwards. Workers that serve no partition wait as spares, and may be ended.
+
+    Example: doll scale runs/digits-20260101-120000 --workers 7
+    """
+    import dataclasses
+
+    from doll.run import scale as scaling
+
+    wait_s = scaling.TIMEOUT_S if timeout_s is None else timeout_s
+    scaled = scaling.scale(job.target(), workers, timeout_s=wait_s, say=lambda text: typer.echo(text, err=True))
+    emit(as_json, dataclasses.asdict(scaled), scaled.text())
 
 
 def export(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.section import Section
+
+MAX_DEFAULT_PLACES: Final = 64
 
 
 class BadRecordsConfig(Section):
@@ -36,9 +38,11 @@ class DataConfig(Section):
     """The stream."""
 
     workers: PositiveInt = Field(default=4, le=10_000)
-    """N: number of workers"""
+    """N: number of workers; `doll scale` changes it while the job runs"""
+    max_workers: PositiveInt | None = Field(default=None, le=10_000)
+    """to how many workers the job may be scaled [data.partitions, at most 64, or data.workers where that is more]"""
     partitions: PositiveInt | None = Field(default=None, le=100_000)
-    """partitions of the samples topic, each a stream of its own; a worker serves one or more [data.workers]"""
+    """partitions of the samples topic, each a stream of its own; a worker serves any number of them [data.workers]"""
     batch_size: PositiveInt = Field(default=64, le=10_000_000)
     """b: samples per batch"""
     samples_per_record: PositiveInt = 1
@@ -57,11 +61,8 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.num_partitions < self.workers:
-            raise ValueError(
-                f"partitions: expected at least one for each of {self.workers} workers (data.workers), got "
-                f"{self.num_partitions}"
-            )
+        if self.max_workers is not None and self.max_workers < self.workers:
+            raise ValueError(f"max_workers: expected at least data.workers ({self.workers}), got {self.max_workers}")
         if self.batch_size % self.samples_per_record:
             raise ValueError(
                 f"samples_per_record must divide batch_size, got {self.samples_per_record} and {self.batch_size}"
@@ -72,6 +73,11 @@ class DataConfig(Section):
     def num_partitions(self) -> int:
         """Streams: partitions of the samples topic."""
         return self.workers if self.partitions is None else self.partitions
+
+    @property
+    def places(self) -> int:
+        """For how many workers there is place: to so many the job may be scaled."""
+        return self.max_workers or max(self.workers, min(self.num_partitions, MAX_DEFAULT_PLACES))
 
     def by_worker(self, of_streams: Sequence[float]) -> list[float]:
         """The sum over the streams of each worker, as a new job gives these to its workers."""

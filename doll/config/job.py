@@ -97,10 +97,10 @@ class JobConfig(Section):
                 "(worker.max_pending_batches); raise max_pending_batches"
             )
         self._check_times()
-        if (port := self.health.base_port) is not None and port + FIRST_WORKER_PORT + self.data.workers - 1 > MAX_PORT:
+        if (port := self.health.base_port) is not None and port + FIRST_WORKER_PORT + self.data.places - 1 > MAX_PORT:
             raise ValueError(
-                f"health.base_port: expected at most {MAX_PORT - FIRST_WORKER_PORT - self.data.workers + 1}, so that "
-                f"each of {self.data.workers} workers (data.workers) has a port, got {port}"
+                f"health.base_port: expected at most {MAX_PORT - FIRST_WORKER_PORT - self.data.places + 1}, so that "
+                f"each of {self.data.places} workers (data.max_workers) has a port, got {port}"
             )
         if self.worker.pipeline is not None:
             self._check_pipeline(self.worker.pipeline)

@@ -72,7 +72,7 @@ class PipelineConfig(Section):
         return self
 
     def devices_of(self, worker: int) -> list[StageDeviceConfig]:
-        """The devices of one worker's stages, first stage first."""
+        """The devices of one worker's stages, first stage first; a job that is scaled begins again with the first."""
         if not self.devices:
             return [StageDeviceConfig()] * self.stages
-        return self.devices[worker if len(self.devices) > 1 else 0]
+        return self.devices[worker % len(self.devices)]

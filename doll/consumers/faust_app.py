@@ -3,7 +3,8 @@
 The app's agent feeds `WorkerRuntime`, whose tasks run beside it. `CrashingSupervisor` ends the process on any
 unexpected error: an agent that is restarted in place has lost its position (ADR 0002).
 
-The app has a transport of its own, with the partitions that the parameter server names instead of group membership. A
+The app has a transport of its own, with the partitions that the parameter server names instead of group membership.
+They change while the app runs, so Faust knows of one partition only, `_LANE`: what it carries names its own. A
 consumer group would stop all workers whenever one joins or leaves, and give a dead worker's partition away
 only after Kafka's session timeout; with `assign` a restart takes a second (ADR 0002). The parameter server tells two
 processes on one partition apart by the sessions that it gives them.
@@ -29,12 +30,14 @@ from faust.transport import base
 from faust.types import TP, ConsumerMessage
 
 from doll.config import JobConfig
+from doll.consumers.intake.partition_intake import PartitionIntake
 from doll.consumers.runtime import WorkerRuntime
 from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange, Truncated
 from doll.services import Services
 
 _ASK_AGAIN_S: Final = 1.0  # the broker is not sure whether it holds an offset
 _WAITING_CHUNKS: Final = 2  # between Faust's consumer and its agent
+_LANE: Final = 0  # the partition that Faust takes all chunks for
 
 
 class ChunkConsumer(base.Consumer):  # type: ignore[misc]
@@ -76,7 +79,7 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
                     loop.call_soon_threadsafe(self._put, delivery)
 
             self.app.runtime.reader.start(deliver)
-        return {tp: self.app.runtime.intakes[tp.partition].progress[0] for tp in self.app.partitions}
+        return dict.fromkeys(self.app.partitions, 0)
 
     async def on_stop(self) -> None:
         await super().on_stop()
@@ -102,32 +105,32 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
                 raise
 
     async def _pass_on(self, delivery: Delivery) -> None:
-        runtime = self.app.runtime
+        if isinstance(delivery, Exception):
+            raise delivery
+        if (intake := self.app.runtime.intake_of(delivery)) is None:
+            return
         match delivery:
-            case Chunk(partition, offsets):
-                message = self._to_message(TP(self.app.samples_topic, partition), delivery)
+            case Chunk(offsets=offsets):
+                message = self._to_message(TP(self.app.samples_topic, _LANE), delivery)
                 await self.wait_first(self.callback(message), self.suspend_flow.wait())
                 next_offset = offsets[-1] + 1
-                runtime.intakes[partition].progress = (next_offset, next_offset)
-            case NoRecordBelow(partition, offset):
-                intake = runtime.intakes[partition]
+                intake.progress = (next_offset, next_offset)
+            case NoRecordBelow(offset=offset):
                 intake.progress = (intake.progress[0], offset)
-            case OutOfRange(partition, offset):
-                await self._out_of_range(partition, offset)
-            case Truncated(partition, offset, reason):
-                runtime.intakes[partition].deleted_records.refuse_truncated(offset, reason)
-            case Exception():
-                raise delivery
+            case OutOfRange():
+                await self._out_of_range(intake, delivery)
+            case Truncated(offset=offset, reason=reason):
+                intake.deleted_records.refuse_truncated(offset, reason)
 
-    async def _out_of_range(self, partition: int, offset: int) -> None:
-        intake = self.app.runtime.intakes[partition]
-        resume_offset = await intake.deleted_records.resume_offset(offset)
+    async def _out_of_range(self, intake: PartitionIntake, delivery: OutOfRange) -> None:
+        resume_offset = await intake.deleted_records.resume_offset(delivery.offset)
         if resume_offset is None:  # the process is about to end
             return
-        if resume_offset == offset:
+        if resume_offset == delivery.offset:
             await asyncio.sleep(_ASK_AGAIN_S)
-        intake.progress = (resume_offset, resume_offset)
-        self.app.runtime.reader.seek(partition, resume_offset)
+        if self.app.runtime.intake_of(delivery) is intake:
+            intake.progress = (resume_offset, resume_offset)
+            self.app.runtime.reader.seek(delivery.partition, resume_offset)
 
     def _to_message(self, tp: TP, record: Chunk) -> ConsumerMessage:
         return ConsumerMessage(
@@ -151,10 +154,10 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
         return self._assigned
 
     def highwater(self, tp: TP) -> int:
-        return int(self.app.runtime.intakes[tp.partition].progress[1])
+        return 0
 
     async def position(self, tp: TP) -> int | None:
-        return int(self.app.runtime.intakes[tp.partition].progress[1])
+        return 0
 
     def topic_partitions(self, topic: str) -> int | None:
         return None
@@ -184,7 +187,7 @@ class DollApp(faust.App):  # type: ignore[misc]
     """A Faust app whose transport is `Transport`."""
 
     samples_topic: str
-    partitions: set[TP]  # what the transport reads, with the reader of `runtime`
+    partitions: set[TP]  # what Faust takes for its assignment; the reader of `runtime` knows the partitions
     runtime: WorkerRuntime
 
     def on_init_dependencies(self) -> Any:
@@ -251,7 +254,7 @@ def _make_app(config: JobConfig, services: Services, runtime: WorkerRuntime, fol
             runtime.feed(event.value)
 
     app.samples_topic, app.runtime = config.topic("samples"), runtime
-    app.partitions = {TP(app.samples_topic, number) for number in runtime.intakes}
+    app.partitions = {TP(app.samples_topic, _LANE)}
     app.agent(app.topic(app.samples_topic, value_serializer="raw"), name="samples")(read_samples)
     for task in runtime.tasks():
         app.task(task)

@@ -37,7 +37,7 @@ from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError, FencedError
 from doll.kafka import topics
-from doll.kafka.chunk_reader import ChunkReader, Learned, ReadFrom
+from doll.kafka.chunk_reader import ChunkReader
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model.flat_model import FlatModel, build, fingerprint
@@ -83,10 +83,8 @@ def run_worker(
         DollError: services do not answer, the task does not load, or the parameter server runs another job file.
     """
     torch.set_num_threads(config.worker.torch_threads)
-    if not 0 <= worker < config.data.workers:
-        raise ConfigError(
-            f"--worker: expected 0 to {config.data.workers - 1} (data.workers is {config.data.workers}), got {worker}"
-        )
+    if not 0 <= worker < (places := config.data.places):
+        raise ConfigError(f"--worker: expected 0 to {places - 1} (data.max_workers is {places}), got {worker}")
     (return_freed_memory if is_limited(config, worker) else keep_freed_memory)()
     limit = DataLimit(config.worker.memory_bytes)
     limit.begin()
@@ -202,6 +200,8 @@ class _WorkerProcess:
             # Where the log begins behind it, the first fetch finds it.
             bounds_reaching(samples, partition, start, channel.watermarks)
         log.info("joined", worker=self._worker, session=welcome.session, from_offsets=starts)
+        if not starts:
+            log.info("spare", worker=self._worker, hint="other workers serve all partitions; `doll scale` changes that")
         return joined
 
     def _work(self, welcome: Welcome, commands_offset: int) -> int:
@@ -223,7 +223,7 @@ class _WorkerProcess:
         else:
             engine = self._pipeline_engine(self._stages, blobs, dead_letters, scope)
         runtime = WorkerRuntime(
-            config, core=core, channel=channel, reader=self._reader(welcome), decoder=decoder, engine=engine,
+            config, core=core, channel=channel, reader=self._reader(), decoder=decoder, engine=engine,
             commands_offset=commands_offset, departure=self._departure, heartbeat=self._heartbeat,
             link=self._link(welcome), row_client=row_client,
         )  # fmt: skip
@@ -233,17 +233,10 @@ class _WorkerProcess:
             decoder.close()
             engine.close()
 
-    def _reader(self, welcome: Welcome) -> ChunkReader:
-        config, per_batch = self._config, self._config.data.records_per_batch
-        reads = [
-            ReadFrom(
-                item.partition, item.origin + item.next_batch * per_batch,
-                Learned(item.origin + item.included * per_batch, item.leader_epoch),
-            )
-            for item in welcome.served
-        ]  # fmt: skip
+    def _reader(self) -> ChunkReader:
+        config = self._config
         return ChunkReader(
-            config, self._services, config.topic("samples"), reads, group=f"doll-{config.job}-w{self._worker}",
+            config, self._services, config.topic("samples"), (), group=f"doll-{config.job}-w{self._worker}",
             max_chunk_records=max(1, stream_buffer_records(config) // 2),
         )  # fmt: skip
 

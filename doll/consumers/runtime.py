@@ -34,6 +34,7 @@ from doll.consumers.protocol.worker_core import (
     Exit,
     OfferWeights,
     Send,
+    Serve,
     ServedPartition,
     StoreRest,
     WorkerAction,
@@ -42,7 +43,7 @@ from doll.consumers.protocol.worker_core import (
 )
 from doll.consumers.tables.row_client import RowClient
 from doll.errors import DollError, RecordError, ServiceUnavailableError, TaskError
-from doll.kafka.chunk_reader import Chunk, ChunkReader
+from doll.kafka.chunk_reader import Chunk, ChunkReader, Learned, NoRecordBelow, OutOfRange, ReadFrom, Truncated
 from doll.process.data_limit import out_of_memory
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
@@ -96,7 +97,7 @@ class WorkerRuntime:
         self._config = config
         self._core = core
         self._channel = channel
-        self.reader = reader  # of the worker's partitions; the stream starts it, and passes on what it delivers
+        self.reader = reader  # the stream starts it, and passes on what it delivers
         self._link = link
         self._row_client = row_client
         self._decoder = decoder
@@ -110,13 +111,17 @@ class WorkerRuntime:
         self.exit = ProcessExit(
             config.worker.drain_s, flush=lambda: channel.flush(1.0), stop=lambda: self.main_loop.shut_down()
         )
+        self._num_changes = 0  # of what the worker serves
         self.intakes = {number: self._intake_of(served) for number, served in core.served.items()}
         self.buffer = BatchBuffer(
             {number: intake.batcher for number, intake in self.intakes.items()}, buffer_capacity(config)
         )
-        core.next_offset = sum(intake.batcher.next_offset for intake in self.intakes.values())
+        reader.change((), [self._read_of(number) for number in self.intakes])
+        self._sum_next_offsets()
         self._commands: asyncio.Queue[Commands | list[AnyRecord]] = asyncio.Queue()
-        self._decoding: asyncio.Queue[tuple[RawBatch[bytes | None], asyncio.Future[Decoded]]] = asyncio.Queue()
+        self._decoding: asyncio.Queue[tuple[PartitionIntake, RawBatch[bytes | None], asyncio.Future[Decoded]]] = (
+            asyncio.Queue()
+        )
         self._num_decoding = 0  # with the one that `announce` waits for
         self._num_behind = 0  # decoded, and behind batches without a record that wait
         self._orders: asyncio.Queue[Compute | StoreRest] = asyncio.Queue()
@@ -130,10 +135,44 @@ class WorkerRuntime:
         )  # fmt: skip
         return PartitionIntake(
             served.number,
+            self._num_changes,
             batcher,
             DeletedRecords(config, self._core, served.number, batcher, self._channel, self.exit),
             StallWatch(config.worker.stall_timeout_s, self._next_command, time.monotonic()),
         )
+
+    def _read_of(self, number: int) -> ReadFrom:
+        intake, served = self.intakes[number], self._core.served[number]
+        included = served.origin + served.included * self._config.data.records_per_batch
+        return ReadFrom(number, intake.batcher.next_offset, Learned(included, served.leader_epoch), intake.reading)
+
+    def intake_of(self, delivery: Chunk | NoRecordBelow | OutOfRange | Truncated) -> PartitionIntake | None:
+        """The intake that this is for; None: the worker has ceased to serve the partition since."""
+        intake = self.intakes.get(delivery.partition)
+        return intake if intake is not None and intake.reading == delivery.reading else None
+
+    def _serve(self, gone: Sequence[int], new: Sequence[int]) -> None:
+        """Read no more what others serve now, and read what is new."""
+        self._num_changes += 1
+        for number in gone:
+            self._num_behind -= len(self.intakes.pop(number).decoded)
+            self.buffer.remove(number)
+        for number in new:
+            intake = self.intakes[number] = self._intake_of(self._core.served[number])
+            self.buffer.add(number, intake.batcher)
+        self.reader.change(gone, [self._read_of(number) for number in new])
+        self._sum_next_offsets()
+        self._room.set()
+        if self.buffer.is_half_empty:
+            self.reader.resume()
+        log.info(
+            "serves_other_partitions", gone=list(gone), new=list(new), partitions=sorted(self.intakes),
+            hint="" if self.intakes else "this worker is a spare: `doll scale` or fewer workers give it partitions",
+        )  # fmt: skip
+
+    def _sum_next_offsets(self) -> None:
+        size = self._config.data.records_per_batch
+        self._core.next_offset = sum(item.origin + item.next_batch * size for item in self._core.served.values())
 
     @property
     def worker(self) -> int:
@@ -150,8 +189,10 @@ class WorkerRuntime:
 
     def feed(self, chunk: Chunk) -> None:
         """Take the next records of the stream."""
-        self.intakes[chunk.partition].watch.samples_at_s = time.monotonic()
-        if self.buffer.feed(*chunk):
+        if (intake := self.intake_of(chunk)) is None:
+            return
+        intake.watch.samples_at_s = time.monotonic()
+        if self.buffer.feed(chunk.partition, chunk.offsets, chunk.values, chunk.leader_epoch):
             self.reader.pause()
         self._filled.set()
 
@@ -165,6 +206,8 @@ class WorkerRuntime:
             while not self._may_decode:
                 self._room.clear()
                 await self._room.wait()
+            if not buffer:
+                continue
             raw = buffer.take()
             if buffer.is_half_empty:
                 self.reader.resume()
@@ -172,7 +215,7 @@ class WorkerRuntime:
             records = Records(raw.offsets, raw.values, raw.partition) if raw.count == 1 else Records((), ())
             future = asyncio.wrap_future(self._decoder.decode(records))
             raw.values = []  # the decoder has them
-            self._decoding.put_nowait((raw, future))
+            self._decoding.put_nowait((self.intakes[raw.partition], raw, future))
 
     @property
     def _may_decode(self) -> bool:
@@ -183,21 +226,25 @@ class WorkerRuntime:
     async def announce(self) -> None:
         """Give the core what is decoded, in order."""
         while True:
-            raw, future = await self._decoding.get()
+            intake, raw, future = await self._decoding.get()
             try:
                 decoded = await future
             except ServiceUnavailableError as exc:  # Kafka does not take a dead letter
                 self.exit.request(1, str(exc))
                 return
-            intake = self.intakes[raw.partition]
-            intake.decoded.append((raw, decoded))
             self._num_decoding -= 1
+            if self.intakes.get(raw.partition) is not intake:
+                self._room.set()
+                continue  # others serve the partition by now
+            intake.decoded.append((raw, decoded))
             self._num_behind += 1
             self._give(intake)
             intake.watch.samples_at_s = time.monotonic()
 
     def _give(self, intake: PartitionIntake) -> None:
         """Give the core what is decoded of a partition; behind batches without a record, the others wait for these."""
+        if self.intakes.get(intake.number) is not intake:
+            return
         core, served = self._core, self._core.served[intake.number]
         while intake.decoded and not served.skipped:
             raw, decoded = intake.decoded.popleft()
@@ -214,7 +261,7 @@ class WorkerRuntime:
     def _give_skipped(self) -> None:
         """Give the core batches without a record that others wait for."""
         now, size = time.monotonic(), self._config.data.records_per_batch
-        for number, intake in self.intakes.items():
+        for number, intake in list(self.intakes.items()):
             if self._core.served[number].skipped and intake.empty is not None:
                 if (one := self._core.next_of_skipped(number, now, size)) is not None:
                     batch = Batch(one.first, intake.empty, 0, now, (), one.gaps, one.lost, partition=number)
@@ -346,6 +393,8 @@ class WorkerRuntime:
                     self._room.set()
                     if (intake := self.intakes[partition]).decoded:
                         asyncio.get_running_loop().call_soon(self._give, intake)
+                case Serve(gone, new):
+                    self._serve(gone, [item.partition for item in new])
                 case Exit(code, reason):
                     if self._link is not None:
                         self._link.close(reason)
@@ -398,12 +447,13 @@ class WorkerRuntime:
                 continue
             self._heartbeat.beat("kafka")
             unread = self._measure_lag()
-            for number, intake in self.intakes.items():
-                await self._watch_partition(intake, unread[number], commands_high)
+            for number, intake in list(self.intakes.items()):
+                if self.intakes.get(number) is intake:
+                    await self._watch_partition(intake, unread[number], commands_high)
 
     def _ask_log_ends(self) -> int:
         """Ask Kafka where the logs end; returns that of the commands. In another thread."""
-        for number, intake in self.intakes.items():
+        for number, intake in list(self.intakes.items()):
             intake.log_end = self._channel.watermarks(self._samples_topic, number)[1]
         return self._channel.watermarks(self._commands_topic, self.worker)[1]
 
@@ -418,7 +468,7 @@ class WorkerRuntime:
                 place = (self._samples_topic, intake.number, intake.batcher.next_offset, high)
                 if not await asyncio.get_running_loop().run_in_executor(None, self._channel.holds_record, *place):
                     watch.record_empty(high, now)
-        if problem := watch.problem(now):
+        if self.intakes.get(intake.number) is intake and (problem := watch.problem(now)):
             self.exit.request(1, problem)
 
     def _measure_lag(self) -> dict[int, int]:

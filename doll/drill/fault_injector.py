@@ -176,9 +176,11 @@ class FaultInjector(RunHook):
         if self._only is not None and self._only not in targets:
             raise DrillError(f"expected faults of what this job runs, {sorted(targets)}, got {self._only!r}")
         pipeline, links = self._config.worker.pipeline, self._control.links
+        is_behind = self._config.arrivals.process == "asap"  # what is written now is not read before the job ends
         sends_no_grants = bool(links) and "local" not in links  # neither through Kafka nor on a socket
         impossible = {
-            "stream_poison": poison_for(self._config, 0) is None,
+            "stream_poison": is_behind or poison_for(self._config, 0) is None,
+            "stream_bomb": is_behind,
             "worker_malformed_notice": self._metadata is None,
             "worker_late_grants": sends_no_grants,
             "worker_late_settles": not self._config.training.policy.filter_threshold > 0,

@@ -71,6 +71,7 @@ class Chunk(NamedTuple):
     values: list[bytes | None]  # one for each offset; an `UnreadValue` where it is to be a dead letter
     # Of Kafka's leader that took the last of them; none before it has a higher one. -1: not known.
     leader_epoch: int = -1
+    reading: int = 0  # see `ReadFrom`, as in the other deliveries
 
 
 class NoRecordBelow(NamedTuple):
@@ -78,6 +79,7 @@ class NoRecordBelow(NamedTuple):
 
     partition: int
     offset: int
+    reading: int = 0
 
 
 class OutOfRange(NamedTuple):
@@ -85,6 +87,7 @@ class OutOfRange(NamedTuple):
 
     partition: int
     offset: int
+    reading: int = 0
 
 
 class Truncated(NamedTuple):
@@ -94,6 +97,7 @@ class Truncated(NamedTuple):
     partition: int
     offset: int
     reason: str  # what shows it, with offsets and leader epochs
+    reading: int = 0
 
 
 class Learned(NamedTuple):
@@ -107,11 +111,16 @@ NOTHING_LEARNED: Final = Learned(0, -1)
 
 
 class ReadFrom(NamedTuple):
-    """A partition to be read from offset `start` on; of `learned`, the records from there on are not durable."""
+    """A partition to be read from offset `start` on; of `learned`, the records from there on are not durable.
+
+    `reading` comes back with all that is delivered: a partition may be read again later, from elsewhere, while the last
+    of before is still on its way.
+    """
 
     partition: int
     start: int
     learned: Learned = NOTHING_LEARNED
+    reading: int = 0
 
 
 Delivery: TypeAlias = Chunk | NoRecordBelow | OutOfRange | Truncated | Exception
@@ -123,6 +132,7 @@ class _Reading:
     Attributes:
         position: the next offset.
         unreadable: what is at each offset from `position` to the first, if the library cannot read it.
+        number: `ReadFrom.reading`.
         durable: everything below it is durable; guarded by the reader's condition.
         asked, committed: of the commit under way, and of the last one that was answered.
         log_end: at the last fetch.
@@ -130,7 +140,7 @@ class _Reading:
 
     def __init__(self, topic: str, read: ReadFrom) -> None:
         self.where = Partition(topic, read.partition)
-        self.start, self.learned = read.start, read.learned
+        self.start, self.learned, self.number = read.start, read.learned, read.reading
         self.position = read.start
         self.unreadable: tuple[int, UnreadValue] | None = None
         self.durable = self.log_end = self.asked = self.committed = -1
@@ -160,13 +170,16 @@ class ChunkReader:
         self._unpacked_limit_bytes = batch_limit_bytes(config)
         self._topic = topic
         self._consumer = self._make_consumer()
-        self._readings = {read.partition: _Reading(topic, read) for read in partitions}
         self._changed = threading.Condition()  # guards what follows
         self._closed = self._paused = False
-        self._seeks: dict[int, int] = {number: reading.start for number, reading in self._readings.items()}
+        self._wanted = {read.partition: _Reading(topic, read) for read in partitions}
+        self._is_changed = True  # the thread does not know of all in `_wanted`
+        self._seeks: dict[int, int] = {}
         self._untaken = 0
         # Of the thread alone:
+        self._readings: dict[int, _Reading] = {}
         self._assigned: set[int] = set()
+        self._is_waiting_for_commit = False  # of a partition that is read no more
         self._commit_at_s = 0.0
         self._max_chunk_records = min(max_chunk_records, MAX_CHUNK_RECORDS)
         self._chunk_records = min(16, self._max_chunk_records)  # at first: records may be large
@@ -215,18 +228,30 @@ class ChunkReader:
     def seek(self, partition: int, offset: int) -> None:
         """After `OutOfRange`: go on at `offset`."""
         with self._changed:
-            self._seeks[partition] = offset
+            if partition in self._wanted:
+                self._seeks[partition] = offset
+                self._changed.notify()
+
+    def change(self, gone: Iterable[int], new: Iterable[ReadFrom]) -> None:
+        """Read the partitions of `gone` no more, and then those of `new`. What was delivered of the first may still be
+        on its way."""
+        with self._changed:
+            for number in gone:
+                del self._wanted[number]
+                self._seeks.pop(number, None)
+            self._wanted |= {read.partition: _Reading(self._topic, read) for read in new}
+            self._is_changed = True
             self._changed.notify()
 
     def commit(self, partition: int, offset: int) -> None:
         """Everything below `offset` is durable. It is committed within 5 s, and when the reader is closed."""
         with self._changed:
-            reading = self._readings[partition]
+            reading = self._wanted[partition]
             reading.durable = max(reading.durable, offset)
 
     def log_end(self, partition: int) -> int:
         """Where the partition ended at the last fetch, an offset; negative before the first one."""
-        return self._readings[partition].log_end
+        return self._wanted[partition].log_end
 
     def close(self) -> None:
         """Commit what is durable, and end. Waits little more than a second for Kafka."""
@@ -235,7 +260,7 @@ class ChunkReader:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-        if any(reading.asked > reading.committed for reading in self._readings.values()):
+        if self._is_waiting_for_commit or any(reading.asked > reading.committed for reading in self._readings.values()):
             _abandon(self._consumer)
         else:
             self._consumer.close()
@@ -255,18 +280,35 @@ class ChunkReader:
 
     def _may_read(self) -> bool:
         """Wait until there is room; False when the reader is closed."""
-        with self._changed:
-            while not self._closed and (self._paused or self._untaken >= _MAX_UNTAKEN):
-                self._changed.wait(_WAIT_S)
-                self._note_log_ends()
-                self._commit_if_due()
-            seeks, self._seeks = self._seeks, {}
-            closed = self._closed
-        if seeks and not closed:
-            for number, offset in seeks.items():
-                self._readings[number].position = offset
-            self._assign(seeks)
-        return not closed
+        while True:
+            with self._changed:
+                while not self._closed and not self._is_changed and (self._paused or self._untaken >= _MAX_UNTAKEN):
+                    self._changed.wait(_WAIT_S)
+                    self._note_log_ends()
+                    self._commit_if_due()
+                seeks, self._seeks = self._seeks, {}
+                closed, is_changed, self._is_changed = self._closed, self._is_changed, False
+                wanted = self._wanted.copy()
+            if closed:
+                return False
+            if is_changed:
+                self._follow(wanted)
+            if seeks:
+                for number, offset in seeks.items():
+                    self._readings[number].position = offset
+                self._assign(seeks)
+            if not is_changed:
+                return True
+
+    def _follow(self, wanted: dict[int, _Reading]) -> None:
+        """Read these partitions, and no others."""
+        self._unassign([number for number in self._assigned if wanted.get(number) is not self._readings[number]])
+        new = [number for number, reading in wanted.items() if self._readings.get(number) is not reading]
+        gone = [reading for number, reading in self._readings.items() if wanted.get(number) is not reading]
+        self._is_waiting_for_commit |= any(reading.asked > reading.committed for reading in gone)
+        self._readings = wanted
+        if new:
+            self._assign(new)
 
     def _assign(self, numbers: Iterable[int]) -> None:
         """Read these partitions at their positions: always with an explicit offset. Without one, a broker that has just
@@ -325,7 +367,7 @@ class ChunkReader:
         """Hand over what has come of one partition."""
         if reading.position < reading.learned.until and (reason := _find_other(reading, records)):
             self._unassign([reading.where.number])
-            self._send(Truncated(reading.where.number, reading.learned.until, reason))
+            self._send(Truncated(reading.where.number, reading.learned.until, reason, reading.number))
             return
         if not any(map(_Record.error, records)):
             self._hand_over(reading, records)
@@ -349,7 +391,7 @@ class ChunkReader:
         values = list(map(_Record.value, records))
         if max(sizes) > self._max_record_bytes:
             values = [self._within_limit(value) for value in values]
-        self._send(Chunk(reading.where.number, offsets, values, _leader_epoch(records[-1])))
+        self._send(Chunk(reading.where.number, offsets, values, _leader_epoch(records[-1]), reading.number))
         reading.position = last + 1
 
     def _within_limit(self, value: bytes | None) -> bytes | None:
@@ -378,7 +420,7 @@ class ChunkReader:
         offsets = range(reading.position, min(until, reading.position + self._max_chunk_records))
         if offsets:
             reading.position = offsets.stop
-            self._send(Chunk(reading.where.number, offsets, [value] * len(offsets)))
+            self._send(Chunk(reading.where.number, offsets, [value] * len(offsets), -1, reading.number))
         else:
             reading.unreadable = None
             self._assign([reading.where.number])
@@ -393,14 +435,15 @@ class ChunkReader:
         code, number = error.code(), reading.where.number
         if code == KafkaError._PARTITION_EOF:
             reading.position = max(reading.position, offset or 0)
-            self._send(NoRecordBelow(number, reading.position))
+            self._send(NoRecordBelow(number, reading.position, reading.number))
         elif code in _OUT_OF_RANGE:
             self._unassign([number])
             # The library has a code for it, and yet gives the code of any lost position.
             if code == KafkaError._LOG_TRUNCATION or "truncation detected" in error.str():
-                self._send(Truncated(number, reading.position, error.str().partition(". Reset")[0]))
+                reason = error.str().partition(". Reset")[0]
+                self._send(Truncated(number, reading.position, reason, reading.number))
             else:
-                self._send(OutOfRange(number, reading.position))
+                self._send(OutOfRange(number, reading.position, reading.number))
             return False
         elif unreadable(error) and offset is not None:
             self._find_unreadable(reading, offset, error.str())
@@ -432,7 +475,9 @@ class ChunkReader:
     def _on_commit(self, error: Any, partitions: list[Any]) -> None:
         """In the thread, while it polls. What failed is tried again, with what is durable by then."""
         for item in partitions:
-            reading = self._readings[item.partition]
+            reading = self._readings.get(item.partition)
+            if reading is None:  # it is read no more
+                continue
             if error is None and item.error is None:
                 reading.committed = max(reading.committed, item.offset)
             else:

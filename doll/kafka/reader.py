@@ -365,7 +365,7 @@ class JobRecords(Reader):
 
     def __init__(self, config: JobConfig, services: Services, positions: Mapping[str, int]) -> None:
         self._samples = config.topic("samples")
-        self._slots = config.data.workers
+        self._num_partitions = config.data.num_partitions
 
         def start(partition: Partition, low: int, high: int) -> int:
             # Outside of what is kept: retention has deleted it, or the topic is a new one of the same name.
@@ -374,7 +374,7 @@ class JobRecords(Reader):
 
         partitions = [
             *(Partition(config.topic(kind)) for kind in ("updates", "events", "metrics")),
-            *(Partition(config.topic("commands"), slot) for slot in range(self._slots)),
+            *(Partition(config.topic("commands"), slot) for slot in range(config.data.places)),
         ]
         super().__init__(config, services, "provision", partitions, start)
 
@@ -388,4 +388,4 @@ class JobRecords(Reader):
 
     def sample_ends(self, timeout_s: float = 1.0) -> list[int] | None:
         """The end of each partition of samples; None where a broker does not answer in time."""
-        return self.partition_ends(self._samples, self._slots, timeout_s)
+        return self.partition_ends(self._samples, self._num_partitions, timeout_s)

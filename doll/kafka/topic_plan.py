@@ -74,7 +74,7 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
         "metrics": control,
         "dead": forever | {"max.message.bytes": sample_limit_bytes},
     }
-    partitions: dict[TopicKind, int] = {"samples": config.data.num_partitions, "commands": config.data.workers}
+    partitions: dict[TopicKind, int] = {"samples": config.data.num_partitions, "commands": config.data.places}
     return [TopicPlan(config.topic(kind), partitions.get(kind, 1), settings[kind] | in_sync) for kind in TOPIC_KINDS]
 
 

@@ -113,11 +113,12 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
     admin = make_admin(config, services)
     existing = _partition_counts(admin, services)
     commands = config.topic("commands")
-    lacks = existing.get(commands, config.data.workers) < config.data.workers  # there were fewer workers before
+    places = config.data.places
+    lacks = existing.get(commands, places) < places  # there was place for fewer workers before
     # Before anything is made that would have to be deleted again.
     _refuse_mismatch(config, {name: count for name, count in existing.items() if not (lacks and name == commands)})
     if lacks:
-        _add_partitions(admin, services, commands, config.data.workers)
+        _add_partitions(admin, services, commands, places)
     _create(admin, config, services, [topic for topic in plan_topics(config) if topic.name not in existing])
     _await_topics(admin, config, services)
     check(config, services)
@@ -297,12 +298,9 @@ def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
         other_name = f"choose another `job` name (--set job={config.job}-2)"
         if topic.name == commands:
             # A passing state: a server with more workers than before may be starting.
-            raise ServiceUnavailableError(f"{mismatch} (data.workers): start the parameter server, which adds them")
+            raise ServiceUnavailableError(f"{mismatch} (data.max_workers): start the parameter server, which adds them")
         if topic.name != samples:
             raise ConfigError(f"{mismatch}; delete the topic, or {other_name}")
-        workers = config.data.workers
-        if actual < workers:
-            raise ConfigError(f"{mismatch} (data.workers is {workers}); set data.workers to {actual}, or {other_name}")
         raise ConfigError(f"{mismatch}; set data.partitions to {actual}, or {other_name}")
 
 

@@ -12,6 +12,7 @@ from doll.errors import BadStreamError
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.samples_topic import ReplacedSamplesError, describe_samples
+from doll.kafka.topics import cluster_id
 from doll.ledger.admission import ANY_TERM, admit
 from doll.ledger.lineage import Lineage
 from doll.ledger.snapshot_counts import read_counts
@@ -29,8 +30,11 @@ from doll.ps.standby import LeaderCheck, wait_for_lease
 from doll.ps.start import Start, make_engine, new_run_id
 from doll.service_checks import require_services
 from doll.services import Services
+from doll.storage.blobs import scope_of
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.redis_client import connect_redis
 from doll.storage.stores import checkpoint_location, open_blobs, open_store
+from doll.storage.worker_count import WorkerCount
 from doll.task.base import load_task
 from doll.telemetry import get_logger
 
@@ -113,9 +117,11 @@ def _run(
     log_path = run_folder / "events" / f"ps-{term:06d}.log"
     event_log = FileEventLog(log_path, start) if config.checkpoint.event_log else None
     channel = ControlChannel(kafka, open_links(config, services, term, start.run_id))
+    job = scope_of(config.job, cluster_id(config, services))
+    worker_count = WorkerCount(connect_redis(services, timeout_s=1.0, retries=0), job)
     server = ParameterServer(
         config, engine=engine, host=host, store=store, outbox=channel, event_log=event_log,
-        channel_report=channel.report,
+        channel_report=channel.report, publish_workers=worker_count.set,
     )  # fmt: skip
     log.info("started", term=term, version=engine.version, policy=engine.policy.name, parameters=model.num_parameters)
     try:

@@ -60,6 +60,7 @@ from doll.records.control import (
     NewVersion,
     Push,
     RowsStored,
+    Scale,
     ServerStatus,
     Settle,
     Skip,
@@ -80,7 +81,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 ChannelReport: TypeAlias = tuple[Mapping[int, str], Mapping[str, int]]
 
-_EVENT_RECORDS: Final = (Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave, Evaluated)
+_EVENT_RECORDS: Final = (Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave, Evaluated, Scale)
 # Leases and checkpoints fall due within seconds: twenty ticks a second are enough and cost nothing.
 _POLL_S: Final = 0.05
 _FLUSH_S: Final = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long
@@ -120,9 +121,12 @@ class ParameterServer:
         clock: Callable[[], float] = time.monotonic,
         event_log: FileEventLog | None = None,
         channel_report: Callable[[], ChannelReport] = lambda: ({}, {}),
+        publish_workers: Callable[[int], bool] = lambda workers: True,
     ) -> None:
         """
         Args:
+            publish_workers: tells processes that wait for a place how many workers the job is to have; whether they
+                can know it now.
             channel_report: what carries the grants of workers for which that is not Kafka, and counters.
         """
         self.engine = engine
@@ -133,6 +137,8 @@ class ParameterServer:
         self._clock = clock
         self._event_log = event_log
         self._channel_report = channel_report
+        self._publish_workers = publish_workers
+        self._workers_published = 0
         self._updates_sent = 0
         self.checkpoints = CheckpointWriter(
             store,
@@ -175,7 +181,7 @@ class ParameterServer:
                 run_id=engine.start.run_id,
             )
         )
-        for worker in range(engine.settings.num_workers):
+        for worker in range(engine.settings.places):
             self._outbox.send_command(worker, Hello(term=engine.term))
 
     def close(self) -> None:
@@ -224,7 +230,7 @@ class ParameterServer:
         """Answer a worker that asks for rows of tables, as they are now. What cannot be answered is counted, and left
         to the worker, which asks again."""
         engine = self.engine
-        is_current = request.term == engine.term and 0 <= request.worker < engine.settings.num_workers
+        is_current = request.term == engine.term and 0 <= request.worker < engine.settings.places
         if not is_current or engine.worker(request.worker).session != request.session:
             self._refused["refused_get_rows"] += 1
             return
@@ -272,11 +278,14 @@ class ParameterServer:
             self._status_at_s = now
             if self._stall.check(missing := self.engine.shortfall(), now):
                 why = self._config.training.policy.shortfall_text(
-                    missing, live=self.engine.num_live, workers=self._config.data.workers,
+                    missing, live=self.engine.num_live, workers=self.engine.moves.num_workers,
                     max_pending_batches=self._config.worker.max_pending_batches,
                 )  # fmt: skip
                 log.error("no_update_possible", reason=why)
             self._outbox.send_status(self.status())
+            workers = self.engine.moves.num_workers
+            if workers != self._workers_published and self._publish_workers(workers):
+                self._workers_published = workers
 
     def save_now(self) -> None:
         """Checkpoint what is applied, whatever is due, and wait for it: this process is about to end.
@@ -320,10 +329,14 @@ class ParameterServer:
                     live_since_s=time_s - (now - worker.live_since_s) if worker.is_live else 0.0,
                     silent_s=max(0.0, now - worker.last_heard_s) if worker.is_live else 0.0, batch_s=worker.batch_s,
                     time_limit_s=engine.time_limit_s(worker), is_stalled=worker.stalled,
-                    control=kinds.get(worker.number, "kafka"),
+                    control=kinds.get(worker.number, "kafka"), partitions=len(worker.queue.partitions),
+                    is_spare=worker.is_here and not worker.is_live,
                 )
                 for worker in engine.workers()
+                if worker.number < engine.moves.num_workers or worker.session
             ),
+            num_workers=engine.moves.num_workers, moving_partitions=len(engine.moves.targets),
+            run_id=engine.start.run_id,
             counters={**engine.counters, **counters, **self._refused}, measures=self._measures.report(),
             dead_reasons=engine.refusals.reasons.in_order(), recent_records=engine.refusals.recent_records,
             recent_refused=engine.refusals.recent_refused,
@@ -447,7 +460,7 @@ class ParameterServer:
                 error=action.error,
             )
         )
-        for worker in range(self.engine.settings.num_workers):
+        for worker in range(self.engine.settings.places):
             self._outbox.send_command(worker, Stop(term=self.engine.term, reason=action.reason))
         log.info("finished", reason=action.reason, version=action.version, samples=self.engine.samples_total)
 

@@ -9,7 +9,8 @@ import msgspec
 from doll.config import JobConfig, TrainingConfig
 from doll.errors import CheckpointError
 from doll.ps.checkpointing import decode_snapshot
-from doll.ps.engine.engine import Engine, EngineSettings
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.settings import EngineSettings
 from doll.ps.model.updater import HoldsTensors
 from doll.ps.policies import make_policy
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
@@ -78,6 +79,7 @@ def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
     """The engine's part of the job file."""
     return EngineSettings(
         num_workers=config.data.workers,
+        max_workers=config.data.places,
         records_per_batch=config.data.records_per_batch,
         max_pending_batches=config.worker.max_pending_batches,
         lease_s=config.worker.lease_s,

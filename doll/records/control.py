@@ -18,7 +18,7 @@ import msgspec
 from doll.errors import RecordError, SchemaVersionError
 
 MAGIC: Final = 0xD0
-SCHEMA_VERSION: Final = 6
+SCHEMA_VERSION: Final = 7
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 
 
@@ -142,6 +142,13 @@ class Leave(Record, frozen=True):
     worker: int
     session: int
     cause: str
+
+
+class Scale(Record, frozen=True):
+    """The job is to go on with another number of workers: `doll scale`."""
+
+    workers: int
+    run_id: str  # of the run that is meant, see `TermStarted`
 
 
 class Evaluated(Record, frozen=True):
@@ -413,6 +420,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_s: float = 0.0  # that one of its batches takes, from grant to push; 0: not known
     time_limit_s: float = 0.0  # after which its push is not waited for any more
     is_stalled: bool = False  # that limit has passed, and it has not answered since
+    partitions: int = 0  # that it serves
+    is_spare: bool = False  # it is here and serves none: other workers serve all
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -455,6 +464,9 @@ class ServerStatus(Record, frozen=True):
     dead_reasons: tuple[tuple[str, int], ...] = ()  # of the applied batches' dead letters, and how many have each
     recent_records: int = 0  # the last ones, of which `data.on_bad_records` takes the share
     recent_refused: int = 0  # of these
+    num_workers: int = 0  # that the job is to have; 0: as many as the job file says
+    moving_partitions: int = 0  # that are still to go to another worker
+    run_id: str = ""  # see `TermStarted`
 
 
 class ProvisionDecision(Record, frozen=True):
@@ -487,7 +499,7 @@ class ProvisionDecision(Record, frozen=True):
 
 
 AnyRecord = (
-    Join | Announce | Skip | Push | Nack | GetRows | Alive | Leave | Evaluated
+    Join | Announce | Skip | Push | Nack | GetRows | Alive | Leave | Evaluated | Scale
     | Welcome | Grant | NewVersion | RowsStored | Settle | Durable | Hello | Fence | Stop
     | Attach | Attached | Ping | Detach
     | TermStarted | Update | Finished

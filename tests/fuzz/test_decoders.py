@@ -26,7 +26,8 @@ from doll.config.policy import POLICIES
 from doll.consumers.intake.decoding import Records, decode_records
 from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, Exit, GradientDone, Send, WorkerCore
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
-from doll.ps.engine.engine import Engine, EngineSettings
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies import make_policy
 from doll.records.control import (
     Alive,

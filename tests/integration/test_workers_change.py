@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from doll.records.control import Scale, Update
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
@@ -24,3 +25,61 @@ def test_workers_become_more_and_fewer_between_runs(make_pipeline: Any, policy: 
         assert set(served[-1].values()) <= set(range(workers))
     assert report.term == 4
     assert len({frozenset(owners.items()) for owners in served}) > 1
+
+
+POLICIES = [
+    "{name: doll, group_size: 2}",
+    "{name: bsp}",
+    "{name: asp}",
+    "{name: ssp, staleness: 2}",
+    "{name: essp, staleness: 2}",
+    "{name: vap, value_bound: 5}",
+    "{name: isp}",
+    "{name: wsp, wave_batches: 2, clock_distance: 2}",
+    "{name: diloco, local_batches: 2, grace_s: 0.2}",
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_workers_become_more_and_fewer_while_the_job_runs(make_pipeline: Any, policy: str) -> None:
+    """`doll scale` from two workers to five and to one, with a server and workers killed on the way."""
+    job = make_pipeline(f"training.policy={policy}", "data.partitions=6", "data.batch_size=8")
+    job.start()
+
+    def learn(more: int) -> None:
+        job.send(job.samples(6 * 8 * more))
+        seen = len(job.updates)
+        job.until(lambda: len(job.updates) > seen + 1, "more updates")
+
+    def scale(workers: int) -> None:
+        job.until_status(lambda status: bool(status.run_id), "a status")
+        job.control("events", Scale(workers=workers, run_id=job.status.run_id))
+        job.until_status(
+            lambda status: status.num_workers == workers and not status.moving_partitions, "moved partitions"
+        )
+
+    learn(4)
+    for worker in (2, 3, 4):
+        job.start_worker(worker)
+    scale(5)
+    seen = len(job.updates)
+    learn(4)
+    job.kill("worker-3")
+    learn(4)
+    job.until(lambda: {2, 3, 4} <= served_by(job.updates[seen:]), "updates of the new workers")
+    job.kill("ps")
+    learn(4)
+    job.until_status(lambda status: status.num_workers == 5, "the server that came later")
+    scale(1)
+    seen = len(job.updates)
+    learn(8)
+    spares = {worker.worker for worker in job.status.workers if worker.is_spare}
+    assert spares == {1, 2, 3, 4}
+    assert served_by(job.updates[seen + 1 :]) == {0}
+    assert [restart for restart in job.restarts if restart.name not in ("ps", "worker-3")] == []
+    job.role("ps").terminate()
+    job.assert_audit_ok()
+
+
+def served_by(updates: list[Update]) -> set[int]:
+    return {member.worker for update in updates for member in update.members}

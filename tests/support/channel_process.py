@@ -53,12 +53,13 @@ if TYPE_CHECKING:
     from channel_world import World
 
 WORKERS: Final = 3
+PLACES: Final = 5  # to so many workers a job may be scaled
 _IDS: Final = 24
 
 JOB = """
 job: unit
 task: %s
-data: {workers: %d, batch_size: 4}
+data: {workers: %d, max_workers: %d, batch_size: 4}
 training: {policy: %s, optimizer: {name: sgd, lr: %g}}
 worker: {max_pending_batches: 12}
 checkpoint: {every_updates: %d, every_s: 1000000}
@@ -89,7 +90,7 @@ POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTE
 def job_of(policy: str, *, has_tables: bool) -> tuple[JobConfig, Task]:
     """The job file of a policy of `POLICIES`, and its task."""
     config = parse(
-        JOB % (_TABLES if has_tables else _DENSE, WORKERS, POLICIES[policy], LR, 2 if policy == "isp" else 4)
+        JOB % (_TABLES if has_tables else _DENSE, WORKERS, PLACES, POLICIES[policy], LR, 2 if policy == "isp" else 4)
     )
     return config, load_task(config)
 

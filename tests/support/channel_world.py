@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Final
 
 import numpy as np
-from channel_process import WORKERS, Process, job_of, takes_tables
+from channel_process import PLACES, WORKERS, Process, job_of, takes_tables
 from doll.consumers.protocol.worker_core import (
     Compute,
     GradientDone,
@@ -37,6 +37,7 @@ from doll.records.control import (
     NewVersion,
     Push,
     RowsStored,
+    Scale,
     Settle,
     Welcome,
 )
@@ -51,7 +52,7 @@ _LEASE_S: Final = 9.0
 
 
 class World(worlds.World[Process]):
-    """One server at a time, `WORKERS` workers, and what goes wrong between them.
+    """One server at a time, `WORKERS` workers at first and up to `PLACES` later, and what goes wrong between them.
 
     Attributes:
         welcomed: of each worker: the session of the Welcome that this server has sent.
@@ -60,7 +61,7 @@ class World(worlds.World[Process]):
 
     def __init__(self, policy: str, seed: int, *, has_tables: bool = False) -> None:
         super().__init__(
-            WORKERS, make_engine=self._make_engine, make_process=lambda worker, name, _: Process(self, worker, name),
+            PLACES, make_engine=self._make_engine, make_process=lambda worker, name, _: Process(self, worker, name),
             max_pending=12,
         )  # fmt: skip
         self.rng = random.Random(seed)
@@ -309,7 +310,7 @@ class World(worlds.World[Process]):
                 self.deliver_to_server()
             case "worker":
                 self.deliver_to_worker(process)
-            case "read" if core is not None and core.has_room:
+            case "read" if core is not None and core.has_room and core.served:
                 self.do(process, core.batch_ready(process.batch()))
             case "compute" if process.orders and core is not None:
                 self.compute(process)
@@ -334,8 +335,19 @@ class World(worlds.World[Process]):
                 self.blobs.wipe()
             case "timeout":
                 self.pass_time(_GRANT_TIMEOUT_S, self.live())
+            case "scale":
+                self.scale()
             case "lease":
                 self.pass_time(_LEASE_S, [item for item in self.live() if item is not process])
+
+    def scale(self) -> None:
+        """The job is to have another number of workers; processes come for them, some of them before."""
+        wanted = self.rng.randrange(1, PLACES + 1)
+        self.counts["scaled"] += wanted != self.engine.moves.num_workers
+        for worker in range(self.rng.randrange(1, PLACES + 1)):
+            if not self.processes[worker]:
+                self.start_process(worker)
+        self.handle(Scale(workers=wanted, run_id=""))
 
     def copy(self, process: Process) -> None:
         """Something that this process got or sent comes again, late, on any channel."""
@@ -390,7 +402,7 @@ class World(worlds.World[Process]):
 
 _WEIGHTS: Final = {
     "server": 330, "worker": 250, "read": 120, "compute": 190, "announce": 15, "copy": 40, "link": 20, "tick": 15,
-    "restart": 1.5, "leave": 1.5, "server restarts": 1, "blobs": 1.5, "timeout": 2, "lease": 1,
+    "restart": 1.5, "leave": 1.5, "scale": 2, "server restarts": 1, "blobs": 1.5, "timeout": 2, "lease": 1,
 }  # fmt: skip
 _STEPS: Final = tuple(_WEIGHTS)
 _CUM_WEIGHTS: Final = tuple(itertools.accumulate(_WEIGHTS.values()))

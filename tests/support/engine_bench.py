@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from doll.ps.engine import events as ev
-from doll.ps.engine.engine import Engine, EngineSettings
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.base import Policy
 from doll.records.control import (
     Grant,

@@ -25,7 +25,8 @@ from doll.consumers.protocol.worker_core import (
 )
 from doll.optim.optimizer import Contribution
 from doll.ps.engine import events as ev
-from doll.ps.engine.engine import Engine, EngineSettings
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.settings import EngineSettings
 from doll.ps.model.updater import ContributionBuffer
 from doll.ps.policies import make_policy
 from doll.ps.policies.base import Policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from doll.consumers.channels.kafka_channel import WorkerChannel
 from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import Decoded, Records
 from doll.consumers.protocol.worker_core import Batch, GradientDone
-from doll.kafka.chunk_reader import ChunkReader
+from doll.kafka.chunk_reader import ChunkReader, ReadFrom
 from doll.process.metric_names import LOST_FROM, LOST_UNTIL
 from doll.records.control import AnyRecord, DeadLetter, Grant, NewVersion, encode
 
@@ -82,6 +82,7 @@ class FakeReader(ChunkReader):
 
     paused: bool = False
     committed: list[int] = field(default_factory=list)
+    reading: dict[int, ReadFrom] = field(default_factory=dict)
     end: int = 0
 
     def pause(self) -> None:
@@ -89,6 +90,11 @@ class FakeReader(ChunkReader):
 
     def resume(self) -> None:
         self.paused = False
+
+    def change(self, gone: Iterable[int], new: Iterable[ReadFrom]) -> None:
+        for number in gone:
+            del self.reading[number]
+        self.reading |= {read.partition: read for read in new}
 
     def commit(self, partition: int, offset: int) -> None:
         self.committed.append(offset)

@@ -188,12 +188,13 @@ class BatchBuffer:
         self, batchers: Mapping[int, Batcher[Value]], capacity: int, max_bytes: int = MAX_WAITING_BYTES
     ) -> None:
         """`batchers`: by partition."""
-        self._batchers = batchers
+        self._batchers = dict(batchers)
         self._capacity = capacity  # batches from which on reading pauses
         self._max_bytes = max_bytes  # bytes in whole batches from which on reading pauses, too
         self._raw_batches: deque[tuple[RawBatch[Value], int]] = deque()  # with the bytes of its values
         self._waiting_bytes = 0
-        self._cuts: deque[Iterator[RawBatch[Value]]] = deque()  # what is fed and not cut yet
+        # What is fed and not cut yet, each with its partition.
+        self._cuts: deque[tuple[int, Iterator[RawBatch[Value]]]] = deque()
 
     def __len__(self) -> int:
         """Batches that are read and not taken."""
@@ -217,16 +218,29 @@ class BatchBuffer:
 
         They are cut as far as there is room: records far apart make many empty batches.
         """
-        return self._cut(self._batchers[partition].feed(offsets, values, leader_epoch))
+        return self._cut((partition, self._batchers[partition].feed(offsets, values, leader_epoch)))
 
     def skip_to(self, partition: int, offset: int) -> None:
         """No record of a partition below `offset` is to come."""
-        self._cut(self._batchers[partition].skip_to(offset))
+        self._cut((partition, self._batchers[partition].skip_to(offset)))
 
-    def _cut(self, *more: Iterator[RawBatch[Value]]) -> bool:
+    def add(self, partition: int, batcher: Batcher[Value]) -> None:
+        """Take the records of another partition."""
+        self._batchers[partition] = batcher
+
+    def remove(self, partition: int) -> None:
+        """Forget a partition, and what is held of it."""
+        del self._batchers[partition]
+        self._cuts = deque(item for item in self._cuts if item[0] != partition)
+        kept = [item for item in self._raw_batches if item[0].partition != partition]
+        self._raw_batches = deque(kept)
+        self._waiting_bytes = sum(num_bytes for _, num_bytes in kept)
+        self._cut()
+
+    def _cut(self, *more: tuple[int, Iterator[RawBatch[Value]]]) -> bool:
         self._cuts += more
         while self._cuts and len(self._raw_batches) < self._capacity + _MORE_BATCHES:
-            raw = next(self._cuts[0], None)
+            raw = next(self._cuts[0][1], None)
             if raw is None:
                 self._cuts.popleft()
             else:

@@ -19,6 +19,7 @@ class PartitionIntake:
     """One partition that a worker serves.
 
     Attributes:
+        reading: what the reader's deliveries name that are for this intake, and not for an earlier one.
         progress: (delivered, position), kept by the stream: the records below `delivered` have been fed, and from there
             to `position` there is no record (markers of transactions, for instance).
         log_end: one above the last offset, when Kafka was asked last.
@@ -27,6 +28,7 @@ class PartitionIntake:
     """
 
     number: int
+    reading: int
     batcher: Batcher[Value]
     deleted_records: DeletedRecords
     watch: StallWatch

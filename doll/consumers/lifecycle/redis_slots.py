@@ -22,6 +22,7 @@ import redis
 from doll import telemetry
 from doll.process.health import heartbeat_of
 from doll.storage.blobs import scope_of
+from doll.storage.worker_count import WorkerCount
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -51,6 +52,7 @@ class SlotLeases:
     Args:
         client: without `decode_responses`.
         job: the job, and what else tells it from others on this Redis.
+        workers: of the job file; the job may have been scaled since.
         ttl_s: a lease that is not renewed for this long is free.
         holder: tells processes apart; default: random.
     """
@@ -58,7 +60,8 @@ class SlotLeases:
     def __init__(self, client: redis.Redis, job: str, workers: int, ttl_s: float, holder: str = "") -> None:
         self._client: Any = client  # redis-py's types mix its synchronous and asynchronous answers
         self._job = job
-        self._workers = workers
+        self._job_workers = workers
+        self._count = WorkerCount(client, job)
         self._ttl_ms = max(1, round(ttl_s * 1000))
         self._holder = (holder or uuid.uuid4().hex).encode()
 
@@ -70,9 +73,14 @@ class SlotLeases:
                 return slot
         return None
 
+    @property
+    def workers(self) -> int:
+        """How many slots there are: as many as the job is to have workers."""
+        return self._count.get(self._job_workers)
+
     def free(self) -> list[int]:
         """Slots without a holder."""
-        holders = self._client.mget([self._key(slot) for slot in range(self._workers)])
+        holders = self._client.mget([self._key(slot) for slot in range(self.workers)])
         return [slot for slot, holder in enumerate(holders) if holder is None]
 
     def renew(self, slot: int) -> bool:
@@ -136,12 +144,12 @@ class HeldSlot:
                 continue
 
     def _warn_of_free_slots(self) -> None:
-        free = self._slots.free()
-        if free and self.number == min(set(range(self._config.data.workers)) - set(free), default=None):
+        free, workers = self._slots.free(), self._slots.workers
+        if free and self.number == min(set(range(workers)) - set(free), default=None):
             log.warning(
-                "streams_without_worker", streams=free, workers=self._config.data.workers - len(free),
-                needed=self._config.data.workers,
-                hint="nothing of these streams is learned: start data.workers workers",
+                "slots_without_worker", slots=free, workers=workers - len(free), needed=workers,
+                hint="nothing of the partitions of these slots is learned: start more workers, or have fewer "
+                "(doll scale)",
             )  # fmt: skip
 
 
@@ -166,7 +174,7 @@ def lease_slot(
     if number is None:
         yield None
         return
-    log.info("slot_acquired", worker=number, workers=config.data.workers)
+    log.info("slot_acquired", worker=number)
     with HeldSlot(slots, number, config, leave) as held:
         yield held
 
@@ -183,8 +191,9 @@ def _wait(slots: SlotLeases, config: JobConfig, stop: threading.Event) -> int | 
             if log_now and now_s - started_s >= config.worker.lease_s:  # a predecessor's lease has expired by then
                 logged_s = now_s
                 log.warning(
-                    "waiting_as_spare", workers=config.data.workers,
-                    hint="data.workers slots are all held: this process takes over when one of them ends",
+                    "waiting_as_spare", workers=slots.workers,
+                    hint="all slots are held: this process takes over when one of them ends, or when the job is to "
+                    "have more workers (doll scale)",
                 )  # fmt: skip
         except redis.RedisError as error:
             if log_now:

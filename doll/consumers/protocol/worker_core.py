@@ -1,8 +1,8 @@
 """A worker's protocol with the parameter server: events in, actions out, no I/O, no clock.
 
 It keeps every batch until the server reports it durable, announces it, answers grants and joins again when a new server
-sends Hello. It serves any number of partitions. The server numbers the worker's batches in the order of their grants: a
-Grant says which batch of which partition that is, and pushes name the worker's numbers.
+sends Hello. It serves any number of partitions, which change with a Welcome. The server numbers the worker's batches
+in the order of their grants: a Grant says which batch of which partition that is, and pushes name the worker's numbers.
 
 Announcing again makes up for any lost message. A message may come twice, and late: grants are sent again when the
 channel changes, while the other channel still carries the first copy. The server refuses a push that comes again. The
@@ -300,7 +300,18 @@ class Exit:
     reason: str
 
 
-WorkerAction = Send | Compute | OfferWeights | StoreRest | Acknowledge | Exit
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Read other partitions: those of `gone` no more, and those of `new` as well.
+
+    A partition may be in both: what was read of it does not count.
+    """
+
+    gone: tuple[int, ...]
+    new: tuple[Served, ...]
+
+
+WorkerAction = Send | Compute | OfferWeights | StoreRest | Acknowledge | Serve | Exit
 
 
 @dataclass(slots=True)
@@ -312,6 +323,8 @@ class ServedPartition:
         next_batch: the batch that comes next out of the log, skipped ones included once they are durable.
         reported_durable: what the server reports durable; ahead of what is forgotten while batches that a predecessor
             announced are unread.
+        included: how many of its batches are in the model, durable or not, when the server was asked last.
+        leader_epoch: see `Served`.
         batches: that are held, in their order.
         skipped: behind these.
     """
@@ -320,6 +333,8 @@ class ServedPartition:
     origin: int
     next_batch: int
     reported_durable: int
+    included: int = 0
+    leader_epoch: int = -1
     batches: deque[Batch] = field(default_factory=deque)
     skipped: SkippedBatches = field(default_factory=SkippedBatches)
 
@@ -343,10 +358,7 @@ class WorkerCore:
         self.process = welcome.process
         self.session = welcome.session
         self.term = welcome.term
-        self.served = {
-            item.partition: ServedPartition(item.partition, item.origin, item.next_batch, item.next_batch)
-            for item in welcome.served
-        }
+        self.served = {item.partition: _begun(item) for item in welcome.served}
         self.generation = welcome.generation
         self.fingerprint = welcome.fingerprint
         self.run_id = welcome.run_id
@@ -482,9 +494,7 @@ class WorkerCore:
         if (record.generation, record.run_id) != (self.generation, self.run_id):
             # The dead letters of the batches held here belong to the run before.
             return [Exit(1, "another run of the job has begun: reading again")]
-        if [item.partition for item in record.served] != list(self.served):
-            return [Exit(1, "this worker serves other partitions now: reading again")]
-        actions: list[WorkerAction] = []
+        actions = self._serve(record.served)
         for item in record.served:
             served = self.served[item.partition]
             if problem := _problem(served, item):
@@ -497,6 +507,22 @@ class WorkerCore:
             for number in range(item.next_batch, min(item.included, self.served[item.partition].next_batch))
         }
         return [*actions, *self._announce_all()]
+
+    def _serve(self, records: Sequence[Served]) -> list[WorkerAction]:
+        """Serve these partitions and no others. What is held of the others is dropped: whoever serves them reads it
+        again."""
+        wanted = {item.partition for item in records}
+        gone = tuple(number for number in self.served if number not in wanted)
+        new = tuple(item for item in records if item.partition not in self.served)
+        if not gone and not new:
+            return []
+        for number in gone:
+            self._retained -= len(self.served.pop(number).batches)
+        for item in new:
+            self.served[item.partition] = _begun(item)
+        self._new = [batch for batch in self._new if batch.partition in self.served]
+        self._granted = {name for name in self._granted if name[0] in self.served}
+        return [Serve(gone, new)]
 
     def _on_durable(self, record: Durable) -> list[WorkerAction]:
         actions: list[WorkerAction] = []
@@ -726,6 +752,13 @@ class WorkerCore:
         """Leave the job: what is held goes back to the queue and waits for the next process of this worker."""
         self._void_grants()
         return [Send(Leave(worker=self.worker, session=self.session, cause=cause))]
+
+
+def _begun(item: Served) -> ServedPartition:
+    """A partition of which nothing is read."""
+    return ServedPartition(
+        item.partition, item.origin, item.next_batch, item.next_batch, item.included, item.leader_epoch
+    )
 
 
 def _problem(served: ServedPartition, item: Served) -> str:

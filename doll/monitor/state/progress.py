@@ -46,6 +46,7 @@ class WorkerLine:
         machine: its machine in words, "" if none is provisioned.
         usd: cost of its machines.
         slow: how it is slow, in words; "" if it is not.
+        is_spare: it is here and serves no partition.
     """
 
     worker: int
@@ -60,6 +61,7 @@ class WorkerLine:
     machine: str = ""
     usd: float = math.nan
     slow: str = ""
+    is_spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ class ProgressModel:
             text = self.config.training.policy.shortfall_text(
                 status.shortfall_batches,
                 live=live,
-                workers=self.config.data.workers,
+                workers=status.num_workers or self.config.data.workers,
                 max_pending_batches=self.config.worker.max_pending_batches,
             )
             self.add_event(text, None)
@@ -295,13 +297,18 @@ class ProgressModel:
         rates = self.arrival_rates_per_s()
         return stability_margin(rates, self.config.data.batch_size, self.config.group_size, self.history.service_s())
 
+    @property
+    def num_workers(self) -> int:
+        """How many workers the job is to have now."""
+        return (0 if self._status is None else self._status.num_workers) or self.config.data.workers
+
     def worker_lines(self) -> tuple[WorkerLine, ...]:
-        """One line per worker slot, by the newest status of the parameter server."""
+        """One line per worker that the job is to have, and per spare, by the newest status of the parameter server."""
         status = self._status
         now_s = 0.0 if status is None else status.time_s
         workers = {} if status is None else {worker.worker: worker for worker in status.workers}
         lines = []
-        for slot in range(self.config.data.workers):
+        for slot in sorted({*range(self.num_workers), *(slot for slot, item in workers.items() if item.is_spare)}):
             worker = workers.get(slot)
             if worker is None or not worker.session:
                 lines.append(WorkerLine(slot))
@@ -311,6 +318,7 @@ class ProgressModel:
                 WorkerLine(
                     worker=slot,
                     is_live=worker.is_live,
+                    is_spare=worker.is_spare,
                     state_s=max(0.0, now_s - since_s),
                     market=worker.market,
                     control=worker.control if worker.is_live else "",

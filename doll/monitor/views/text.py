@@ -55,7 +55,9 @@ def verdict(snapshot: JobSnapshot) -> str:
 
 
 def worker_state(line: WorkerLine) -> str:
-    """`live 3:05` or `gone 12 s`: for how long; `starting` before its first process has joined."""
+    """`live 3:05` or `gone 12 s`: for how long; `spare` without a partition; `starting` before it has joined."""
+    if line.is_spare:
+        return "spare"
     if line.is_live is None:
         return "starting"
     return f"{'live' if line.is_live else 'gone'} {clock(line.state_s)}".rstrip()

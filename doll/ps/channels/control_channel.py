@@ -171,7 +171,7 @@ def open_links(config: JobConfig, services: Services, term: int, run_id: str) ->
     if kind == "kafka":
         return None
     links = ControlLinks(term, run_id=run_id)
-    max_links = 2 * config.data.workers + 16  # a worker's earlier link may still be open
+    max_links = 2 * config.data.places + 16  # a worker's earlier link may still be open
     if kind in ("auto", "local"):
         try:
             listening = LocalSocket(services.control, f"{services.kafka} {config.job}")

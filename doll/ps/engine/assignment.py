@@ -1,7 +1,8 @@
 """The assignment: which worker serves which partition of the samples topic. Pure.
 
 In a new job, partition p is served by worker p modulo the number of workers. The assignment is in every checkpoint
-(`EngineSnapshot.assignment`), and a resumed engine serves by that; for another number of workers it moves a few.
+(`EngineSnapshot.assignment`), and a resumed engine serves by that; for another number of workers it moves a few, and
+`doll.ps.engine.moves` does so while a job runs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ def first_assignment(num_partitions: int, num_workers: int) -> tuple[int, ...]:
 
 def reassigned(current: Sequence[int], num_workers: int) -> tuple[int, ...]:
     """The assignment to `num_workers` workers with the fewest moves by which no worker has two more than another.
+
+    It is its own: assigned again to as many workers, nothing moves.
 
     >>> reassigned((0, 1, 2, 0, 1), 2)
     (0, 1, 0, 0, 1)
@@ -55,29 +58,48 @@ def partitions_by_worker(
     return served
 
 
-def for_workers(snapshot: EngineSnapshot, num_workers: int) -> EngineSnapshot:
-    """The same state for another number of workers. What is known of those that are left out stays.
+def for_workers(snapshot: EngineSnapshot, num_workers: int, max_workers: int) -> EngineSnapshot:
+    """The same state for the number of workers of a job file, or for that to which a job was scaled since it began with
+    this number. What is known of workers that are left out stays.
+
+    Args:
+        num_workers: of the job file.
+        max_workers: for how many there is place, at least as many.
 
     Raises:
         ValueError: the assignment does not name a worker for each partition.
     """
     known, owners = len(snapshot.sessions), snapshot.assignment
-    new, before = max(0, num_workers - known), snapshot.num_workers or known
-    if len(owners) != len(snapshot.applied) or not all(0 <= worker < before for worker in owners):
+    new, before = max(0, max_workers - known), snapshot.num_workers or known
+    if len(owners) != len(snapshot.applied) or not all(0 <= worker < known for worker in owners):
         raise ValueError(
-            f"expected a worker from 0 to {before - 1} for each of {len(snapshot.applied)} partitions, got "
+            f"expected a worker from 0 to {known - 1} for each of {len(snapshot.applied)} partitions, got "
             f"{list(owners)}"
         )
+    is_scaled = snapshot.job_workers == num_workers and before <= max_workers
+    wanted = before if is_scaled else num_workers
     by_worker = [0] * known
     for worker, applied in zip(owners, snapshot.applied, strict=True):
         by_worker[worker] += applied
     return msgspec.structs.replace(
         snapshot,
-        num_workers=num_workers,
-        assignment=owners if num_workers == before else reassigned(owners, num_workers),
+        num_workers=wanted,
+        job_workers=num_workers,
+        assignment=owners if wanted == before else reassigned(owners, wanted),
         by_worker=(snapshot.by_worker or tuple(by_worker)) + (0,) * new,
         sessions=snapshot.sessions + (0,) * new,
         processes=snapshot.processes + ("",) * new,
         incarnations=snapshot.incarnations + (0,) * new,
         restarts=snapshot.restarts + (0,) * new,
     )
+
+
+def require_fit(snapshot: EngineSnapshot, records_per_batch: int) -> None:
+    """
+    Raises:
+        ValueError: the snapshot has no partitions, or batches of another size.
+    """
+    if not snapshot.origins or len(snapshot.origins) != len(snapshot.applied):
+        raise ValueError(f"expected partitions, got origins {snapshot.origins} and applied {snapshot.applied}")
+    if snapshot.records_per_batch != records_per_batch:
+        raise ValueError(f"expected {snapshot.records_per_batch} records per batch, got {records_per_batch}")

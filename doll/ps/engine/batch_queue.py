@@ -160,6 +160,18 @@ class BatchQueue:
             batch.partition.announced = batch.partition.granted
         self.waiting.clear()
 
+    def withdraw(self, partition: Partition) -> None:
+        """What was announced of one partition and not granted has to be announced again, perhaps by another worker."""
+        self.pending -= partition.announced - partition.granted
+        partition.announced = partition.granted
+        self.waiting = deque(batch for batch in self.waiting if batch.partition is not partition)
+
+    def give(self, partition: Partition, taker: BatchQueue) -> None:
+        """Let another worker serve a partition of which nothing is announced and not applied."""
+        taker.partitions[partition.number] = self.partitions.pop(partition.number)
+        self.pending -= partition.unsaved
+        taker.pending += partition.unsaved
+
     def grant(self, number: int, worker: int, version: int, min_version: int, now: float) -> ActiveGrant:
         """Grant the first waiting batch.
 

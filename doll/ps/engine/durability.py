@@ -52,11 +52,22 @@ class Durability:
         # Of the checkpoint under way: its version, and the batches in it, by partition and by worker.
         self._ordered: tuple[int, tuple[int, ...], dict[int, int]] | None = None
         self._ordered_at_s = now
+        self._is_asked = False
 
     def applied(self, worker: Worker, count: int) -> None:
         """So many batches of this worker have been applied."""
         self._unsaved[worker.number] += count
         self.max_unsaved = max(self.max_unsaved, self._unsaved[worker.number])
+
+    def moved(self, giver: Worker, taker: Worker, count: int) -> None:
+        """A partition with so many batches in the model that are not durable goes from one worker to another."""
+        self._unsaved[giver.number] -= count
+        self._unsaved[taker.number] += count
+        self.max_unsaved = max(self._unsaved.values(), default=0)
+
+    def ask(self) -> None:
+        """The next version is to be stored, whatever is due: what the engine decides beside updates is kept."""
+        self._is_asked = True
 
     def is_due(self, version: int, now: float, *, final: bool) -> bool:
         """Whether `version`, the current one, is to be stored now; `final`: the job ends with it."""
@@ -64,10 +75,11 @@ class Durability:
         if self._ordered is not None or not (unsaved or final):
             return False
         overdue = now - self._ordered_at_s >= self._every_s
-        return final or overdue or self.max_unsaved >= self._crowded or unsaved >= self._every_updates
+        return final or overdue or self._is_asked or self.max_unsaved >= self._crowded or unsaved >= self._every_updates
 
     def order(self, version: int, now: float) -> None:
         """A checkpoint of `version` is being stored."""
+        self._is_asked = False
         by_worker = {worker.number: worker.queue.applied for worker in self._owners}
         self._ordered = (version, tuple(partition.applied for partition in self._partitions), by_worker)
         self._ordered_at_s = now
@@ -86,7 +98,8 @@ class Durability:
                 partition.durable = until
                 worker.queue.pending -= count
                 self._unsaved[worker.number] -= count
-                advanced.setdefault(worker, ({}, by_worker[worker.number]))[0][partition.number] = until
+                # A worker that has got its first partition meanwhile has no batch in it.
+                advanced.setdefault(worker, ({}, by_worker.get(worker.number, 0)))[0][partition.number] = until
         self.max_unsaved = max(self._unsaved.values(), default=0)
         return advanced
 

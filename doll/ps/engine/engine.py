@@ -21,15 +21,12 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
-from doll.config import StopConfig
-from doll.config.data import BadRecordsConfig
 from doll.errors import IllegalEventError
-from doll.ps.engine.assignment import first_assignment, for_workers, partitions_by_worker
+from doll.ps.engine.assignment import first_assignment, for_workers, partitions_by_worker, require_fit
 from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, LatePush, PushedSet
 from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.events import (
@@ -57,7 +54,9 @@ from doll.ps.engine.events import (
 )
 from doll.ps.engine.grants import Grants
 from doll.ps.engine.membership import Membership, Worker
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.moves import Moves
+from doll.ps.engine.partition_state import Partition, behind
+from doll.ps.engine.settings import EngineSettings
 from doll.ps.engine.stopping import progress_reached, target_reached, time_reached
 from doll.ps.engine.time_limits import TimeLimits
 from doll.ps.policies.base import BatchId, Offer, Policy
@@ -73,6 +72,7 @@ from doll.records.control import (
     NewVersion,
     Push,
     PushedBatch,
+    Scale,
     Served,
     Skip,
     Welcome,
@@ -90,25 +90,6 @@ _RECENT_EVENTS: Final = 30
 _NAMING_GRANTS: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Fixed for the life of an engine. Times in seconds."""
-
-    num_workers: int
-    records_per_batch: int
-    max_pending_batches: int  # how many batches that are not durable a worker holds at most
-    lease_s: float
-    grant_timeout_s: float
-    checkpoint_every_updates: int
-    checkpoint_every_s: float
-    set_limit_s: float = 0.0  # a worker that has computed a set for so long begins no other batch of it
-    sum_reduction: bool = False  # apply the sum of the sample gradients, not their mean (the paper's literal rule)
-    stop: StopConfig = field(default_factory=StopConfig)
-    on_bad_records: BadRecordsConfig = field(default_factory=BadRecordsConfig)
-    job: str = ""  # its name, for the keys of weights
-    fingerprint: str = ""  # see `doll.config.fingerprint`: what a Welcome says
-
-
 class Engine:
     """What events do to the job; it changes only through `handle`. It is the `PolicyView` of its policy.
 
@@ -116,6 +97,7 @@ class Engine:
     settling (what workers hold back) and durability (checkpoints).
 
     Attributes:
+        moves: how many workers the job is to have, and which partitions go to others for it.
         start: what this engine began with.
         stopping: why the job ends after the checkpoint under way; None: it goes on.
         finished: why this engine has ended: it takes no event any more.
@@ -153,8 +135,8 @@ class Engine:
                 restarts=(0,) * n, samples_total=0, elapsed_s=0.0, counters={}, policy=policy.name, policy_state=None,
                 generation=generation, samples_id=samples_id, run_id=run_id,
             )  # fmt: skip
-        _require_fit(snapshot, settings)
-        snapshot = for_workers(snapshot, n)
+        require_fit(snapshot, settings.records_per_batch)
+        snapshot = for_workers(snapshot, n, settings.places)
         self.settings = settings
         self.policy = policy
         self.term = term
@@ -179,13 +161,14 @@ class Engine:
             snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, snapshot.by_worker,
             strict=True,
         )  # fmt: skip
-        # Also workers of an earlier, larger number: these serve nothing, and may not join.
+        # Also workers for which there was place before: these serve nothing, and may not join.
         self._workers = [
             Worker(number, BatchQueue(served[number], of_process[-1]), *of_process)
             for number, of_process in enumerate(kept)
         ]
         self._owners = [self._workers[number] for number in snapshot.assignment]  # of each partition
-        self._members = Membership(self._workers[:n], term=term, lease_s=settings.lease_s, counters=self.counters)
+        may_join = self._workers[: settings.places]
+        self._members = Membership(may_join, term=term, lease_s=settings.lease_s, counters=self.counters)
         self._grants = Grants(self._workers, self._owners, policy)
         self._limits = TimeLimits(policy, grant_timeout_s=settings.grant_timeout_s, set_limit_s=settings.set_limit_s)
         self._settling = Settling(term)
@@ -193,6 +176,10 @@ class Engine:
             self._partitions, self._owners, version=snapshot.version, now=now,
             every_updates=settings.checkpoint_every_updates, every_s=settings.checkpoint_every_s,
             max_pending_batches=settings.max_pending_batches, costs_rests=policy.holds_back,
+        )  # fmt: skip
+        self.moves = Moves(
+            self._workers, self._owners, self._partitions, snapshot.num_workers, members=self._members,
+            grants=self._grants, settling=self._settling, durability=self._durability,
         )  # fmt: skip
 
         self._num_announced = 0  # batches, in this term: places in the order of announcements
@@ -255,8 +242,8 @@ class Engine:
         return self._durability.version
 
     def workers(self) -> Iterable[Worker]:
-        """Every worker, in order."""
-        return self._workers[: self.settings.num_workers]
+        """Every worker for which there is place, in order."""
+        return self._workers[: self.settings.places]
 
     def time_limit_s(self, worker: Worker) -> float:
         """After so long a push of this worker is not waited for any more; of a set, `set_limit_s` later."""
@@ -283,6 +270,8 @@ class Engine:
         return msgspec.structs.replace(
             self.start,
             version=self.version,
+            num_workers=self.moves.num_workers,
+            assignment=tuple(worker.number for worker in self._owners),
             applied=tuple(partition.applied for partition in self._partitions),
             by_worker=tuple(worker.applied for worker in self._workers),
             sessions=tuple(worker.session for worker in self._workers),
@@ -344,6 +333,8 @@ class Engine:
                     self._remove(worker, "leave")
             case Evaluated():
                 self._on_evaluated(event)
+            case Scale():
+                self._on_scale(event)
             case GradientFetched():
                 self._on_fetched(event)
             case GradientLost():
@@ -376,7 +367,7 @@ class Engine:
                 partition=number, origin=partition.origin, next_batch=partition.durable, included=partition.applied,
                 leader_epoch=partition.leader_epoch,
             )
-            for number, partition in worker.queue.partitions.items()
+            for number, partition in sorted(worker.queue.partitions.items())
         )  # fmt: skip
         self._actions.append(
             Welcome(
@@ -401,6 +392,28 @@ class Engine:
         self._forget_late(worker)
         self._lose_rest(worker)
         self._grants.note_change(worker)
+
+    def _on_scale(self, event: Scale) -> None:
+        if event.run_id != self.start.run_id or not 1 <= event.workers <= self.settings.places:
+            self.counters["refused_content"] += 1
+        elif event.workers != self.moves.num_workers:
+            self._join_again(self.moves.plan(event.workers))
+            self._durability.ask()  # a later server is to know of it
+
+    def _freeze(self, giver: Worker, partition: Partition) -> None:
+        """Grant nothing more of a partition that is to move: what is computed of it may end behind its last batch."""
+        self._skips.pop(partition.number, None)
+        self._forget_late(giver)
+        self._requeue_all(giver, "moved")
+        giver.queue.withdraw(partition)
+        self._grants.note_change(giver)
+
+    def _join_again(self, workers: Iterable[int]) -> None:
+        """Nothing is granted to these workers until they have joined: they serve other partitions than they know of."""
+        for number in workers:
+            self._requeue_all(self._workers[number], "moved")
+            self._forget_waiting(self._workers[number])
+            self._actions.append(SendHello(number))
 
     def _lose_rest(self, worker: Worker) -> None:
         """The process that this worker was is gone."""
@@ -453,11 +466,12 @@ class Engine:
         # A worker whose job file allows more announces the rest again later: it need not start again for that.
         queue = worker.queue
         for run in event.runs:
-            is_sound = 0 <= run.first <= run.until
-            room = self.settings.max_pending_batches - queue.pending
-            if not is_sound or run.partition not in queue.partitions:
-                is_hole = True
-            else:
+            if not self.moves.serves(worker, run.partition) and 0 <= run.partition < len(self._partitions):
+                self.counters["refused_moved"] += 1  # it is to join again, and does not know of that yet
+                continue
+            is_hole = not 0 <= run.first <= run.until or run.partition not in queue.partitions
+            if not is_hole:
+                room = self.settings.max_pending_batches - queue.pending
                 count = queue.announce(run, room, self._num_announced)
                 is_hole = count is None and room > 0
                 self._num_announced += count or 0
@@ -727,6 +741,11 @@ class Engine:
                 break
             if self._skips and self._apply_skip():
                 continue
+            if self.moves.targets:
+                self._send_all_grants(granted)
+                if moved := self.moves.carry_out(self._now, self._freeze):
+                    self._join_again(moved)
+                    continue
             if self._offered_version != self.version:
                 self._offered_version = self.version
                 self._offer()
@@ -891,7 +910,7 @@ class Engine:
         lo, hi = partition.offsets(first, size)[0], partition.offsets(skip.until, size)[0]
         pushed = PushedBatch(
             batch=-1, grant_id=self._grants.next_number(), n_samples=0, loss_sum=0.0,
-            gaps=_behind(skip.gaps, lo), lost=_behind(skip.lost, lo),
+            gaps=behind(skip.gaps, lo), lost=behind(skip.lost, lo),
         )  # fmt: skip
         push = Push(
             worker=worker.number, session=worker.session, term=self.term, version=self.version, key="",
@@ -974,15 +993,3 @@ class Engine:
         if self.stopping is None and reason is not None:
             self.stopping = reason
             self._settling.stop()
-
-
-def _require_fit(snapshot: EngineSnapshot, settings: EngineSettings) -> None:
-    if not snapshot.origins or len(snapshot.origins) != len(snapshot.applied):
-        raise ValueError(f"expected partitions, got origins {snapshot.origins} and applied {snapshot.applied}")
-    if snapshot.records_per_batch != settings.records_per_batch:
-        raise ValueError(f"expected {snapshot.records_per_batch} records per batch, got {settings.records_per_batch}")
-
-
-def _behind(spans: Sequence[tuple[int, int]], offset: int) -> tuple[tuple[int, int], ...]:
-    """What of these ranges of offsets is not below `offset`."""
-    return tuple((max(lo, offset), hi) for lo, hi in spans if hi > offset)

@@ -28,6 +28,7 @@ from doll.records.control import (
     Push,
     PushedBatch,
     Record,
+    Scale,
     Settle,
     Skip,
     Welcome,
@@ -74,7 +75,7 @@ class StopRequested(Record, frozen=True):
 
 
 Event = (
-    Join | Announce | Skip | Push | Nack | Alive | Leave | Evaluated
+    Join | Announce | Skip | Push | Nack | Alive | Leave | Evaluated | Scale
     | GradientFetched | GradientLost | GrantsLost | CheckpointStored | Tick | StopRequested
 )  # fmt: skip
 
@@ -239,8 +240,9 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str = ""  # see `doll.records.control.TermStarted`; "": of an earlier release
     empty_updates: int = 0  # of `version`, those that learned no sample
     refusals: RefusalState = RefusalState()
-    # Of the job; `sessions` and what follows may be of more, which it had before. 0: of as many.
+    # Of the job; `sessions` and what follows may be of more, for which it has place, or had. 0: of as many.
     num_workers: int = 0
+    job_workers: int = 0  # of the job file when that number was set: one that is changed since then counts instead
     # Batches in the model that each worker has computed or skipped; (): those of the partitions assigned to it.
     by_worker: tuple[int, ...] = ()
     leader_epochs: tuple[int, ...] = ()  # of each partition's last applied batch (`PushedBatch`); (): not known

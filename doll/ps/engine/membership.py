@@ -48,8 +48,14 @@ class Worker:
     lag: int = 0
 
     @property
+    def is_here(self) -> bool:
+        """Its process has joined, is heard of, and has not left."""
+        return self.joined and self.present and not self.left
+
+    @property
     def is_live(self) -> bool:
-        return self.present and not self.left
+        """It is here and serves a partition: a spare is waited for by nobody."""
+        return self.present and not self.left and bool(self.queue.partitions)
 
     @property
     def held(self) -> int:
@@ -82,11 +88,12 @@ class Membership:
         self._lease_s = lease_s
         self._counters = counters
         self._sessions = 0
-        self._last_heard: OrderedDict[int, float] = OrderedDict()  # of live workers, in this order
+        self._last_heard: OrderedDict[int, float] = OrderedDict()  # of workers that are here, in this order
+        self._live: set[int] = set()
 
     @property
     def num_live(self) -> int:
-        return len(self._last_heard)
+        return len(self._live)
 
     def admit(self, event: Join, now: float, actions: list[EngineAction]) -> Worker | None:
         """Let a process join; None: it is fenced, or no such worker exists."""
@@ -151,9 +158,10 @@ class Membership:
         self._counters["workers_lost"] += 1
         worker.present = False
         self._last_heard.pop(worker.number, None)
+        self._live.discard(worker.number)
 
     def expired(self, now: float) -> list[Worker]:
-        """Live workers whose lease has run out."""
+        """Workers whose lease has run out."""
         workers = []
         for number, heard_s in self._last_heard.items():  # the least recently heard first
             if now - heard_s <= self._lease_s:
@@ -161,12 +169,24 @@ class Membership:
             workers.append(self._workers[number])
         return workers
 
+    def note_partitions(self, worker: Worker, now: float) -> None:
+        """What this worker serves has changed."""
+        if not worker.is_live:
+            self._live.discard(worker.number)
+        elif worker.number not in self._live:
+            self._live.add(worker.number)
+            worker.live_since_s = now
+
     def check_invariants(self) -> None:
         """Assert what must hold after every event; for tests."""
-        assert set(self._last_heard) == {worker.number for worker in self._workers if worker.is_live}
+        here = {worker.number for worker in self._workers if worker.present and not worker.left}
+        assert set(self._last_heard) == here
+        assert self._live == {worker.number for worker in self._workers if worker.is_live}
 
     def _heard(self, worker: Worker, now: float) -> None:
         worker.last_heard_s = now
+        if worker.is_live:
+            self._live.add(worker.number)
         self._last_heard[worker.number] = now
         self._last_heard.move_to_end(worker.number)
 

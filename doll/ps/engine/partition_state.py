@@ -15,6 +15,7 @@ of that checkpoint holds; `durable` is `applied` of the newest checkpoint. Which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from doll.records.control import Skip
@@ -77,3 +78,8 @@ class Partition:
         assert self.held >= 0
         assert self.computing >= 0
         assert self.granted <= self.announced
+
+
+def behind(spans: Sequence[tuple[int, int]], offset: int) -> tuple[tuple[int, int], ...]:
+    """What of these ranges of offsets is not below `offset`."""
+    return tuple((max(lo, offset), hi) for lo, hi in spans if hi > offset)

@@ -78,7 +78,7 @@ class LocalModelHost:
                 tables.track_numbers()
         self._published: deque[int] = deque()  # the newest
         self._older: dict[int, None] = {}  # that grants name, the oldest first
-        self._max_older = config.data.workers * min(2, config.training.policy.pushes_under_way)
+        self._max_older = config.data.places * min(2, config.training.policy.pushes_under_way)
         # The blob that the weights are in, its header not written yet; None: they are elsewhere, or published.
         self._unpublished: memoryview | None = None
         self._may_rewrite = False

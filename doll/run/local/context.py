@@ -56,7 +56,7 @@ class RunHook:
 
     def workers_ready(self, model: ProgressModel, waited_s: float) -> bool:
         """Whether the producer may start, `waited_s` after the workers."""
-        return waited_s > WORKERS_START_TIMEOUT_S or all(line.is_live for line in model.worker_lines())
+        return waited_s > WORKERS_START_TIMEOUT_S or all(line.is_live or line.is_spare for line in model.worker_lines())
 
     def pids(self) -> dict[str, int]:
         """The process ids, by name, of workers that the supervisor does not have."""

@@ -33,6 +33,7 @@ class Learning:
         self._supervisor = Supervisor(run.launch, on_restart=follower.role_restarted)
         self._producer_started = False
         self._pids: dict[str, int] = {}
+        self._released: set[int] = set()  # workers that were ended because they served nothing
 
     def start_roles(self) -> None:
         """Start everything but the producer."""
@@ -68,6 +69,7 @@ class Learning:
                 self._run.display.say("stopping: the parameter server writes a last checkpoint (again to stop at once)")
                 return INTERRUPTED
             self._supervisor.poll()
+            self._match_workers()
             self._write_pids()
             self._restart_dead_services()
             if (reason := self._run.hook.tick(self._supervisor, self._run.stack)) is not None:
@@ -98,6 +100,27 @@ class Learning:
             self._run.display.say("starting the producer")
             self._supervisor.start(self._run.producer())
 
+    def _match_workers(self) -> None:
+        """Start the workers that the job has been scaled to (`doll scale`), and end those that serve nothing any more.
+
+        Where a hook has the workers, it has them alone.
+        """
+        supervised, wanted, say = self._supervisor.exit_codes(), self._model.num_workers, self._run.display.say
+        if "worker-0" not in supervised:
+            return
+        for slot in range(wanted):
+            name = f"worker-{slot}"
+            if name not in supervised or (slot in self._released and supervised[name] is not None):
+                self._released.discard(slot)
+                say(f"starting worker {slot}: the job is to have {wanted}")
+                self._supervisor.start(self._run.worker(slot))
+        for line in self._model.worker_lines():
+            handle = self._supervisor.handles().get(f"worker-{line.worker}")
+            if line.is_spare and line.worker >= wanted and line.worker not in self._released and handle is not None:
+                self._released.add(line.worker)
+                say(f"ending worker {line.worker}: the job is to have {wanted}")
+                handle.terminate()
+
     def _write_pids(self) -> None:
         """Keep `roles.json` current: process ids by name, for drills and for people."""
         pids = {name: handle.pid for name, handle in self._supervisor.handles().items()}
@@ -108,7 +131,8 @@ class Learning:
 
     def _all_read(self) -> bool:
         """Whether the workers are live and have read all records, as the parameter server reports."""
-        return all(line.is_live and line.lag_records == 0 for line in self._model.worker_lines())
+        lines = [line for line in self._model.worker_lines() if not line.is_spare]
+        return all(line.is_live and line.lag_records == 0 for line in lines)
 
     def _idle(self, waited_s: float) -> bool:
         """Whether no more updates will come: none has for longer than a group takes, even computed one by one."""

@@ -238,7 +238,7 @@ def test_without_an_address_the_message_says_how_to_give_one(job: Path) -> None:
 def test_a_worker_number_outside_the_job_is_refused(job: Path) -> None:
     result = doll("worker", job, "--worker", "2")
     assert result.exit_code == 2
-    assert re.search(r"expected 0 \.\. 1 \(data\.workers\), got 2", result.stderr)
+    assert re.search(r"expected 0 .. 1 \(data.max_workers\), got 2", result.stderr)
 
 
 def test_produce_without_a_source_says_what_to_do(job: Path) -> None:

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 # What an option is about, by the variable that takes it, where the name of the variable does not say so.
 MEANING = {
     "overrides": "set", "job_option": "job", "as_json": "json", "deadline_s": "deadline", "boot_s": "boot",
-    "cycle_s": "cycle", "service_s": "service",
+    "cycle_s": "cycle", "service_s": "service", "timeout_s": "timeout",
 }  # fmt: skip
-TIMES = {"deadline", "cycle", "boot", "service", "replan", "tick", "seconds", "job_length"}
+TIMES = {"deadline", "cycle", "boot", "service", "replan", "tick", "seconds", "job_length", "timeout"}
 
 
 def options() -> Iterator[tuple[str, Any]]:
@@ -49,7 +49,7 @@ def test_options_of_one_meaning_have_one_spelling_on_every_command() -> None:
     assert len(by_meaning) > 30
     assert {key: dict(uses) for key, uses in by_meaning.items() if len(uses) > 1} == {}
     assert {key: dict(uses) for key, uses in by_spelling.items() if len(uses) > 1} == {}
-    assert set(by_meaning["workers"][("--workers", "-N")]) == {"plan", "simulate", "backtest"}
+    assert set(by_meaning["workers"][("--workers", "-N")]) == {"plan", "simulate", "backtest", "scale"}
     assert set(by_meaning["group_size"][("--group-size", "-K")]) == {"plan", "simulate"}
     assert set(by_meaning["batch_size"][("--batch-size", "-b")]) == {"plan", "simulate"}
     assert set(by_meaning["updates"][("--updates", "-J")]) == {"plan", "simulate"}

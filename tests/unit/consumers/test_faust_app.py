@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.consumers.runtime import WorkerRuntime
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.kafka.chunk_reader import Chunk, ChunkReader, Delivery, NoRecordBelow, OutOfRange, Truncated
+from doll.kafka.chunk_reader import Chunk, ChunkReader, Delivery, NoRecordBelow, OutOfRange, ReadFrom, Truncated
 from doll.process.health import Heartbeat
 from doll.records.control import Durable, Stop
 from doll.services import Services
@@ -68,6 +68,9 @@ class ScriptedReader(ChunkReader):
     def seek(self, partition: int, offset: int) -> None:
         self.calls.append(f"seek {offset}")
         self.sought.set()
+
+    def change(self, gone: Iterable[int], new: Iterable[ReadFrom]) -> None:
+        self.calls += [f"read {read.partition} from {read.start}" for read in new]
 
     def log_end(self, partition: int) -> int:
         return -1

@@ -495,3 +495,24 @@ def test_a_batch_that_cannot_be_read_in_one_partition_stops_no_other(readings: R
     readings.read_until(lambda: len(readings.records[0]) == 601 and readings.records[1][-1][1] == b"behind")
     assert [offset for offset, _ in readings.records[1]] == [2, 3, 4, 5, 6]
     assert [isinstance(value, UnreadValue) for _, value in readings.records[1]] == [False, False, False, True, False]
+
+
+def test_what_is_read_changes_and_deliveries_say_what_they_are_for(readings: Readings) -> None:
+    reader, records = readings.reader, readings.records
+    readings.read_until(lambda: len(records[0]) == 600 and len(records[1]) == 3 and bool(readings.others))
+    reader.change([0, 2], [ReadFrom(0, 590, reading=1)])
+    chunks: list[Chunk] = []
+    while sum(len(chunk.offsets) for chunk in chunks) < 10:
+        delivery = readings.deliveries.get(timeout=60)
+        reader.taken()
+        if isinstance(delivery, Chunk):
+            chunks.append(delivery)
+    assert [(chunk.partition, chunk.reading) for chunk in chunks] == [(0, 1)] * len(chunks)
+    assert chunks[0].offsets[0] == 590
+    reader.seek(2, 1)  # an answer to what is read no more
+    reader.pause()
+    reader.change([0, 1], [ReadFrom(2, 1, reading=2)])
+    reader.resume()
+    readings.write(2, b"last")
+    readings.read_until(lambda: [value for _, value in records[2]] == [b"2/1", b"2/2", b"2/3", b"last"])
+    until(lambda: reader.log_end(2) == 5, "the end of its log")

@@ -10,7 +10,8 @@ from doll.config import StopConfig
 from doll.config.policy import PolicyConfig
 from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, GradientDone, Send, WorkerCore, part_of
 from doll.ps.engine import events as ev
-from doll.ps.engine.engine import Engine, EngineSettings
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies import make_policy
 from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.bsp import BspPolicyConfig

@@ -8,7 +8,8 @@ from typing import TypeVar
 import pytest
 from doll.errors import IllegalEventError
 from doll.ps.engine import events as ev
-from doll.ps.engine.engine import Engine, EngineSettings
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.doll import Doll

@@ -97,3 +97,24 @@ def test_records_far_apart_are_cut_as_there_is_room() -> None:
         raw = made.take()
         numbers += range(raw.number, raw.number + raw.count)
     assert numbers == [*range(200_000)]
+
+
+def test_a_partition_that_is_removed_leaves_nothing_and_others_in_their_order() -> None:
+    made = BatchBuffer(
+        {number: Batcher(origin=0, records_per_batch=1, next_batch=0, partition=number) for number in (3, 5)}, 64
+    )
+    made.feed(3, range(2), [b"aa", b"b"])
+    made.feed(5, range(2), [b"c", b"d"])
+    made.feed(3, [5_000], [b"e"])  # many batches without a record: not all of them are cut yet
+    made.remove(3)
+    made.add(4, Batcher(origin=0, records_per_batch=1, next_batch=7, partition=4))
+    made.feed(4, [7], [b"f"])
+    taken = [made.take() for _ in range(len(made))]
+    assert [(raw.partition, raw.number, raw.values) for raw in taken] == [
+        (5, 0, [b"c"]),
+        (5, 1, [b"d"]),
+        (4, 7, [b"f"]),
+    ]
+    assert made.is_half_empty
+    with pytest.raises(KeyError):
+        made.feed(3, [9], [b"g"])

@@ -7,8 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 from doll.consumers.protocol.skipped_batches import Skipped
-from doll.consumers.protocol.worker_core import Acknowledge, Batch, Compute, Exit, Send, WorkerCore
-from doll.records.control import Announce, Durable, Grant, Nack, Run, Served, Skip, Welcome
+from doll.consumers.protocol.worker_core import Acknowledge, Batch, Compute, Exit, Send, Serve, WorkerCore
+from doll.records.control import Alive, Announce, Durable, Grant, Nack, Run, Served, Skip, Welcome
 
 SERVED = (Served(partition=2, origin=100, next_batch=5), Served(partition=7, origin=0, next_batch=1))
 
@@ -80,9 +80,30 @@ def test_what_is_skipped_in_one_partition_holds_up_no_other() -> None:
     assert core.batch_ready(batch(2, 300)) == [Send(Announce(worker=0, session=3, runs=(Run(2, 300, 301),)))]
 
 
-def test_other_partitions_or_another_place_in_one_of_them_mean_reading_again(core: WorkerCore) -> None:
-    (other,) = core.on_record(welcome(SERVED[0]), 1.0)
-    assert other == Exit(1, "this worker serves other partitions now: reading again")
+def test_what_a_worker_serves_changes_with_a_welcome(core: WorkerCore) -> None:
+    core.on_record(grant(20, (2, 5), (7, 1)), 1.0)
+    new = Served(partition=4, origin=50, next_batch=9, included=11)
+    serve, announced = core.on_record(welcome(SERVED[0], new), 1.0)
+    assert serve == Serve((7,), (new,))
+    assert announced == Send(Announce(worker=0, session=3, runs=(Run(2, 5, 7),)))
+    assert (core.retained, sorted(core.served)) == (2, [2, 4])
+    assert core.on_record(Durable(term=1, worker=0, until={7: 3}, batches=21), 2.0) == [], "7 is another worker's"
+    core.hold(batch(4, 9))
+    with pytest.raises(KeyError):
+        core.hold(batch(7, 3))
+    (serve, _) = core.on_record(welcome(*SERVED), 3.0)
+    assert serve == Serve((4,), (SERVED[1],))
+    core.hold(batch(7, 1))
+    assert core.retained == 3, "what was read before does not count"
+
+
+def test_a_spare_serves_nothing_and_waits(core: WorkerCore) -> None:
+    assert core.on_record(msgspec.structs.replace(welcome(), served=()), 1.0) == [Serve((2, 7), ())]
+    assert (core.retained, core.served, core.announce()) == (0, {}, [])
+    assert [type(action.record) for action in core.tick(10.0) if isinstance(action, Send)] == [Alive]
+
+
+def test_another_place_in_a_partition_means_reading_again(core: WorkerCore) -> None:
     back = (SERVED[0], Served(partition=7, origin=0, next_batch=0))
     assert core.on_record(welcome(*back), 1.0) == [
         Exit(1, "partition 7: the durable model is back at 0 of 1: reading again")

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from doll.config.policy import PolicyConfig, policy_section
 from doll.provisioner.traces.availability import Markov
-from doll.ps.engine.engine import Engine, EngineSettings
+from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.engine.measures import PolicyMeasures
+from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies import make_policy
 from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.bsp import BspPolicyConfig

@@ -11,8 +11,9 @@ import pytest
 from doll.ps.engine import events as ev
 from doll.ps.engine.assignment import reassigned
 from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, PushedSet
-from doll.ps.engine.engine import Engine, EngineSettings
+from doll.ps.engine.engine import Engine
 from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.base import BatchId
 from doll.ps.policies.doll import Doll
 from doll.records.control import Announce, Durable, Grant, Join, Run, Welcome
@@ -91,7 +92,8 @@ def test_one_queue_has_the_batches_of_several_partitions_in_the_order_in_which_t
 
 @dataclass
 class Exchanged:
-    """An engine from a checkpoint in which worker 0 serves partition 1, and worker 1 partition 0."""
+    """An engine with place for two workers, from a checkpoint in which worker 0 serves partition 1, and worker 1
+    partition 0; or as the assignment says."""
 
     engine: Engine
 
@@ -102,7 +104,9 @@ class Exchanged:
             checkpoint_every_updates=1, checkpoint_every_s=1e9,
         )  # fmt: skip
         fresh = Engine(settings, Doll(1), term=1, now=0.0, origins=(1000, 2000)).snapshot(0.0)
-        stored = msgspec.structs.replace(fresh, version=5, applied=(3, 2), assignment=assignment, by_worker=())
+        stored = msgspec.structs.replace(
+            fresh, version=5, applied=(3, 2), assignment=assignment, by_worker=(), num_workers=len(set(assignment))
+        )
         state = msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=ev.EngineSnapshot)
         return cls(Engine(settings, Doll(1), term=2, now=0.0, snapshot=state))
 

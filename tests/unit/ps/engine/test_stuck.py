@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from doll.config import StopConfig
 from doll.config.policy import PolicyConfig
 from doll.ps.engine import events as ev
-from doll.ps.engine.engine import Engine, EngineSettings
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.settings import EngineSettings
 from doll.ps.engine.stopping import STALL_REPORT_S, StallDetector
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy

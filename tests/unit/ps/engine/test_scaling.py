@@ -1,0 +1,98 @@
+"""`Scale`: what the engine takes, and when a partition moves."""
+
+from __future__ import annotations
+
+import pytest
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.events import SendHello, StoreCheckpoint
+from doll.ps.engine.settings import EngineSettings
+from doll.ps.policies.asp import Asp
+from doll.records.control import Announce, Grant, Join, Run, Scale, Welcome
+
+
+def engine_of(num_workers: int = 2, max_workers: int = 4, partitions: int = 4, **more: object) -> Engine:
+    settings = EngineSettings(
+        num_workers=num_workers, max_workers=max_workers, records_per_batch=1, max_pending_batches=8, lease_s=5.0,
+        grant_timeout_s=5.0, checkpoint_every_updates=100, checkpoint_every_s=1e9,
+    )  # fmt: skip
+    return Engine(settings, Asp(), term=1, now=0.0, origins=(0,) * partitions, run_id="run")
+
+
+def join(engine: Engine, worker: int) -> Welcome:
+    actions = engine.handle(Join(worker=worker, process=f"p{worker}"), 0.0)
+    return next(action for action in actions if isinstance(action, Welcome))
+
+
+def served(welcome: Welcome) -> list[int]:
+    return [item.partition for item in welcome.served]
+
+
+def test_a_partition_moves_once_its_new_worker_is_here_and_both_join_again() -> None:
+    engine = engine_of()
+    assert [served(join(engine, worker)) for worker in (0, 1)] == [[0, 2], [1, 3]]
+    session = engine.worker(0).session
+    engine.handle(Announce(worker=0, session=session, runs=(Run(0, 0, 2), Run(2, 0, 2))), 0.0)
+    assert engine.worker(0).computing == 1
+    engine.handle(Scale(workers=4, run_id="run"), 0.0)
+    assert (engine.moves.num_workers, sorted(engine.moves.targets)) == (4, [2, 3])
+    assert engine.worker(0).computing == 1, "nobody is there yet"
+    actions = engine.handle(Join(worker=2, process="p2"), 0.0)
+    assert [action.worker for action in actions if isinstance(action, SendHello)] == [0, 2]
+    assert (engine.worker(0).computing, engine.num_waiting) == (0, 0)
+    assert not [action for action in actions if isinstance(action, Grant)]
+    assert [served(join(engine, worker)) for worker in (0, 2)] == [[0], [2]]
+    assert sorted(engine.moves.targets) == [3], "worker 3 is not here"
+    engine.handle(Announce(worker=0, session=session, runs=(Run(2, 0, 2), Run(0, 0, 2))), 0.0)
+    assert engine.counters["refused_moved"] == 1
+    assert engine.num_waiting + engine.num_computing == 2, "of partition 0"
+    engine.check_invariants()
+
+
+def test_a_spare_is_waited_for_by_nobody_and_counts_once_it_serves() -> None:
+    engine = engine_of(num_workers=1, max_workers=2, partitions=1)
+    join(engine, 0)
+    assert served(join(engine, 1)) == []
+    assert engine.num_live == 1
+    engine.handle(Scale(workers=2, run_id="run"), 0.0)
+    assert (engine.num_live, engine.moves.targets) == (1, {}), "one partition has one worker"
+    engine.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "scale", [Scale(workers=5, run_id="run"), Scale(workers=0, run_id="run"), Scale(workers=3, run_id="other")]
+)
+def test_a_number_without_place_and_another_run_are_refused(scale: Scale) -> None:
+    engine = engine_of()
+    engine.handle(scale, 0.0)
+    assert engine.counters["refused_content"] == 1
+    assert engine.moves.num_workers == 2
+
+
+def test_who_is_gone_again_before_its_partition_moves_leaves_it_where_it_was() -> None:
+    engine = engine_of(num_workers=1, max_workers=2, partitions=2)
+    join(engine, 0)
+    engine.handle(Scale(workers=2, run_id="run"), 0.0)
+    engine.handle(Scale(workers=1, run_id="run"), 0.0)
+    assert engine.moves.targets == {}
+    assert served(join(engine, 1)) == []
+    assert sorted(engine.worker(0).queue.partitions) == [0, 1]
+
+
+def test_the_number_is_in_a_checkpoint_and_a_changed_job_file_counts_before_it() -> None:
+    engine = engine_of()
+    for worker in range(4):
+        join(engine, worker)
+    engine.handle(Scale(workers=4, run_id="run"), 0.0)
+    snapshot = engine.snapshot(0.0)
+    assert (snapshot.num_workers, snapshot.job_workers, snapshot.assignment) == (4, 2, (0, 1, 2, 3))
+    for workers, expected in ((2, 4), (3, 3)):
+        settings = EngineSettings(
+            num_workers=workers, max_workers=4, records_per_batch=1, max_pending_batches=8, lease_s=5.0,
+            grant_timeout_s=5.0, checkpoint_every_updates=100, checkpoint_every_s=1e9,
+        )  # fmt: skip
+        later = Engine(settings, Asp(), term=2, now=0.0, snapshot=snapshot)
+        assert later.moves.num_workers == expected
+        assert not later.moves.targets
+    assert not [
+        action for action in engine.handle(Scale(workers=4, run_id="run"), 0.0) if isinstance(action, StoreCheckpoint)
+    ]

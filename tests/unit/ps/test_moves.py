@@ -1,0 +1,90 @@
+"""Partitions move between workers while a job runs: whatever goes wrong meanwhile, all of them go on."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from operator import gt
+
+import pytest
+import torch
+from channel_process import PLACES, POLICIES
+from channel_world import World
+from doll.consumers.protocol.worker_core import WorkerCore
+from doll.records.control import Scale
+from fuzzing import SHARE
+
+pytestmark = pytest.mark.slow  # loads torch
+
+RUNS = 300 if SHARE == 1.0 else 3
+DISORDERLY_STEPS, CALM_ROUNDS = 60, 120
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def calm(world: World) -> None:
+    """Nothing goes wrong for a while: every process does what it can. Who has a link that has failed at the other end
+    notices."""
+    for process in world.live():
+        if process.is_linked != process.is_linked_at_server:
+            world.change_link(process)
+    for _ in range(CALM_ROUNDS):
+        world.now += 0.05
+        for process in world.live():
+            while any(process.to_worker.values()) and not process.is_dead:
+                world.deliver_to_worker(process)
+            core = process.core
+            if core is None or process.is_dead:
+                continue
+            while core.has_room and core.served:
+                world.do(process, core.batch_ready(process.batch()))
+            while process.orders and not process.is_dead:
+                world.compute(process)
+            world.do(process, core.tick(world.now))
+        while any(channel for process in world.live() for channel in process.to_server.values()):
+            world.deliver_to_server()
+        world.pass_time(0.05, world.live())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_partition_goes_on_with_the_workers_that_there_are(policy: str) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(RUNS):
+        world = World(policy, 10_000 + seed)
+        for _ in range(DISORDERLY_STEPS):
+            world.step()
+        workers = world.rng.randrange(1, PLACES + 1)
+        world.handle(Scale(workers=workers, run_id=""))
+        for worker in range(PLACES):
+            if not world.processes[worker]:
+                world.start_process(worker)
+        calm(world)
+        engine = world.engine
+        assert not engine.moves.targets, (policy, seed)
+        assert engine.moves.num_workers == workers
+        served = {worker.number: sorted(worker.queue.partitions) for worker in engine.workers()}
+        assert sorted(itertools.chain.from_iterable(served.values())) == list(range(world.partitions))
+        assert max(map(len, served.values())) <= -(-world.partitions // workers), "balanced"
+        assert served == {number: sorted(_core(world, number).served) for number in served}, "as the workers know it"
+        before = engine.snapshot(world.now).applied
+        for _ in range(5):  # a worker computes its batches in the order in which it has read them
+            calm(world)
+            after = engine.snapshot(world.now).applied
+            if all(map(gt, after, before)):
+                break
+        else:
+            pytest.fail(f"{policy}, seed {seed}: from {before} to {after}")
+        counts += engine.counters
+    assert counts["requeued_moved"] or RUNS < 50
+
+
+def _core(world: World, worker: int) -> WorkerCore:
+    (process,) = world.processes[worker]
+    return process.protocol
