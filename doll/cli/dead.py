@@ -112,7 +112,7 @@ def replay_(
     from doll.run.status import reachable_kafka
 
     job_target = job.target(run_folder)
-    services = reachable_kafka(job_target)
+    job_target, services = reachable_kafka(job_target)
     selected = _dead_records(job_target, services, letters)
     replays = replay(job_target.config, services, selected, dry_run=dry_run, again=include_replayed)
     emit(as_json, [_replay_fields(item, dry_run) for item in replays], _replay_text(replays, dry_run))
@@ -125,7 +125,7 @@ def _read_dead_records(job_target: Target, letters: LetterOptions) -> list[DeadR
     from doll.run.status import reachable_kafka
 
     try:
-        services = reachable_kafka(job_target)
+        job_target, services = reachable_kafka(job_target)
     except ServiceUnavailableError:
         if not (job_target.is_run_folder and job_target.run.dead.exists()):
             raise

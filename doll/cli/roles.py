@@ -28,16 +28,19 @@ def produce(
     Example: cat events.jsonl | doll produce --job my.yaml --stdin
     """
     from doll.config import StdinSource
+    from doll.kafka.foreign_topic import require_own_topic
     from doll.run.local.roles import JobProcess
 
     job_target = job.target(run_folder)
     if stdin:
+        require_own_topic(job_target.config, "doll produce")
         from_stdin = job_target.config.model_copy(update={"source": StdinSource(kind="stdin")})
         job_target = dataclasses.replace(job_target, config=from_stdin)
     elif job_target.config.source is None:
         if until_finished:  # as a service of a stack, whose job has a producer of its own
             sys.stderr.write("doll: the job file has no source: nothing to send\n")
             raise typer.Exit(0)
+        require_own_topic(job_target.config, "doll produce")
         raise typer.BadParameter("the job file has no source: add one, or send lines with --stdin")
     process = JobProcess.alone(job_target, "producer", redis="unused", topics_exist=False)
     raise typer.Exit(process.producer(until_finished=until_finished))
@@ -115,7 +118,7 @@ def ps(
     """
     from doll.run.local.roles import JobProcess
 
-    process = JobProcess.alone(job.target(run_folder), "ps", topics_exist=False)
+    process = JobProcess.alone(job.target(run_folder), "ps", topics_exist=False, has_checkpoints=True)
     raise typer.Exit(process.parameter_server(standby=standby, takeover=takeover, fresh=fresh, check_only=check_only))
 
 

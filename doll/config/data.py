@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AwareDatetime,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from doll.config.section import Section
+from doll.errors import ConfigError
+
+_TOPIC_NAME: Final = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")  # Kafka's own rule
 
 MAX_DEFAULT_PLACES: Final = 64
 
@@ -34,6 +48,41 @@ class BadRecordsConfig(Section):
         return self
 
 
+class StartConfig(Section):
+    """Where a new job begins to read, if neither with all that the log holds nor with what is still to come: one of
+    these keys. Kafka resolves a timestamp. The offsets are decided once and kept: a restart does not decide again."""
+
+    timestamp: AwareDatetime | None = None
+    """the first record of each partition whose timestamp is this one or later: ISO 8601 with a time zone, as in
+    2026-11-01T00:00:00Z; a partition without one is read from its end"""
+    offsets: dict[NonNegativeInt, NonNegativeInt] | None = None
+    """the first offset of each partition, as in {0: 17, 1: 0}; every partition is named"""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.timestamp is None) == (self.offsets is None):
+            raise ValueError("expected one of timestamp and offsets")
+        return self
+
+    def __str__(self) -> str:
+        return str(self.offsets) if self.timestamp is None else self.timestamp.isoformat()
+
+
+_WORDS: Final = ("earliest", "latest")
+
+
+def _check_start(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """One error for a wrong value, not one for each form that it might have."""
+    if isinstance(value, dict):
+        return StartConfig.model_validate(value)
+    if isinstance(value, StartConfig) or value in _WORDS:
+        return check(value)
+    raise ValueError(f"expected earliest, latest, {{timestamp: ...}} or {{offsets: {{0: ...}}}}, got {value!r:.100}")
+
+
+Start: TypeAlias = Annotated[Literal["earliest", "latest"] | StartConfig, WrapValidator(_check_start)]
+
+
 class DataConfig(Section):
     """The stream."""
 
@@ -41,23 +90,35 @@ class DataConfig(Section):
     """N: number of workers; `doll scale` changes it while the job runs"""
     max_workers: PositiveInt | None = Field(default=None, le=10_000)
     """to how many workers the job may be scaled [data.partitions, at most 64, or data.workers where that is more]"""
+    topic: str | None = None
+    """a topic that exists and belongs to somebody else: the job only reads it, with all its partitions, and has no
+    source; default: a samples topic of the job's own, `doll.<job>.samples`"""
     partitions: PositiveInt | None = Field(default=None, le=100_000)
-    """partitions of the samples topic, each a stream of its own; a worker serves any number of them [data.workers]"""
+    """partitions of the samples topic, each a stream of its own; a worker serves any number of them [data.workers;
+    with data.topic: as many as that topic has when the job begins]"""
     batch_size: PositiveInt = Field(default=64, le=10_000_000)
     """b: samples per batch"""
     samples_per_record: PositiveInt = 1
     """m: samples packed in one Kafka record; divides batch_size"""
-    start: Literal["earliest", "latest"] = "earliest"
-    """where a new job begins to read the stream"""
+    start: Start = "earliest"
+    """where a new job begins to read the stream: with the first record that the log holds, with the next record that
+    comes, or as the section says"""
     max_record_bytes: PositiveInt = Field(default=1_048_576, le=1_000_000_000)
     """maximum size of a record; a longer one is dead-lettered"""
     retention_hours: PositiveFloat = 24.0
-    """retention time of the samples topic, if DOLL creates it"""
+    """retention time of the samples topic, if DOLL creates it; of no effect with data.topic"""
     on_data_loss: Literal["stop", "skip"] = "stop"
     """what a worker does if records are deleted from the samples topic before they are learned: stop with exit code 4,
     or skip them (the audit counts and lists them)"""
 
     on_bad_records: BadRecordsConfig = BadRecordsConfig()
+
+    @field_validator("topic")
+    @classmethod
+    def _topic_name(cls, value: str | None) -> str | None:
+        if value is not None and not _TOPIC_NAME.fullmatch(value):
+            raise ValueError(f"expected the name of a topic, 1-249 of a-z A-Z 0-9 . _ -, got {value!r:.300}")
+        return value
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -70,14 +131,29 @@ class DataConfig(Section):
         return self
 
     @property
+    def asks_kafka(self) -> bool:
+        """Only Kafka knows how many partitions there are (`doll.kafka.foreign_topic.with_partitions`)."""
+        return self.topic is not None and self.partitions is None
+
+    @property
     def num_partitions(self) -> int:
-        """Streams: partitions of the samples topic."""
+        """Streams: partitions of the samples topic.
+
+        Raises:
+            ConfigError: Kafka was not asked.
+        """
+        if self.asks_kafka:
+            raise ConfigError(
+                f"data.partitions: expected the number of partitions of topic {self.topic}, which only Kafka knows: "
+                f"set it here for what runs without Kafka (--set data.partitions=12)"
+            )
         return self.workers if self.partitions is None else self.partitions
 
     @property
     def places(self) -> int:
-        """For how many workers there is place: to so many the job may be scaled."""
-        return self.max_workers or max(self.workers, min(self.num_partitions, MAX_DEFAULT_PLACES))
+        """For how many workers there is place: to so many the job may be scaled. Before Kafka was asked, at most."""
+        streams = MAX_DEFAULT_PLACES if self.asks_kafka else min(self.num_partitions, MAX_DEFAULT_PLACES)
+        return self.max_workers or max(self.workers, streams)
 
     def by_worker(self, of_streams: Sequence[float]) -> list[float]:
         """The sum over the streams of each worker, as a new job gives these to its workers."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
+    from doll.config.data import DataConfig
 
 MAY_CHANGE: Final = (
     "data.workers",
@@ -76,7 +77,7 @@ def job_fields(config: JobConfig) -> dict[str, str]:
         "job": config.job,
         "task.class": _text(config.task.cls),
         "data.workers": str(data.workers),
-        "data.partitions": str(data.num_partitions),
+        **_stream_fields(data),
         "data.batch_size": str(data.batch_size),
         "data.samples_per_record": str(data.samples_per_record),
         _PUSHES: _pushes(training.policy.sends_steps, training.policy.batches_per_push),
@@ -85,12 +86,18 @@ def job_fields(config: JobConfig) -> dict[str, str]:
     }
 
 
+def _stream_fields(data: DataConfig) -> dict[str, str]:
+    """Of a topic that belongs to somebody else, its name: its owner may add partitions while the job runs, and how many
+    the job reads is in its checkpoints."""
+    return {"data.partitions": str(data.num_partitions)} if data.topic is None else {"data.topic": data.topic}
+
+
 def parse(fingerprint: str) -> dict[str, str]:
     """The fields of a fingerprint by key. That of an earlier release has fewer, and gets today's names."""
     fields = dict(word.partition("=")[::2] for word in fingerprint.split())
     if _is_earlier(fields):
         fields = {_EARLIER_NAMES.get(key, key): value for key, value in fields.items()}
-    if "data.workers" in fields:  # an earlier release had as many partitions
+    if "data.workers" in fields and "data.topic" not in fields:  # an earlier release had as many partitions
         fields.setdefault("data.partitions", fields["data.workers"])
     return fields
 

@@ -44,7 +44,7 @@ class JobConfig(Section):
     task: TaskConfig
     data: DataConfig = Field(default_factory=DataConfig)
     source: SourceConfig | None = None
-    """the source that `doll up` and `doll produce` send; default: an external producer"""
+    """the source that `doll up` and `doll produce` send; default: an external producer; none with data.topic"""
     arrivals: ArrivalsConfig = Field(default_factory=ArrivalsConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     stop: StopConfig = Field(default_factory=StopConfig)
@@ -76,8 +76,9 @@ class JobConfig(Section):
                 "control.kind: local: expected workers on the parameter server's machine (fleet.kind: processes), got "
                 f"fleet.kind: {self.fleet.kind}; set control.kind to auto or redis"
             )
-        rates = self.arrivals.rate_per_s
-        if isinstance(rates, list) and len(rates) != (streams := self.data.num_partitions):
+        self._check_topic()
+        rates, asks_kafka = self.arrivals.rate_per_s, self.data.asks_kafka
+        if isinstance(rates, list) and not asks_kafka and len(rates) != (streams := self.data.num_partitions):
             raise ValueError(
                 f"arrivals.rate_per_s: expected {streams} rates (data.partitions or data.workers), got {len(rates)}"
             )
@@ -107,6 +108,29 @@ class JobConfig(Section):
         elif getattr(self.training.policy, "pipelined", False):
             raise ValueError("training.policy.pipelined: expected worker.pipeline, which sets it")
         return self
+
+    def _check_topic(self) -> None:
+        """What cannot be together with a topic that belongs to somebody else."""
+        if (topic := self.data.topic) is None:
+            return
+        if self.source is not None:
+            raise ValueError(
+                f"source: expected none, because data.topic is {topic}: DOLL never writes to a topic that belongs to "
+                "somebody else; remove source, or data.topic"
+            )
+        if self.arrivals.while_down == "pause":
+            raise ValueError(
+                f"arrivals.while_down: expected queue, because data.topic is {topic}: nobody pauses its producers"
+            )
+        if self.kafka.producer_user is not None:
+            raise ValueError(
+                f"kafka.producer_user: expected none, because data.topic is {topic}: its owner says who may write to it"
+            )
+        if topic.startswith(f"doll.{self.job}."):
+            raise ValueError(
+                f"data.topic: expected a topic that belongs to somebody else, got {topic}, which this job would create "
+                "itself: remove data.topic, or choose another `job` name"
+            )
 
     def _check_times(self) -> None:
         """Times that make each other useless."""
@@ -178,4 +202,7 @@ class JobConfig(Section):
         return 1 if self.worker.pipeline is None else self.worker.pipeline.stages
 
     def topic(self, kind: Literal["samples", "events", "commands", "updates", "metrics", "dead"]) -> str:
+        """The name of a topic of the job; `samples` may be somebody else's."""
+        if kind == "samples" and self.data.topic is not None:
+            return self.data.topic
         return f"doll.{self.job}.{kind}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import AwareDatetime, BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -100,7 +100,8 @@ def _meanings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _type(field: FieldInfo) -> str:
-    text = "section" if sections_of(field) else _annotation(field.annotation)
+    has_words = any(typing.get_origin(part) is typing.Literal for part in typing.get_args(field.annotation))
+    text = "section" if sections_of(field) and not has_words else _annotation(field.annotation)
     bounds = []
     for rule in field.metadata:
         for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
@@ -125,7 +126,16 @@ def _annotation(annotation: Any) -> str:
         return "list of " + _annotation(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is dict:
         return "keys and values"
-    names = {str: "text", int: "whole number", float: "number", bool: "true or false", Path: "path"}
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    names = {
+        AwareDatetime: "time",
+        str: "text",
+        int: "whole number",
+        float: "number",
+        bool: "true or false",
+        Path: "path",
+    }
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 

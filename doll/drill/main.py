@@ -13,6 +13,7 @@ from doll.drill.metadata_service import FakeMetadataService
 from doll.drill.replay_check import check_replay
 from doll.drill.routes import RoleRelays
 from doll.errors import ConfigError
+from doll.kafka.foreign_topic import require_own_topic
 from doll.process.files import write_json
 from doll.run.folder import RunFolder
 from doll.run.local.context import PARAMETER_SERVERS
@@ -61,9 +62,10 @@ def run_drill(
         replay: keep an event log of each parameter server, replay them after the run, and compare with the checkpoints.
 
     Raises:
-        ConfigError: the job cannot be run this way.
+        ConfigError: the job cannot be run this way, or learns from a topic that belongs to somebody else.
         ServiceUnavailableError: Kafka or Redis is not reachable and cannot be started.
     """
+    require_own_topic(config, "doll drill")
     if config.source is None:
         raise ConfigError("source: expected a section in the job file, got none: a drill needs a continuous stream")
     # Blobs go through Redis, whatever the job file says, so that a crash of Redis loses all of them.

@@ -365,7 +365,7 @@ class JobRecords(Reader):
 
     def __init__(self, config: JobConfig, services: Services, positions: Mapping[str, int]) -> None:
         self._samples = config.topic("samples")
-        self._num_partitions = config.data.num_partitions
+        self._num_partitions, self._slots = config.data.num_partitions, config.data.workers
 
         def start(partition: Partition, low: int, high: int) -> int:
             # Outside of what is kept: retention has deleted it, or the topic is a new one of the same name.
@@ -387,5 +387,7 @@ class JobRecords(Reader):
         return super().read_history(timeout_s)
 
     def sample_ends(self, timeout_s: float = 1.0) -> list[int] | None:
-        """The end of each partition of samples; None where a broker does not answer in time."""
-        return self.partition_ends(self._samples, self._num_partitions, timeout_s)
+        """The ends of the partitions of samples, those of each worker together; None where a broker does not answer in
+        time. Of two answers, the difference is what has come for each worker."""
+        ends = self.partition_ends(self._samples, self._num_partitions, timeout_s)
+        return None if ends is None else [sum(ends[slot :: self._slots]) for slot in range(self._slots)]

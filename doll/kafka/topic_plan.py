@@ -1,5 +1,5 @@
-"""The six topics of a job as it needs them: names, partitions, settings; and what is wrong with the settings of topics
-that exist. Pure. `samples` has one partition for each worker (`doll.ps.engine.assignment`).
+"""The topics of a job as it needs them: names, partitions, settings; and what is wrong with the settings of topics
+that exist. Pure. A samples topic that belongs to somebody else (`data.topic`) is not among them.
 
 Fatal is what would break the ledger or block the job: compaction deletes records that were not learned, and refuses
 records without a key; an `updates` with retention loses who has served the job and what was learned; a topic with fewer
@@ -34,6 +34,7 @@ _ALTER: Final = "kafka-configs.sh --alter --entity-type topics --entity-name {to
 class TopicPlan:
     """One topic as the job needs it: `settings` as for Kafka's topic configs."""
 
+    kind: TopicKind
     name: str
     partitions: int
     settings: dict[str, str]
@@ -53,7 +54,7 @@ def _sample_limit_bytes(config: JobConfig) -> int:
 
 
 def plan_topics(config: JobConfig) -> list[TopicPlan]:
-    """The job's topics, in the order of `TOPIC_KINDS`. Pure."""
+    """The topics that the job creates, in the order of `TOPIC_KINDS`: without a samples topic that exists. Pure."""
     sample_limit_bytes = str(_sample_limit_bytes(config))
     samples = {
         "retention.ms": str(int(config.data.retention_hours * _HOUR_MS)),
@@ -74,8 +75,11 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
         "metrics": control,
         "dead": forever | {"max.message.bytes": sample_limit_bytes},
     }
-    partitions: dict[TopicKind, int] = {"samples": config.data.num_partitions, "commands": config.data.places}
-    return [TopicPlan(config.topic(kind), partitions.get(kind, 1), settings[kind] | in_sync) for kind in TOPIC_KINDS]
+    partitions: dict[TopicKind, int] = {"commands": config.data.places}
+    if config.data.topic is None:
+        partitions["samples"] = config.data.num_partitions
+    kinds = TOPIC_KINDS if config.data.topic is None else TOPIC_KINDS[1:]
+    return [TopicPlan(kind, config.topic(kind), partitions.get(kind, 1), settings[kind] | in_sync) for kind in kinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +99,9 @@ class Finding:
     text: str
 
 
-def find_problems(topic: TopicPlan, kind: str, actual: ActualTopic, replication_factor: int) -> list[Finding]:
+def find_problems(topic: TopicPlan, actual: ActualTopic, replication_factor: int) -> list[Finding]:
     """What is wrong with a topic, the worst first. Pure."""
+    kind = topic.kind
     findings: list[Finding] = []
 
     def add_finding(fatal: bool, what: str, change: str = "") -> None:

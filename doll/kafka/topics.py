@@ -27,6 +27,7 @@ from confluent_kafka.admin import (
 )
 
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.kafka import foreign_topic
 from doll.kafka.clients import error_of, kafka_credentials, make_admin, retry_while_leaderless, translate_errors
 from doll.kafka.topic_plan import (
     MIN_ISR_SETTING,
@@ -99,7 +100,8 @@ class TopicInfo:
 
 def ensure(config: JobConfig, services: Services) -> list[str]:
     """Create the topics that are missing, wait until they can be written, check the others, and allow the external
-    producers' user to write samples. It may be repeated.
+    producers' user to write samples. It may be repeated. A samples topic that belongs to somebody else is only checked,
+    and before anything is created.
 
     Returns:
         What is unwise about the topics, a sentence each; it is logged too.
@@ -107,9 +109,12 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
     Raises:
         ConfigError: a topic has another number of partitions, or settings that the job cannot live with; the
             replication factor is above the number of brokers;
-            `kafka.producer_user` is set and Kafka has no authorizer.
+            `kafka.producer_user` is set and Kafka has no authorizer; `data.topic` is missing or may not be read.
+        ServiceUnavailableError: a partition of `data.topic` has no leader.
     """
-
+    notes = [] if config.data.topic is None else foreign_topic.require(config, services)
+    for note in notes:
+        log.warning("samples_topic", problem=note)
     admin = make_admin(config, services)
     existing = _partition_counts(admin, services)
     commands = config.topic("commands")
@@ -123,7 +128,7 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
     _await_topics(admin, config, services)
     check(config, services)
     _allow_producer(admin, config, services.kafka)
-    return _check_settings(admin, config, services)
+    return [*notes, *_check_settings(admin, config, services)]
 
 
 def _create(admin: AdminClient, config: JobConfig, services: Services, missing: Sequence[TopicPlan]) -> None:
@@ -185,7 +190,7 @@ def _is_created(
 
 def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -> list[str]:
     """What is unwise about the topics, a sentence each."""
-    wanted = {topic.name: (kind, topic) for kind, topic in zip(TOPIC_KINDS, plan_topics(config), strict=True)}
+    wanted = {topic.name: topic for topic in plan_topics(config)}
     metadata = _metadata(admin, services)
     if not _has_controller(metadata):
         return []
@@ -193,7 +198,7 @@ def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -
     findings = [
         finding
         for name, actual in _settings_of(admin, existing, _TIMEOUT_S).items()
-        for finding in find_problems(wanted[name][1], wanted[name][0], actual, config.kafka.replication_factor)
+        for finding in find_problems(wanted[name], actual, config.kafka.replication_factor)
     ]
     if fatal := [finding.text for finding in findings if finding.fatal]:
         raise ConfigError("; and ".join(fatal))
@@ -230,9 +235,11 @@ def check(config: JobConfig, services: Services) -> None:
     """Return if every topic of the job exists with exactly its number of partitions.
 
     Raises:
-        ConfigError: a topic has another number of partitions.
+        ConfigError: a topic has another number of partitions, or `data.topic` does not exist.
         ServiceUnavailableError: Kafka does not answer, a topic does not exist, or `commands` has too few partitions.
     """
+    if config.data.topic is not None:
+        foreign_topic.refuse_partitions(config, foreign_topic.look_up(config, services))
     existing = _partition_counts(make_admin(config, services), services)
     for topic in plan_topics(config):
         if topic.name not in existing:
@@ -292,7 +299,9 @@ def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
     samples, commands = config.topic("samples"), config.topic("commands")
     for topic in plan_topics(config):
         actual = existing.get(topic.name, topic.partitions)
-        if actual == topic.partitions or (topic.name == commands and actual > topic.partitions):
+        # A topic of somebody else may have grown since the places were made.
+        least = config.data.max_workers or config.data.workers if config.data.topic else topic.partitions
+        if actual == topic.partitions or (topic.name == commands and actual >= least):
             continue
         mismatch = f"topic {topic.name}: expected {topic.partitions} partitions, found {actual}"
         other_name = f"choose another `job` name (--set job={config.job}-2)"
@@ -306,10 +315,9 @@ def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
 
 def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
     """The job's topics that exist, in the order of `TOPIC_KINDS`, with their watermarks."""
-
     admin = make_admin(config, services)
     counts = _partition_counts(admin, services)
-    names = [topic.name for topic in plan_topics(config) if topic.name in counts]
+    names = [config.topic(kind) for kind in TOPIC_KINDS if config.topic(kind) in counts]
     partitions = [TopicPartition(name, number) for name in names for number in range(counts[name])]
 
     def offsets(spec: OffsetSpec) -> dict[tuple[str, int], int]:
@@ -332,7 +340,10 @@ def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
 
 
 def delete_records(config: JobConfig, services: Services, topic: str, partition: int, until: int) -> bool:
-    """Delete the records of a partition below offset `until`; False where Kafka does not do so within seconds."""
+    """Delete the records of a partition below offset `until`; False where Kafka does not do so within seconds, or the
+    topic belongs to somebody else."""
+    if topic == config.data.topic:
+        return False
     admin = make_admin(config, services)
     where = TopicPartition(topic, partition, until)
     try:

@@ -14,7 +14,7 @@ from doll.errors import ConfigError, RecordError, SchemaVersionError
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.ledger.lineage import Lineage, UpdatesRecord
-from doll.ledger.snapshot_counts import read_counts
+from doll.ledger.snapshot_counts import count_partitions, read_counts
 from doll.records.control import decode
 
 if TYPE_CHECKING:
@@ -43,6 +43,16 @@ def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = Fal
         low, high = reader.bounds(topic, 0)
         lo = max(low, high - _TAIL_RECORDS) if tail_only else low
         return fold_lineage(reader.read(topic, 0, lo, high), f"topic {topic} on Kafka at {services.kafka}", config.job)
+
+
+def recorded_partitions(store: CheckpointStore) -> int | None:
+    """How many partitions the job of these checkpoints reads; None where they do not say so.
+
+    Raises:
+        CheckpointError: the store cannot be read.
+    """
+    checkpoint = store.load_newest(None)
+    return None if checkpoint is None else count_partitions(checkpoint.state)
 
 
 def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job: str) -> Lineage:

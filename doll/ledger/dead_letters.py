@@ -20,6 +20,7 @@ from msgspec import MsgspecError, json, structs
 
 from doll.errors import ConfigError
 from doll.kafka import topics
+from doll.kafka.foreign_topic import require_own_topic
 from doll.kafka.publisher import TransactionalPublisher
 from doll.kafka.range_reader import RangeReader
 from doll.ledger.audit import build_ledger
@@ -185,9 +186,11 @@ def replay(
         again: also records that were replayed before.
 
     Raises:
+        ConfigError: the samples topic belongs to somebody else.
         ServiceUnavailableError: Kafka does not answer, refuses a record, or another replay has begun since. What is in
             the stream by then has its letter.
     """
+    require_own_topic(config, "doll dead replay")
     if dry_run:
         return _planned(config, services, chosen, again)
     with replay_publisher(config, services) as publisher:

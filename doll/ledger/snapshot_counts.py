@@ -32,6 +32,14 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
         )
 
 
+def count_partitions(state: bytes) -> int | None:
+    """How many partitions the job of this engine state reads; None where it does not say so."""
+    try:
+        return len(msgspec.msgpack.decode(state, type=SnapshotCounts).origins)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def read_counts(config: JobConfig, state: bytes) -> SnapshotCounts:
     """How much of each stream a checkpoint with this engine state holds.
 

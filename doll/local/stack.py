@@ -182,7 +182,8 @@ class _Chooser:
                 kind: KafkaKind = "given" if self._config.kafka.address else "environment"
                 self._note(f"Kafka: {address}, {_ORIGIN[kind]}")
                 return address, kind, None
-            if self._config.kafka.address or self._config.kafka.security != "plaintext":
+            has_own = self._config.kafka.security != "plaintext" or self._config.data.topic is not None
+            if self._config.kafka.address or has_own:  # no other Kafka will do
                 raise ServiceUnavailableError(problem)
             reasons_against.append(f"{KAFKA_ENV}={address} does not answer")
         if (unavailable_reason := self._jars_unavailable_reason()) is None:

@@ -13,6 +13,7 @@ from typing import Final
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.foreign_topic import require_own_topic
 from doll.kafka.reader import Tail, on_finish
 from doll.process.files import write_json
 from doll.process.health import Heartbeat, heartbeat_of
@@ -56,9 +57,11 @@ def run_producer(
         The exit code of the process: 0 if every sample taken from the source was delivered, else 1.
 
     Raises:
-        ConfigError: the source is not what was expected. What was sent until then is flushed first.
+        ConfigError: the source is not what was expected; what was sent until then is flushed first. Or the samples
+            topic belongs to somebody else.
         ServiceUnavailableError: Kafka does not answer at the start, or refused the producer permanently.
     """
+    require_own_topic(config, "the producer")
     say = say or (lambda text: get_logger(__name__).info("producer", text=text))
     topics.ensure(config, services)
     sender = SampleSender(config, services, say)

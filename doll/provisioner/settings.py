@@ -96,7 +96,7 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
     notes: list[str] = []
     plan, machines = of_workers(config, apply_speed_up(config, config.plan, notes), notes)
     own = config.provision
-    rates = config.rates_per_s()
+    rates = config.worker_rates_per_s()
     if not all(math.isfinite(rate) for rate in rates):
         raise ConfigError(
             "arrivals.process is asap, which states no rate: expected poisson or deterministic, with "

@@ -10,8 +10,11 @@ import torch
 from doll.config import JobConfig
 from doll.errors import BadStreamError
 from doll.kafka import topics
+from doll.kafka.foreign_topic import with_partitions
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.samples_topic import ReplacedSamplesError, describe_samples
+from doll.kafka.start_offsets import start_offsets
+from doll.kafka.topic_watch import TopicWatch
 from doll.kafka.topics import cluster_id
 from doll.ledger.admission import ANY_TERM, admit
 from doll.ledger.lineage import Lineage
@@ -123,6 +126,10 @@ def _run(
         config, engine=engine, host=host, store=store, outbox=channel, event_log=event_log,
         channel_report=channel.report, publish_workers=worker_count.set,
     )  # fmt: skip
+    watch = None
+    if config.data.topic is not None and start.samples_id:
+        watch = TopicWatch(config, services, start.samples_id, signals.stop_for_the_topic)
+        watch.start()
     log.info("started", term=term, version=engine.version, policy=engine.policy.name, parameters=model.num_parameters)
     try:
         server.open()
@@ -133,11 +140,15 @@ def _run(
         heartbeat.set_waiting_for("the delivery of the last records")
         deliver(channel, signals, heartbeat)
     finally:
+        if watch is not None:
+            watch.close()
         server.close()
         channel.close()
         blobs.close()
         if event_log is not None:
             event_log.close()
+    if watch is not None and watch.problem is not None and engine.finished is None:
+        raise watch.problem
     if engine.error:
         raise BadStreamError(
             f"{engine.error} (data.on_bad_records); doll dead list shows all of them. Correct the source, or the task "
@@ -198,10 +209,12 @@ def _start(
             else:
                 log.info("resumed", version=checkpoint.version, from_term=checkpoint.term)
                 return Start.resume(term, now, checkpoint, samples.topic_id, counts.run_id or new_run_id())
+        config = with_partitions(config, services, begins=True)
         samples = describe_samples(config, services, reader.bounds)
-    origins = samples.low if config.data.start == "earliest" else samples.high
+    origins = start_offsets(config, services, samples)
     if generation:
-        log.warning("generation_started", generation=generation, data_start=config.data.start, origins=list(origins))
+        start = str(config.data.start)
+        log.warning("generation_started", generation=generation, data_start=start, origins=list(origins))
     return Start(
         term, now, origins, generation=generation, samples_id=samples.topic_id, run_id=new_run_id()
     )  # fmt: skip

@@ -471,6 +471,7 @@ class Signals:
     def __init__(self) -> None:
         self.end_job = False
         self.leave = False
+        self.leave_reason = "SIGTERM"
         signal.signal(signal.SIGINT, self._on_sigint)
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
@@ -478,6 +479,11 @@ class Signals:
         self.end_job = True
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self.leave = True
+
+    def stop_for_the_topic(self) -> None:
+        """The samples topic cannot be read any more as it was; from another thread."""
+        self.leave_reason = "the samples topic"
         self.leave = True
 
 
@@ -521,7 +527,7 @@ def serve(
         if signals.leave:
             channel.flush(_FLUSH_S)
             server.save_now()
-            log.info("leaving", version=engine.version, reason="SIGTERM; the job can be resumed")
+            log.info("leaving", version=engine.version, reason=f"{signals.leave_reason}; the job can be resumed")
             return
         server.run_periodic()
 

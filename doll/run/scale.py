@@ -58,8 +58,8 @@ def scale(target: Target, workers: int, *, timeout_s: float, say: Callable[[str]
         ConfigError: there is no place for so many, or the job does not run.
         ServiceUnavailableError: the broker, or the parameter server, does not answer.
     """
+    target, services = reachable_kafka(target)
     config = target.config
-    services = reachable_kafka(target)
     if not 1 <= workers <= config.data.places:
         raise ConfigError(
             f"--workers: expected 1 to {config.data.places} (data.max_workers, or data.partitions), got {workers}; "

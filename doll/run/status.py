@@ -10,6 +10,7 @@ from typing import Any
 from doll.config import JobConfig
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.foreign_topic import with_partitions
 from doll.kafka.reader import Partition, Tail
 from doll.ledger.admission import read_lineage
 from doll.ledger.audit import audit
@@ -101,7 +102,7 @@ def status_of(target: Target) -> JobStatus | EndedRun:
                 f"{target.run.report}: expected a report of this release ({type(error).__name__}: {error})"
             ) from error
         return ended
-    services = reachable_kafka(target)
+    target, services = reachable_kafka(target)
     config = target.config
     model, heartbeats = ProgressModel(config, time.monotonic()), RoleHeartbeats()
     with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
@@ -124,7 +125,7 @@ def audit_target(target: Target) -> LedgerReport:
         ServiceUnavailableError: the broker does not answer; for a run that has ended, the message names its report.
         CheckpointError: the checkpoint cannot be read.
     """
-    services = reachable_kafka(target)
+    target, services = reachable_kafka(target)
     return audit(target.config, services, open_store(target.config, target.run.path))
 
 
@@ -135,7 +136,8 @@ def require_finished(target: Target) -> None:
         DollError: the job goes on, or an error has ended it.
         ServiceUnavailableError: the broker does not answer.
     """
-    lineage = read_lineage(target.config, reachable_kafka(target), tail_only=True)
+    _, services = reachable_kafka(target)
+    lineage = read_lineage(target.config, services, tail_only=True)
     if lineage.error:
         raise DollError(f"job {target.config.job} could not go on: {lineage.error}")
     if not lineage.finished:
@@ -171,7 +173,7 @@ def topics_of(target: Target, *, create: bool) -> JobTopics:
         ConfigError: a topic has another number of partitions than the job.
         ServiceUnavailableError: the broker does not answer.
     """
-    services = reachable_kafka(target)
+    target, services = reachable_kafka(target)
     warnings = topics.ensure(target.config, services) if create else []
     return JobTopics(target.config.job, services.kafka, topics.describe(target.config, services), warnings)
 
@@ -195,7 +197,13 @@ def _of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
     return [*updates, *metrics]
 
 
-def reachable_kafka(target: Target) -> Services:
+def reachable_kafka(target: Target) -> tuple[Target, Services]:
+    """The services of a job whose Kafka answers; and the job, with the number of partitions that it reads.
+
+    Raises:
+        ServiceUnavailableError: the broker does not answer.
+        ConfigError: the topic that the job reads is missing, and nothing says how many partitions it had.
+    """
     services = target.services(needs_redis=False)
     try:
         require_kafka(target.config, services, timeout_s=5.0)
@@ -209,4 +217,7 @@ def reachable_kafka(target: Target) -> Services:
                 f"{target.run.path / 'checkpoints'}; `doll export` reads them"
             )
         raise ServiceUnavailableError(f"the broker of this run is gone ({services.kafka}){rest}") from error
-    return services
+    if target.config.data.asks_kafka:
+        recorded = len(read_lineage(target.config, services).origins) or None
+        target = dataclasses.replace(target, config=with_partitions(target.config, services, recorded=recorded))
+    return target, services

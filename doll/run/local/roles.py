@@ -21,10 +21,12 @@ from doll import telemetry
 from doll.config import JobConfig, load
 from doll.errors import ConfigError, DollError
 from doll.kafka import topics
-from doll.ledger.admission import AFTER_TERM_ENV
+from doll.kafka.foreign_topic import with_partitions
+from doll.ledger.admission import AFTER_TERM_ENV, recorded_partitions
 from doll.ps.standby import LeaderCheck
 from doll.service_checks import require_kafka, require_services
 from doll.services import BLOBS_ENV, CONTROL_ENV, Services
+from doll.storage.stores import open_store
 
 if TYPE_CHECKING:
     from doll.run.target import Target
@@ -61,12 +63,14 @@ class JobProcess:
         *,
         redis: Literal["required", "optional", "unused"] = "required",
         topics_exist: bool = True,
+        has_checkpoints: bool = False,
     ) -> JobProcess:
         """A process of its own, whose services answer and whose topics fit the job.
 
         Args:
             redis: optional: its address must be known, but it need not answer.
             topics_exist: False: the role itself creates missing topics.
+            has_checkpoints: the newest one says how many partitions of `data.topic` the job reads.
 
         Raises:
             ConfigError: an address is missing, or a topic has another number of partitions than the job.
@@ -76,6 +80,9 @@ class JobProcess:
         telemetry.configure(config.log.format, process=name)
         services = target.services(needs_redis=redis != "unused")
         (require_services if redis == "required" else require_kafka)(config, services)
+        if config.data.asks_kafka:
+            recorded = recorded_partitions(open_store(config, target.run.path)) if has_checkpoints else None
+            config = with_partitions(config, services, recorded=recorded)
         if topics_exist:
             topics.check(config, services)
         return cls(config, services, target.run.path)

@@ -44,7 +44,12 @@ class Learning:
         self._run.hook.start_workers(self._run, self._supervisor)
         if config.evaluation.enabled:
             self._supervisor.start(self._run.evaluator())
-        if config.source is None:
+        if config.data.topic is not None:
+            say(
+                f"learning from topic {config.data.topic} at {self._run.stack.services.kafka}, "
+                f"{config.data.num_partitions} partitions; a new job begins at {config.data.start}"
+            )
+        elif config.source is None:
             say(
                 f"no source in the job file: waiting for samples on topic {config.topic('samples')} at "
                 f"{self._run.stack.services.kafka}, or from: doll produce --job "

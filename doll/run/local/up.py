@@ -23,8 +23,9 @@ from doll.config import JobConfig, StdinSource, load
 from doll.errors import BadStreamError, ConfigError, DollError, FencedError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_problem
+from doll.kafka.foreign_topic import with_partitions
 from doll.kafka.reader import Tail
-from doll.ledger.admission import ANY_TERM, admit, read_lineage, refuse_earlier_run
+from doll.ledger.admission import ANY_TERM, admit, read_lineage, recorded_partitions, refuse_earlier_run
 from doll.local.forks import ForkServer
 from doll.local.processes import describe_exit, tail
 from doll.local.stack import local_stack
@@ -40,7 +41,7 @@ from doll.run.local.finish import finish_run
 from doll.run.local.follower import RunFollower
 from doll.run.local.preflight import check_devices, check_files, check_pipeline, check_task
 from doll.run.local.running import SOURCE_ENDED, Learning, ended_early
-from doll.services import Services, kafka_address
+from doll.services import KAFKA_ENV, Services, kafka_address
 from doll.storage.stores import checkpoint_location, open_store
 
 MakeHook = Callable[[RunFolder, Display], RunHook]
@@ -105,6 +106,11 @@ def check_runnable(config: JobConfig) -> None:
     """
     if isinstance(config.source, StdinSource) and sys.stdin.isatty():
         raise ConfigError("source.kind: stdin: expected a pipe, got a terminal; as in: my-events | doll up JOB.yaml")
+    if config.data.topic is not None and kafka_address(config) is None:
+        raise ConfigError(
+            f"data.topic is {config.data.topic}: set kafka.address, or {KAFKA_ENV}, to the Kafka that has it: one that "
+            "doll up starts has no topics"
+        )
     check_files(config)
     check_task(config)
     check_devices(config)
@@ -124,9 +130,13 @@ def _services_of(
         with local_stack(config, folder.path, say, advertised_ports=hook.advertised_ports) as stack:
             if (taken := taken_health_ports(config)) is not None:
                 say(f"warning: {taken}")
+            store, place = open_store(config, folder.path), checkpoint_location(config, folder.path)
+            if config.data.topic is not None:
+                recorded = recorded_partitions(store)
+                config = with_partitions(config, stack.services, recorded=recorded, begins=recorded is None)
+                folder.write_job(config)
             for warning in topics.ensure(config, stack.services):
                 say(f"warning: {warning}")
-            store, place = open_store(config, folder.path), checkpoint_location(config, folder.path)
             seen = admit(config, stack.services, store, place, ANY_TERM if fresh else 0)
             after_term = seen.newest_term if fresh else 0
             if after_term:
@@ -224,6 +234,8 @@ def _check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
         return  # `local_stack` reports that, or starts a broker
     given = config.checkpoint.folder is not None  # else the new run folder, which has no checkpoints
     store, place = open_store(config, runs_folder), checkpoint_location(config, runs_folder)
+    if config.data.asks_kafka:
+        config = with_partitions(config, services, recorded=recorded_partitions(store) if given else None)
     existing = store.versions() if given else []
     if existing and not fresh:
         admit(config, services, store, place, 0)  # the run resumes from them

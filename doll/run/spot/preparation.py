@@ -58,7 +58,7 @@ class SpotRun:
         section, pilot_notes = with_pilot(config, section)
         settings, _ = controller_settings(config.model_copy(update={"plan": section}))
         settings = dataclasses.replace(settings, limits=_unbounded(settings))
-        request, notes = plan_request(config, section, config.rates_per_s())
+        request, notes = plan_request(config, section, config.worker_rates_per_s())
         if config.arrivals.while_down != "pause":
             notes.append(
                 "arrivals.while_down is queue: samples that queue for a worker are read when it is back, so the job "

@@ -78,7 +78,8 @@ def numbers(model: type[BaseModel] = JobConfig, path: tuple[str, ...] = ()) -> I
                 for section in inner:
                     yield from numbers(section, here)
             continue
-        if types_in(field.annotation) & {int, float}:
+        kinds = types_in(field.annotation)
+        if kinds & {int, float} and dict not in kinds:
             yield Key(here, needed)
             if "list" in str(field.annotation):
                 yield Key(here, needed, is_list=True)

@@ -53,7 +53,13 @@ def test_two_keys_make_a_job() -> None:
         ("source.kind=kafka", "source.kind: expected one of digits, idx, .*, synthetic, text, got 'kafka'"),
         ("source.path=x", "source.kind: expected one of .*, got None"),
         ("data.samples_per_record=7", "data: samples_per_record must divide batch_size, got 7 and 64"),
-        ("data.start=middle", "data.start: input should be 'earliest' or 'latest', got 'middle'"),
+        ("data.start=middle", r"data.start: expected earliest, latest, \{timestamp: ...\} or .*, got 'middle'"),
+        ("data.start={}", "data.start: expected one of timestamp and offsets"),
+        ("data.start={timestmp: 3}", r"data.start.timestmp: unknown key \(did you mean 'timestamp'\?\)"),
+        ("data.start={timestamp: '2026-11-01T00:00:00'}", "data.start.timestamp: .* timezone info"),
+        ("data.start={offsets: {0: -1}}", "data.start.offsets.0: .* greater than or equal to 0, got -1"),
+        ("data.topic=a b", "data.topic: expected the name of a topic, .*, got 'a b'"),
+        ("data.topic=doll.digits.dead", "data.topic: expected a topic that belongs to somebody else"),
         ("arrivals.rate_per_s=-1", "arrivals.rate_per_s: input should be greater than 0, got -1"),
         ("arrivals.rate_per_s=[1,2]", r"rate_per_s: expected 4 rates \(data.partitions or data.workers\), got 2"),
         ("arrivals.process=trace", "arrivals: expected 'trace' .* exactly when process is 'trace'"),
@@ -286,7 +292,12 @@ SECTIONS: dict[str, st.SearchStrategy[Any]] = {
     ),
     "data": st.fixed_dictionaries(
         {"batch_size": st.sampled_from([16, 64, 1024]), "samples_per_record": st.sampled_from([1, 4, 16])},
-        optional={"start": st.sampled_from(["earliest", "latest"]), "retention_hours": st.floats(0.01, 1e6)},
+        optional={
+            "start": st.sampled_from(
+                ["earliest", "latest", {"timestamp": "2026-11-01T00:00:00Z"}, {"offsets": {0: 17, 1: 0}}]
+            ),
+            "retention_hours": st.floats(0.01, 1e6),
+        },
     ),
     "source": st.none()
     | st.sampled_from(

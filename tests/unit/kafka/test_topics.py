@@ -182,7 +182,7 @@ def actual(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: i
 )
 def test_what_an_existing_topic_s_settings_mean(kind: TopicKind, came: ActualTopic, fatal: bool, words: str) -> None:
     plan = dict(zip(TOPIC_KINDS, plan_topics(job("kafka.replication_factor=3", workers=3)), strict=True))
-    (finding,) = find_problems(plan[kind], kind, came, 3)
+    (finding,) = find_problems(plan[kind], came, 3)
     assert finding.fatal is fatal
     assert words in finding.text
     assert finding.text.startswith(f"topic doll.j.{kind}: ")
@@ -191,9 +191,9 @@ def test_what_an_existing_topic_s_settings_mean(kind: TopicKind, came: ActualTop
 def test_what_doll_creates_itself_is_fine_with_any_number_of_replicas() -> None:
     for replicas, in_sync in ((1, "1"), (2, "1"), (3, "2"), (5, "4")):
         config = job(f"kafka.replication_factor={replicas}", workers=3)
-        for kind, plan in zip(TOPIC_KINDS, plan_topics(config), strict=True):
+        for plan in plan_topics(config):
             assert plan.settings["min.insync.replicas"] == in_sync
-            assert find_problems(plan, kind, ActualTopic(plan.settings, replicas, replicas), replicas) == []
+            assert find_problems(plan, ActualTopic(plan.settings, replicas, replicas), replicas) == []
 
 
 @pytest.mark.integration

@@ -1,0 +1,303 @@
+"""A samples topic that exists and belongs to somebody else (`data.topic`): what the job must know of it, and may do.
+
+The job reads it and nothing else: no call here creates, changes or writes anything. Two permissions are needed on it,
+Read and Describe; how it is set up is looked at where DescribeConfigs is allowed too.
+
+How many partitions it has is asked once, when the job begins. Its owner may add some while the job runs: these are not
+read, and named.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource, ResourceType
+
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.kafka.clients import error_of, kafka_credentials, make_admin, retry_while_leaderless, translate_errors
+from doll.kafka.topic_plan import batch_limit_bytes
+from doll.services import Services
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+log = get_logger(__name__)
+
+_TIMEOUT_S: Final = 15.0
+_ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
+_MISSING: Final = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+_FORBIDDEN: Final = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
+
+
+class MissingTopicError(ConfigError):
+    """Kafka has no topic of the name that `data.topic` says."""
+
+
+@dataclass(frozen=True)
+class ForeignTopic:
+    """The topic as Kafka has it now.
+
+    Attributes:
+        topic_id: Kafka's id of it: another one once it was deleted and created again; "" where Kafka has no ids.
+        leaderless: partitions that nobody can read at present, with the brokers that hold a copy.
+        may_read: whether this user may read records; None: Kafka does not say.
+        settings: by name, as `retention.ms`; None: this user may not see them.
+    """
+
+    name: str
+    partitions: int
+    topic_id: str = ""
+    leaderless: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    may_read: bool | None = None
+    settings: dict[str, str] | None = None
+
+
+def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None = None) -> ForeignTopic:
+    """Ask Kafka about `data.topic`.
+
+    Args:
+        admin: of whoever asks again and again, of a Kafka that gives topics ids. Without it a topic that Kafka does not
+            know is asked for again for some seconds, as one that was just created.
+
+    Raises:
+        MissingTopicError: there is none of this name.
+        ConfigError: this user may not describe it.
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    name, wanted = config.topic("samples"), TopicCollection([config.topic("samples")])
+    with translate_errors(services.kafka, f"describe topic {name}"):
+        client = make_admin(config, services) if admin is None else admin  # the answer comes only while it lives
+        metadata = client.list_topics(timeout=_TIMEOUT_S) if admin is None else None
+        if metadata is not None and metadata.controller_id not in metadata.brokers:
+            return _from_metadata(config, services, metadata)  # librdkafka's mock, which does not answer what follows
+
+        def describe() -> Any:
+            futures = client.describe_topics(wanted, include_authorized_operations=True, request_timeout=_TIMEOUT_S)
+            return futures[name].result()
+
+        try:
+            description = retry_while_leaderless(describe) if admin is None else describe()
+        except KafkaException as exc:
+            code = error_of(exc).code()
+            if code in _MISSING:
+                raise MissingTopicError(_missing(config, services, metadata)) from exc
+            if code in _FORBIDDEN:
+                raise ConfigError(_forbidden(config, services, "describe")) from exc
+            if code == KafkaError._UNSUPPORTED_FEATURE and metadata is not None:  # before Kafka 2.8
+                return _from_metadata(config, services, metadata)
+            raise
+        allowed, topic_id = description.authorized_operations, str(description.topic_id)
+        return ForeignTopic(
+            name, len(description.partitions), "" if topic_id == _ZERO_TOPIC_ID else topic_id,
+            tuple(
+                (part.id, tuple(node.id for node in part.replicas))
+                for part in description.partitions if part.leader is None or part.leader.id < 0
+            ),
+            None if not allowed else bool({AclOperation.READ, AclOperation.ALL} & set(allowed)),
+            _settings(client, name),
+        )  # fmt: skip
+
+
+def _from_metadata(config: JobConfig, services: Services, metadata: Any) -> ForeignTopic:
+    name = config.topic("samples")
+    if name not in metadata.topics:
+        raise MissingTopicError(_missing(config, services, metadata))
+    parts = metadata.topics[name].partitions.values()
+    leaderless = tuple((part.id, tuple(part.replicas)) for part in parts if part.leader < 0)
+    return ForeignTopic(name, len(parts), leaderless=leaderless)
+
+
+def _settings(admin: AdminClient, name: str) -> dict[str, str] | None:
+    resource = ConfigResource(ResourceType.TOPIC, name)
+    try:
+        entries = admin.describe_configs([resource], request_timeout=_TIMEOUT_S)[resource].result()
+    except KafkaException:
+        return None
+    return {key: str(entry.value) for key, entry in entries.items() if entry.value is not None}
+
+
+# --- what is wrong, and what to do ----------------------------------------------------------------------------------
+
+
+def require(config: JobConfig, services: Services) -> list[str]:
+    """Return if a server may read the topic now; what is unwise about it, a sentence each.
+
+    Raises:
+        ConfigError: it is missing, this user may not read it or commit in its own group, it is compacted, or it has
+            fewer partitions than the job reads.
+        ServiceUnavailableError: Kafka does not answer, or a partition has no leader.
+    """
+    topic = look_up(config, services)
+    refuse_partitions(config, topic)
+    if problem := unreadable(config, services, topic) or compacted(config, topic):
+        raise ConfigError(problem)
+    if problem := _group_problem(config, services):
+        raise ConfigError(problem)
+    if problem := without_leader(topic):
+        raise ServiceUnavailableError(problem)
+    notes = [added(config, topic), too_long(config, topic)]
+    return [note for note in notes if note]
+
+
+def require_own_topic(config: JobConfig, what: str) -> None:
+    """Return if the samples topic is the job's own, which `what` writes to.
+
+    Raises:
+        ConfigError: it belongs to somebody else.
+    """
+    if config.data.topic is not None:
+        raise ConfigError(
+            f"{what} writes to the samples topic, and data.topic is {config.data.topic}, which belongs to somebody "
+            "else: DOLL only reads it. Write to it with the program of its owner"
+        )
+
+
+def refuse_partitions(config: JobConfig, topic: ForeignTopic) -> None:
+    """Return if the topic has the partitions that the job reads; it may have more by now.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    if topic.partitions < config.data.num_partitions:
+        raise ConfigError(
+            f"data.partitions: expected at most {topic.partitions}, which topic {topic.name} has, got "
+            f"{config.data.num_partitions}: remove the key, and Kafka is asked"
+        )
+
+
+def with_partitions(
+    config: JobConfig, services: Services, *, recorded: int | None = None, begins: bool = False
+) -> JobConfig:
+    """`config` with the number of partitions that the job reads; as it is, where the topic is the job's own.
+
+    Args:
+        recorded: how many the job has read since it began, where that is known.
+        begins: the job begins now, so that `data.partitions` must be what the topic has.
+
+    Raises:
+        ConfigError: the topic is missing or may not be described; or `data.partitions` or
+            `arrivals.rate_per_s` does not fit it.
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    data = config.data
+    if data.topic is None or not (data.asks_kafka or begins):
+        return config
+    count = recorded or look_up(config, services).partitions
+    if begins and data.partitions not in (None, count):
+        raise ConfigError(
+            f"data.partitions: expected {count}, which topic {data.topic} has on Kafka at {services.kafka}, got "
+            f"{data.partitions}: correct the key, or remove it, and Kafka is asked"
+        )
+    rates = config.arrivals.rate_per_s
+    if isinstance(rates, list) and len(rates) != count:
+        raise ConfigError(
+            f"arrivals.rate_per_s: expected one rate, or {count}, one for each partition of topic {data.topic}, got "
+            f"{len(rates)}"
+        )
+    return config.model_copy(update={"data": data.model_copy(update={"partitions": count})})
+
+
+def compacted(config: JobConfig, topic: ForeignTopic) -> str:
+    """What is wrong if Kafka may remove records that were not learned, though the job file forbids that."""
+    policy = (topic.settings or {}).get("cleanup.policy", "delete")
+    if "compact" not in policy or config.data.on_data_loss == "skip":
+        return ""
+    return (
+        f"topic {topic.name}: cleanup.policy is {policy}, expected delete: compaction removes records before they are "
+        "learned, and nothing tells that they were there. Choose one: have its owner set it back (kafka-configs.sh "
+        f"--alter --entity-type topics --entity-name {topic.name} --add-config cleanup.policy=delete), or learn what "
+        "is left of it (--set data.on_data_loss=skip: the audit counts such offsets as offsets without a record)"
+    )
+
+
+def unreadable(config: JobConfig, services: Services, topic: ForeignTopic) -> str:
+    """What is wrong if this user may not read records of the topic."""
+    return _forbidden(config, services, "read") if topic.may_read is False else ""
+
+
+def without_leader(topic: ForeignTopic) -> str:
+    """What is wrong if nobody leads some of its partitions."""
+    if not topic.leaderless:
+        return ""
+    which = ", ".join(
+        f"partition {number} (copies on brokers {', '.join(map(str, brokers))})"
+        for number, brokers in topic.leaderless[:8]
+    )
+    more = f" and {len(topic.leaderless) - 8} more" if len(topic.leaderless) > 8 else ""
+    return (
+        f"topic {topic.name}: no leader for {which}{more}: nobody can read these until one of their brokers is back; "
+        "start it. Nothing is lost"
+    )
+
+
+def added(config: JobConfig, topic: ForeignTopic) -> str:
+    """What to know if the topic has more partitions than the job reads."""
+    first = config.data.num_partitions
+    if topic.partitions <= first:
+        return ""
+    return (
+        f"topic {topic.name} has {topic.partitions} partitions by now, and this job reads the first {first}, which "
+        f"there were when it began: records of {first} to {topic.partitions - 1} are not learned; a new job reads them"
+    )
+
+
+def too_long(config: JobConfig, topic: ForeignTopic) -> str:
+    """What to know if the topic takes batches of records that the job's clients do not take."""
+    text, limit = (topic.settings or {}).get("max.message.bytes", ""), batch_limit_bytes(config) // 2
+    if not text.isdecimal() or int(text) <= limit:
+        return ""
+    return (
+        f"topic {topic.name}: max.message.bytes is {text}, and a worker takes batches of records of up to {limit} "
+        f"bytes: raise data.max_record_bytes to {int(text) // 2} if there are longer ones"
+    )
+
+
+def _missing(config: JobConfig, services: Services, metadata: Any) -> str:
+    name, others = config.topic("samples"), [] if metadata is None else metadata.topics
+    near = difflib.get_close_matches(name, [other for other in others if not other.startswith("__")], n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return (
+        f"data.topic: expected a topic on Kafka at {services.kafka}, which has no {name}{hint}: correct the name or "
+        "the address, or have its owner create it; DOLL does not"
+    )
+
+
+def _forbidden(config: JobConfig, services: Services, what: str) -> str:
+    name, user = config.topic("samples"), principal(config)
+    return (
+        f"Kafka at {services.kafka} does not allow {user} to {what} topic {name}: have its owner allow it: "
+        f"kafka-acls.sh --add --allow-principal {user} --operation Read --operation Describe --topic {name}"
+    )
+
+
+def _group_problem(config: JobConfig, services: Services) -> str:
+    """What is wrong if this user may not use the groups of its clients. Workers commit in theirs; a reader without a
+    commit has one too, and asks for its coordinator."""
+    admin = make_admin(config, services)
+    metadata = admin.list_topics(timeout=_TIMEOUT_S)
+    if metadata.controller_id not in metadata.brokers:
+        return ""
+    for prefix, name in ((f"doll-{config.job}-", "w0"), (f"doll.{config.job}.", "read")):
+        group = f"{prefix}{name}"
+        try:
+            admin.describe_consumer_groups([group], request_timeout=_TIMEOUT_S)[group].result()
+        except KafkaException as exc:
+            if error_of(exc).code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+                user = principal(config)
+                return (
+                    f"Kafka at {services.kafka} does not allow {user} to use the job's own groups, {prefix}*: allow "
+                    f"it: kafka-acls.sh --add --allow-principal {user} --operation Read --group {prefix} "
+                    "--resource-pattern-type prefixed"
+                )
+    return ""
+
+
+def principal(config: JobConfig) -> str:
+    """Whom Kafka's permissions are for."""
+    if (credentials := kafka_credentials(config)) is not None:
+        return f"User:{credentials[0]}"
+    return "User:ANONYMOUS" if config.kafka.security == "plaintext" else "the user of this client's certificate"

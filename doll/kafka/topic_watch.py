@@ -1,0 +1,109 @@
+"""Watches a samples topic that belongs to somebody else while a job learns from it.
+
+Its owner may delete it, create it again, have it compacted, take the permission back or add partitions, and brokers may
+fail. What makes the job's offsets mean other records, or takes records before they are learned, ends the server, which
+saves a checkpoint first. What passes is logged, once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from confluent_kafka.admin import AdminClient
+
+from doll.errors import ConfigError, DollError, ServiceUnavailableError
+from doll.kafka import foreign_topic
+from doll.kafka.clients import make_admin
+from doll.kafka.foreign_topic import ForeignTopic, MissingTopicError
+from doll.kafka.samples_topic import TRUNCATED_ADVICE, ReplacedSamplesError, replaced_topic
+from doll.services import Services
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+log = get_logger(__name__)
+
+EVERY_S: Final = 5.0
+_LOOKS: Final = 2  # in a row without the topic: a broker that has just started may not know of it
+
+
+class TopicWatch:
+    """Looks at the topic of one job from time to time, once it is started.
+
+    Attributes:
+        problem: why the job cannot go on; None: it can.
+
+    Args:
+        expected_id: Kafka's id of the topic that the model is learned from.
+        on_problem: called once, from a thread of the watch.
+    """
+
+    def __init__(
+        self, config: JobConfig, services: Services, expected_id: str, on_problem: Callable[[], object], *,
+        every_s: float = EVERY_S,
+    ) -> None:  # fmt: skip
+        self.problem: DollError | None = None
+        self._config, self._services = config, services
+        self._expected_id = expected_id
+        self._on_problem = on_problem
+        self._every_s = every_s
+        self._admin: AdminClient | None = None
+        self._missed = 0
+        self._said: dict[str, str] = {}
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Look every few seconds, in a thread of its own; call it once."""
+        threading.Thread(target=self._run, name="topic-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End it; a look that is under way is not waited for."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._every_s):
+            self.problem = self.look()
+            if self.problem is not None:
+                self._on_problem()
+                return
+
+    def look(self) -> DollError | None:
+        """Look once: why the job cannot go on."""
+        try:
+            if self._admin is None:
+                self._admin = make_admin(self._config, self._services)
+            topic = foreign_topic.look_up(self._config, self._services, admin=self._admin)
+        except MissingTopicError:
+            self._missed += 1
+            name = self._config.topic("samples")
+            what = f"topic {name} was deleted while the job was learning from it; {TRUNCATED_ADVICE}"
+            return ReplacedSamplesError(what) if self._missed >= _LOOKS else None
+        except ServiceUnavailableError:  # the clients have logged it
+            return None
+        except ConfigError as exc:  # its owner may allow it again
+            self._say("permission", str(exc))
+            return None
+        self._missed = 0
+        return self._judge(topic)
+
+    def _judge(self, topic: ForeignTopic) -> DollError | None:
+        if replaced := replaced_topic(topic.name, self._expected_id, topic.topic_id):
+            return ReplacedSamplesError(f"{replaced}; {TRUNCATED_ADVICE}")
+        if problem := foreign_topic.compacted(self._config, topic):
+            return ConfigError(f"{problem}. Then go on with the job: nothing is lost that was not removed already")
+        self._say("permission", foreign_topic.unreadable(self._config, self._services, topic))
+        self._say("leader", foreign_topic.without_leader(topic))
+        self._say("partitions", foreign_topic.added(self._config, topic))
+        return None
+
+    def _say(self, kind: str, problem: str) -> None:
+        """Log a problem when it begins, and when it has passed."""
+        before = self._said.get(kind, "")
+        self._said[kind] = problem
+        if problem and problem != before:
+            log.warning("samples_topic", problem=problem)
+        elif before and not problem:
+            log.info("samples_topic_is_back", was=before)
