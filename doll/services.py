@@ -1,12 +1,14 @@
 """Where a job's Kafka and Redis are: addresses from the job file or the environment, and the names of its variables.
 
-Clients are built in `doll.kafka.clients` and `doll.storage.redis_client`, which also read the credentials.
+Clients are built in `doll.kafka.clients` and `doll.storage.redis_client`. Log-ins of Kafka are `doll.kafka.logins`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from doll.errors import ConfigError
@@ -20,11 +22,29 @@ BLOBS_ENV: Final = "DOLL_BLOB_FOLDER"
 CONTROL_ENV: Final = "DOLL_CONTROL_SOCKET"
 KAFKA_USER_ENV: Final = "DOLL_KAFKA_USERNAME"
 KAFKA_PASSWORD_ENV: Final = "DOLL_KAFKA_PASSWORD"
+KAFKA_CLIENT_ID_ENV: Final = "DOLL_KAFKA_CLIENT_ID"
+KAFKA_CLIENT_SECRET_ENV: Final = "DOLL_KAFKA_CLIENT_SECRET"
 KAFKA_CA_ENV: Final = "DOLL_KAFKA_CA"
+KAFKA_TOKEN_CA_ENV: Final = "DOLL_KAFKA_TOKEN_CA"
+KAFKA_CERT_ENV: Final = "DOLL_KAFKA_CERT"
+KAFKA_KEY_ENV: Final = "DOLL_KAFKA_KEY"
+KAFKA_KEY_PASSWORD_ENV: Final = "DOLL_KAFKA_KEY_PASSWORD"
 REDIS_USER_ENV: Final = "DOLL_REDIS_USERNAME"
 REDIS_PASSWORD_ENV: Final = "DOLL_REDIS_PASSWORD"
 REDIS_CA_ENV: Final = "DOLL_REDIS_CA"
-_REDIS_SCHEMES: Final = ("redis://", "rediss://")
+_FILE_SUFFIX: Final = "_FILE"
+_MAX_SECRET_BYTES: Final = 64_000
+REDIS_CERT_ENV: Final = "DOLL_REDIS_CERT"
+REDIS_KEY_ENV: Final = "DOLL_REDIS_KEY"
+REDIS_SENTINEL_USER_ENV: Final = "DOLL_REDIS_SENTINEL_USERNAME"
+REDIS_SENTINEL_PASSWORD_ENV: Final = "DOLL_REDIS_SENTINEL_PASSWORD"
+_REDIS_URL: Final = re.compile(r"redis(s?)(?:\+(sentinel|cluster))?://([^/@?#\s]+)((?:/[A-Za-z0-9._-]*)*)")
+_REDIS_PORTS: Final = {"sentinel": 26379}
+REDIS_FORMS: Final = (
+    "redis://host:port/db, redis+sentinel://host:port[,host:port]/PRIMARY[/db] or "
+    "redis+cluster://host:port[,host:port], with rediss in place of redis for TLS"
+)
+"""Forms of a Redis URL, for messages."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +53,7 @@ class Services:
 
     Attributes:
         kafka: bootstrap servers, `host:port[,host:port]`.
-        redis: URL, `redis://host:port/db` or `rediss://...`, without credentials.
+        redis: URL without credentials, in a form that `parse_redis` reads.
         blobs: folder in shared memory for weights and gradients; empty: they go through Redis.
         control: path of the local control socket: of a server, the socket to listen on; of a worker, the socket to
             connect to instead of the server's (a relay). Empty: the server's own choice.
@@ -43,6 +63,27 @@ class Services:
     redis: str
     blobs: str = ""
     control: str = ""
+
+
+def secret(name: str) -> str | None:
+    """The secret of $`name`, else of the file that $`name`_FILE names, without its last line break; None without both.
+
+    Raises:
+        ConfigError: both are set, or the file cannot be read.
+    """
+    value, path = os.environ.get(name) or None, os.environ.get(name + _FILE_SUFFIX) or None
+    if path is None:
+        return value
+    if value is not None:
+        raise ConfigError(f"expected {name} or {name}{_FILE_SUFFIX}, got both: unset one")
+    try:
+        data = Path(path).read_bytes()
+        if len(data) > _MAX_SECRET_BYTES:
+            raise ConfigError(f"{name}{_FILE_SUFFIX}: expected a secret in {path}, got {len(data)} bytes")
+        return data.decode().removesuffix("\n").removesuffix("\r") or None
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not text"
+        raise ConfigError(f"{name}{_FILE_SUFFIX}: cannot read {path}: {reason}") from None
 
 
 def kafka_address(config: JobConfig) -> str | None:
@@ -61,23 +102,67 @@ def kafka_address(config: JobConfig) -> str | None:
     return address
 
 
+@dataclass(frozen=True)
+class RedisPlace:
+    """Where Redis is.
+
+    Attributes:
+        addresses: of the server, or of any of the Sentinels or nodes of a Cluster.
+        name: with Sentinel, that of the primary; with a Cluster, of the job whose hash slot is meant.
+    """
+
+    kind: str  # "single", "sentinel" or "cluster"
+    tls: bool
+    addresses: tuple[tuple[str, int], ...]
+    name: str = ""
+    db: int = 0
+
+
+def parse_redis(url: str) -> RedisPlace | None:
+    """What a Redis URL says; None where it has none of the forms of `REDIS_FORMS`."""
+    match = _REDIS_URL.fullmatch(url)
+    if match is None:
+        return None
+    tls, kind, addresses, rest = match.groups()
+    parts = [part for part in rest.split("/") if part]
+    name = parts.pop(0) if kind and parts else ""
+    hosts = [_split_address(item, _REDIS_PORTS.get(kind, 6379)) for item in addresses.split(",")]
+    if None in hosts or len(parts) > 1 or (parts and not parts[0].isdecimal()):
+        return None
+    if (kind == "sentinel" and not name) or (kind == "cluster" and parts) or (not kind and len(hosts) > 1):
+        return None
+    places = tuple(host for host in hosts if host is not None)
+    return RedisPlace(kind or "single", bool(tls), places, name, int(parts[0]) if parts else 0)
+
+
+def _split_address(text: str, port: int) -> tuple[str, int] | None:
+    host, colon, given = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if not colon:
+        host, given = text, str(port)
+    if not host or not given.isdecimal() or not 0 < int(given) < 65_536:
+        return None
+    return host.strip("[]"), int(given)
+
+
 def redis_address(config: JobConfig) -> str | None:
-    """Redis URL from the job file, else from $DOLL_REDIS, else None.
+    """Redis URL from the job file, else from $DOLL_REDIS, else None. That of a Cluster names the job.
 
     Raises:
-        ConfigError: it is not a redis:// URL, or holds credentials.
+        ConfigError: it is not a URL of Redis, or holds credentials.
     """
     url = config.redis.address or os.environ.get(REDIS_ENV) or None
     if url is None:
         return None
     origin = "redis.address" if config.redis.address else f"${REDIS_ENV}"
     if "@" in url or "?" in url:  # the URL itself is a secret then: it is not repeated here
-        raise ConfigError(
-            f"{origin} holds credentials: expected redis://host:port/db; set {REDIS_PASSWORD_ENV} instead"
-        )
-    if not url.startswith(_REDIS_SCHEMES):
-        raise ConfigError(f"{origin}: expected redis://host:port/db or rediss://host:port/db, got {url!r}")
-    return url
+        raise ConfigError(f"{origin} holds credentials: expected {REDIS_FORMS}; set {REDIS_PASSWORD_ENV} instead")
+    if (place := parse_redis(url)) is None:
+        raise ConfigError(f"{origin}: expected {REDIS_FORMS}, got {url!r}")
+    if place.kind != "cluster":
+        return url
+    if place.name not in ("", config.job):
+        raise ConfigError(f"{origin}: expected a Cluster's addresses alone, got {url!r}")
+    return url if place.name else f"{url.rstrip('/')}/{config.job}"
 
 
 def resolve(config: JobConfig, *, needs_redis: bool = True) -> Services:

@@ -15,6 +15,7 @@ data "aws_iam_policy_document" "control" {
     actions = [
       "ec2:DescribeInstances",
       "ec2:DescribeInstanceStatus",
+      "ec2:DescribeInstanceTypes",
       "ec2:DescribeInstanceTypeOfferings",
       "ec2:DescribeLaunchTemplateVersions",
       "ec2:DescribeSpotPriceHistory",

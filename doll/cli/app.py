@@ -12,6 +12,7 @@ from doll.cli.backtest import backtest
 from doll.cli.calibrate import calibrate
 from doll.cli.compare import compare
 from doll.cli.dead import dead_app
+from doll.cli.doctor import doctor
 from doll.cli.groups import Commands
 from doll.cli.job_files import config_app, example_app
 from doll.cli.plan import plan
@@ -90,6 +91,7 @@ app.add_typer(
 app.command(short_help="Run a whole job on a spot market on this machine.", rich_help_panel=_MONEY)(spot)
 app.command(short_help="Backtest the planner on recorded markets.", rich_help_panel=_MONEY)(backtest)
 
+app.command(short_help="Check what a job's roles must be able to do.", rich_help_panel=_EXAMINE)(doctor)
 app.add_typer(dead_app, name="dead", rich_help_panel=_EXAMINE)
 app.command(short_help="Inject faults into a job, then audit it.", rich_help_panel=_EXAMINE)(runs.drill)
 app.command(short_help="Run a job under several consistency policies.", rich_help_panel=_EXAMINE)(compare)

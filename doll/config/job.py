@@ -8,6 +8,7 @@ from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from doll.config.connections import KafkaConfig, RedisConfig
 from doll.config.data import DataConfig
 from doll.config.fleets import FleetConfig, ProcessesFleetConfig
 from doll.config.pipeline import PipelineConfig
@@ -18,10 +19,8 @@ from doll.config.roles import (
     ControlConfig,
     EvaluationConfig,
     HealthConfig,
-    KafkaConfig,
     LogConfig,
     PsConfig,
-    RedisConfig,
     WorkerConfig,
 )
 from doll.config.section import Section

@@ -26,9 +26,8 @@ _HEAD = """\
 One YAML file describes a whole job. `doll config check JOB.yaml` checks it, `doll config show JOB.yaml` prints it with
 all defaults. `--set key.sub=value` overrides a key on every command. Relative paths are relative to the job file.
 
-Secrets are not allowed in the file. They come from the environment: `DOLL_KAFKA_USERNAME`, `DOLL_KAFKA_PASSWORD`,
-`DOLL_KAFKA_CA`, `DOLL_REDIS_USERNAME`, `DOLL_REDIS_PASSWORD`. Addresses may come from there, too: `DOLL_KAFKA`,
-`DOLL_REDIS`.
+Secrets are not allowed in the file. They come from the environment ([security.md](security.md#connections) has the
+variables). Addresses may come from there, too: `DOLL_KAFKA`, `DOLL_REDIS`.
 
 Each number has limits. Where the table of a key names no limits, the limits of the key's unit hold. The unit is the end
 of the key's name (0 has no unit):

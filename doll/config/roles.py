@@ -1,15 +1,12 @@
-"""The processes of a job, and what they use: checkpoints, probes, blobs, Kafka and Redis.
-
-Credentials come from the environment only.
-"""
+"""The processes of a job, and what they use: checkpoints, probes, blobs, the control channel."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, field_validator
 
 from doll.config.pipeline import PipelineConfig
 from doll.config.section import Section
@@ -149,39 +146,6 @@ class BlobConfig(Section):
     keep_versions: int = Field(default=4, le=100_000, ge=2)
     """number of newest versions of the weights that are kept; an older one is kept while a grant that names it is not
     answered, at most one for each worker, or two under ssp and essp with several batches under way"""
-
-
-class KafkaConfig(Section):
-    """The connection to Kafka."""
-
-    address: str | None = None
-    """host:port[,host:port]; default: $DOLL_KAFKA, else a local broker is started"""
-    replication_factor: PositiveInt = Field(default=1, le=32_767)
-    """of the topics that DOLL creates"""
-    security: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
-    producer_user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=,@/ -]+$")] | None = None
-    """Kafka user that may only write to `samples`; its ACLs are set when the topics are created or checked"""
-
-    @model_validator(mode="after")
-    def _no_secret(self) -> Self:
-        if self.address and "@" in self.address:
-            raise ValueError("no credentials in the job file: set DOLL_KAFKA_USERNAME and DOLL_KAFKA_PASSWORD instead")
-        return self
-
-
-class RedisConfig(Section):
-    """The connection to Redis."""
-
-    address: str | None = None
-    """redis://host:port/db; default: $DOLL_REDIS, else a local server is started"""
-
-    @model_validator(mode="after")
-    def _no_secret(self) -> Self:
-        if self.address and ("@" in self.address or "?" in self.address):
-            raise ValueError(
-                "no credentials in the job file: set DOLL_REDIS_PASSWORD (and DOLL_REDIS_USERNAME) instead"
-            )
-        return self
 
 
 class ControlConfig(Section):

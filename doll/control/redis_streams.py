@@ -1,10 +1,10 @@
 """Control links over streams in Redis, for workers on any machine.
 
-The server reads one stream, `doll:<job>:<run>:control:<term>`, to which all workers add. Each link has a stream of its
-own in the other direction, `doll:<job>:<run>:control:<term>:<link>`; its worker makes it. An entry is a frame, with the
-link's name if it is for the server. The reader of a stream trims it, and renews its expiry, so that a job that has
-ended leaves nothing. Nobody but its reader makes a stream: an entry for one that is gone (Redis was restarted or wiped)
-breaks the link.
+The server reads one stream, `doll:{<job>}:<run>:control:<term>`, to which all workers add. Each link has a stream of
+its own in the other direction, `doll:{<job>}:<run>:control:<term>:<link>`; its worker makes it. An entry is a frame,
+with the link's name if it is for the server. The reader of a stream trims it, and renews its expiry, so that a job that
+has ended leaves nothing. Nobody but its reader makes a stream: an entry for one that is gone (Redis was restarted or
+wiped) breaks the link.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from doll.control.link_state import MAX_FRAME_BYTES, PING_EVERY_S, SILENCE_S, TO_WORKER, LinkError, LinkState
 from doll.control.redis_pipe import RedisPipe
 from doll.records.control import AnyRecord, Detach, Ping
+from doll.storage.blobs import key_prefix
 
 if TYPE_CHECKING:
     from doll.services import Services
@@ -32,12 +33,12 @@ _LINK: Final = b"l"
 
 def server_stream(scope: str, term: int) -> str:
     """Name of the stream that the server of this term reads; `scope` as in `doll.storage.blobs.scope_of`."""
-    return f"doll:{scope}:control:{term}"
+    return f"{key_prefix(scope)}:control:{term}"
 
 
 def streams_pattern(job: str) -> str:
     """A glob of the keys of all control streams of all runs of a job."""
-    return f"doll:{job}:*control:*"
+    return f"{key_prefix(job)}:*control:*"
 
 
 class Streams:

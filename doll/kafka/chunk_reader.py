@@ -22,6 +22,7 @@ from confluent_kafka import TopicPartition as _TopicPartition
 
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import make_consumer
+from doll.kafka.denials import is_denial, reason_of
 from doll.kafka.reader import Partition, end_of_unreadable, unreadable
 from doll.kafka.topic_plan import batch_limit_bytes
 from doll.records.refusals import UnreadValue
@@ -181,6 +182,7 @@ class ChunkReader:
         self._assigned: set[int] = set()
         self._is_waiting_for_commit = False  # of a partition that is read no more
         self._commit_at_s = 0.0
+        self._denied = False  # it was logged that offsets may not be committed
         self._max_chunk_records = min(max_chunk_records, MAX_CHUNK_RECORDS)
         self._chunk_records = min(16, self._max_chunk_records)  # at first: records may be large
         self._deliver: Callable[[Delivery], object]
@@ -361,7 +363,8 @@ class ChunkReader:
                 raise ServiceUnavailableError(
                     f"Kafka at {self._services.kafka} sends nothing usable of {self._topic}: {error.str()}"
                 )
-            log.warning("topic_error", topic=self._topic, reason=error.str())
+            reason = reason_of(error, self._config.kafka, "Read", self._topic)
+            log.warning("topic_error", topic=self._topic, reason=reason)
 
     def _take(self, reading: _Reading, records: list[Any]) -> None:
         """Hand over what has come of one partition."""
@@ -454,7 +457,8 @@ class ChunkReader:
                 f"{reading.position}: {error.str()}"
             )
         else:
-            log.warning("topic_error", topic=str(reading.where), reason=error.str())
+            reason = reason_of(error, self._config.kafka, "Read", self._topic)
+            log.warning("topic_error", topic=str(reading.where), reason=reason)
         return True
 
     # --- commits ----------------------------------------------------------------------------------------------------
@@ -474,6 +478,9 @@ class ChunkReader:
 
     def _on_commit(self, error: Any, partitions: list[Any]) -> None:
         """In the thread, while it polls. What failed is tried again, with what is durable by then."""
+        if error is not None and is_denial(error) and not self._denied:
+            self._denied = True
+            log.warning("offsets_not_committed", reason=reason_of(error, self._config.kafka, "Read", self._group))
         for item in partitions:
             reading = self._readings.get(item.partition)
             if reading is None:  # it is read no more

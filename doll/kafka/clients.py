@@ -8,20 +8,23 @@ where these are missing, whatever makes a client raises ConfigError.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, cimpl
 from confluent_kafka.admin import AdminClient
 
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.services import KAFKA_CA_ENV, KAFKA_ENV, KAFKA_PASSWORD_ENV, KAFKA_USER_ENV, Services
+from doll.kafka.denials import is_denial
+from doll.kafka.logins import Renewal, has_expired_certificate, login_settings, unreadable_files
+from doll.kafka.remedies import is_final, login_remedy
+from doll.services import KAFKA_ENV, Services
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
+    from doll.config.connections import KafkaConfig
 
 log = get_logger(__name__)
 
@@ -41,6 +44,9 @@ LINGER_MS: Final = 0.5
 _LIBRDKAFKA_CRITICAL: Final = 2
 # librdkafka's and confluent-kafka's few settings that are written with an underscore.
 _UNDERSCORED: Final = frozenset({"log_level", "on_commit", "on_delivery"})
+_SECRET: Final = ("password", "secret", ".pem")  # in the names of settings
+# What librdkafka says of a refused log-in comes with one of these.
+_LOG_IN_CODES: Final = frozenset({KafkaError._AUTHENTICATION, KafkaError._SSL})
 _REPEAT_AFTER_S: Final = 30.0
 _METADATA_WAIT_S: Final = 0.5
 
@@ -60,7 +66,9 @@ def translate_errors(address: str, what: str, hint: str = "is it running, and th
     try:
         yield
     except KafkaException as exc:
-        raise ServiceUnavailableError(f"Kafka at {address} does not {what} ({error_of(exc).str()}): {hint}") from exc
+        error = error_of(exc)
+        todo = "doll doctor says which permission is missing" if is_denial(error) else hint
+        raise ServiceUnavailableError(f"Kafka at {address} does not {what} ({error.str()}): {todo}") from exc
 
 
 def retry_while_leaderless(call: Callable[[], T]) -> T:
@@ -79,9 +87,17 @@ def retry_while_leaderless(call: Callable[[], T]) -> T:
             time.sleep(0.1)
 
 
+class _JobProducer(Producer):  # type: ignore[misc]
+    """Can be referred to weakly, which the library's own class cannot."""
+
+
+class _JobConsumer(Consumer):  # type: ignore[misc]
+    """See `_JobProducer`."""
+
+
 def make_producer(config: JobConfig, services: Services, **extra: Any) -> Producer:
     """A producer whose records are acknowledged by all in-sync replicas, kept in order and never doubled."""
-    return Producer(kafka_settings(config, services, **{"acks": "all", "enable_idempotence": True, **extra}))
+    return _make(_JobProducer, config, services, {"acks": "all", "enable_idempotence": True, **extra})
 
 
 def make_consumer(config: JobConfig, services: Services, purpose: str, **extra: Any) -> Consumer:
@@ -94,12 +110,35 @@ def make_consumer(config: JobConfig, services: Services, purpose: str, **extra: 
         "enable_auto_commit": False,
         "auto_offset_reset": "earliest",  # retention may have deleted what was to be read next
     }
-    return Consumer(kafka_settings(config, services, **{**defaults, **extra}))
+    return _make(_JobConsumer, config, services, {**defaults, **extra})
 
 
-def make_admin(config: JobConfig, services: Services) -> AdminClient:
+def make_admin(config: JobConfig, services: Services, **extra: Any) -> AdminClient:
     """A client for topics, settings and permissions."""
-    return AdminClient(kafka_settings(config, services))
+    return _make(AdminClient, config, services, extra)
+
+
+def _make(kind: Callable[[Settings], Any], config: JobConfig, services: Services, extra: Mapping[str, Any]) -> Any:
+    """A client of the job.
+
+    Raises:
+        ConfigError: the environment lacks what its log-in needs, or a certificate or key cannot be used.
+    """
+    settings = kafka_settings(config, services, **extra)
+    try:
+        client = kind(settings)
+    except KafkaException as exc:
+        raise ConfigError(_unusable(exc)) from None
+    if client is not None:
+        settings["error_cb"].attach(client)
+    return client
+
+
+def _unusable(exc: KafkaException) -> str:
+    todo = "; ".join(unreadable_files()) or (
+        "correct the certificates and keys that the environment names (docs/security.md)"
+    )
+    return f"Kafka's client cannot be made ({error_of(exc).str()}): {todo}"
 
 
 class ProbeClients:
@@ -132,20 +171,10 @@ def librdkafka_path() -> str:
 
 
 class Settings(dict[str, Any]):
-    """librdkafka settings whose repr hides the password."""
+    """librdkafka settings whose repr hides what is secret."""
 
     def __repr__(self) -> str:
-        return repr({key: "***" if "password" in key else value for key, value in self.items()})
-
-
-def kafka_credentials(config: JobConfig) -> tuple[str, str] | None:
-    """User name and password for SASL from the environment; None where the job's Kafka asks for none."""
-    if not config.kafka.security.startswith("sasl"):
-        return None
-    username, password = os.environ.get(KAFKA_USER_ENV), os.environ.get(KAFKA_PASSWORD_ENV)
-    if not username or not password:
-        raise ConfigError(f"kafka.security is {config.kafka.security}: set {KAFKA_USER_ENV} and {KAFKA_PASSWORD_ENV}")
-    return username, password
+        return repr({key: "***" if any(part in key for part in _SECRET) else value for key, value in self.items()})
 
 
 def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Settings:
@@ -158,45 +187,72 @@ def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Setti
     settings = Settings(
         {
             "bootstrap.servers": services.kafka,
-            "security.protocol": config.kafka.security.upper(),
             "log_level": _LIBRDKAFKA_CRITICAL,
-            "error_cb": _LogErrorsOnce(services.kafka),
+            "error_cb": lambda error: None,
             "reconnect.backoff.max.ms": 1000,  # librdkafka's 10 s would outlast a broker's restart
             "retry.backoff.max.ms": 250,  # how often a new leader is asked for; 1 s would add to its election
+            **login_settings(config.kafka, services.kafka),
         }
     )
-    if (credentials := kafka_credentials(config)) is not None:
-        username, password = credentials
-        settings |= {"sasl.mechanism": "SCRAM-SHA-512", "sasl.username": username, "sasl.password": password}
-    if config.kafka.security.endswith("ssl") and (ca := os.environ.get(KAFKA_CA_ENV)):
-        settings["ssl.ca.location"] = ca
+    own_report = extra.get("error_cb")
     for key, value in extra.items():
         settings[key if key.endswith("_cb") or key in _UNDERSCORED else key.replace("_", ".")] = value
+    report = _LogErrorsOnce(services.kafka, config.kafka, own_report)
+    settings["error_cb"] = Renewal(config.kafka, report)
     return settings
 
 
 class _LogErrorsOnce:
-    """An `error_cb` that logs each kind of error once in `_REPEAT_AFTER_S` seconds."""
+    """An `error_cb` that logs each kind of error once in `_REPEAT_AFTER_S` seconds.
 
-    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        also: is told of every error, and says what is not about the log-in.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        kafka: KafkaConfig,
+        also: Callable[[Any], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._address = address
+        self._kafka = kafka
+        self._also = also
         self._clock = clock
         self._logged_at_s: dict[str, float] = {}
 
     def __call__(self, error: Any) -> None:
+        remedy = _remedy(error.str(), self._kafka) if error.code() in _LOG_IN_CODES else None
+        if self._also is not None:
+            self._also(error)
+            if remedy is None:
+                return
         now = self._clock()
         kind = error.name()
         if now - self._logged_at_s.get(kind, float("-inf")) < _REPEAT_AFTER_S:
             return
         self._logged_at_s[kind] = now
-        log.warning("kafka_error", address=self._address, error=kind, reason=error.str())
+        hint = {"hint": remedy} if remedy else {}
+        log.warning("kafka_error", address=self._address, error=kind, reason=error.str(), **hint)
+
+
+def _remedy(reason: str, kafka: KafkaConfig) -> str | None:
+    return login_remedy(reason, kafka, expired=has_expired_certificate())
 
 
 def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> str | None:
     """None if Kafka answers with its metadata; else what is wrong and what to do."""
+    kafka = config.kafka
     errors: list[str] = []
-    admin = AdminClient(kafka_settings(config, services, error_cb=lambda error: errors.append(error.str())))
+    settings = kafka_settings(config, services)
+    settings["error_cb"] = lambda error: errors.append(error.str())
+    try:
+        admin = AdminClient(settings)
+    except KafkaException as exc:
+        return _unusable(exc)
     deadline_s = time.monotonic() + timeout_s
+    log_in = " ".join(filter(None, (kafka.security, kafka.mechanism)))
     while True:  # in short waits: librdkafka retries a refused log-in until the time is over
         left_s = max(deadline_s - time.monotonic(), 0.0)
         try:
@@ -205,24 +261,11 @@ def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> st
         except KafkaException as exc:
             admin.poll(0)  # runs error_cb for the reasons that librdkafka has queued
             reason = errors[-1] if errors else exc.args[0].str()
-        refusal = next((text for text in reversed(errors) if _is_refusal(text)), None)
-        if refusal is not None and (left_s <= 0.0 or _is_final(refusal)):
-            return (
-                f"Kafka at {services.kafka} ({config.kafka.security}) refuses us ({refusal}): correct kafka.security, "
-                f"{KAFKA_USER_ENV}, {KAFKA_PASSWORD_ENV} or {KAFKA_CA_ENV} (the CA's certificates, PEM)"
-            )
+        refusal = next((text for text in reversed(errors) if _remedy(text, kafka) is not None), None)
+        if refusal is not None and (left_s <= 0.0 or is_final(refusal)):
+            return f"Kafka at {services.kafka} ({log_in}) refuses us ({refusal}): {_remedy(refusal, kafka)}"
         if left_s <= 0.0:
             return (
-                f"Kafka at {services.kafka} ({config.kafka.security}) does not answer within {timeout_s:g} s "
+                f"Kafka at {services.kafka} ({log_in}) does not answer within {timeout_s:g} s "
                 f"({reason}): start it, or correct kafka.address (or {KAFKA_ENV}) or kafka.security"
             )
-
-
-def _is_refusal(reason: str) -> bool:
-    """Whether librdkafka's reason is a log-in or a certificate, not an unreachable broker."""
-    return "SASL" in reason or "ertificate" in reason or "SSL" in reason
-
-
-def _is_final(refusal: str) -> bool:
-    """Whether trying again is useless; a handshake that broke off may be a broker that is still starting."""
-    return "uthentication" in refusal or "verify failed" in refusal

@@ -17,7 +17,8 @@ from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource, ResourceType
 
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.kafka.clients import error_of, kafka_credentials, make_admin, retry_while_leaderless, translate_errors
+from doll.kafka.clients import error_of, make_admin, retry_while_leaderless, translate_errors
+from doll.kafka.logins import principal_text
 from doll.kafka.topic_plan import batch_limit_bytes
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -267,7 +268,7 @@ def _missing(config: JobConfig, services: Services, metadata: Any) -> str:
 
 
 def _forbidden(config: JobConfig, services: Services, what: str) -> str:
-    name, user = config.topic("samples"), principal(config)
+    name, user = config.topic("samples"), principal_text(config.kafka)
     return (
         f"Kafka at {services.kafka} does not allow {user} to {what} topic {name}: have its owner allow it: "
         f"kafka-acls.sh --add --allow-principal {user} --operation Read --operation Describe --topic {name}"
@@ -287,17 +288,10 @@ def _group_problem(config: JobConfig, services: Services) -> str:
             admin.describe_consumer_groups([group], request_timeout=_TIMEOUT_S)[group].result()
         except KafkaException as exc:
             if error_of(exc).code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
-                user = principal(config)
+                user = principal_text(config.kafka)
                 return (
                     f"Kafka at {services.kafka} does not allow {user} to use the job's own groups, {prefix}*: allow "
                     f"it: kafka-acls.sh --add --allow-principal {user} --operation Read --group {prefix} "
                     "--resource-pattern-type prefixed"
                 )
     return ""
-
-
-def principal(config: JobConfig) -> str:
-    """Whom Kafka's permissions are for."""
-    if (credentials := kafka_credentials(config)) is not None:
-        return f"User:{credentials[0]}"
-    return "User:ANONYMOUS" if config.kafka.security == "plaintext" else "the user of this client's certificate"

@@ -12,6 +12,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import LINGER_MS, error_of, make_producer
+from doll.kafka.denials import reason_of
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES
 from doll.records.control import AnyRecord, encode
 from doll.telemetry import get_logger
@@ -70,6 +71,7 @@ class Publisher:
         if on_error is not None:
             defaults["error_cb"] = functools.partial(_report_error, on_error)
         self.address = services.kafka
+        self._kafka = config.kafka
         self.refusals: dict[str, str] = {}  # by topic, why Kafka refused the first record that it did not take
         self._producer = make_producer(config, services, **{**defaults, **settings})
 
@@ -156,7 +158,8 @@ class Publisher:
             if on_delivery is not None:
                 on_delivery(Delivery(message.topic(), int(message.offset())))
         else:
-            self._refuse(on_delivery, Delivery(message.topic(), -1, error.str()))
+            reason = reason_of(error, self._kafka, "Write", message.topic())
+            self._refuse(on_delivery, Delivery(message.topic(), -1, reason))
 
     def _refuse(self, on_delivery: Callable[[Delivery], None] | None, refused: Delivery) -> None:
         is_first = refused.topic not in self.refusals

@@ -17,6 +17,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from doll.errors import RecordError, ServiceUnavailableError
 from doll.kafka.clients import make_consumer, retry_while_leaderless, translate_errors
+from doll.kafka.denials import reason_of
 from doll.records.control import AnyRecord, Finished, decode
 from doll.telemetry import get_logger
 
@@ -131,6 +132,7 @@ class Reader:
         **settings: Any,
     ) -> None:
         self._address = services.kafka
+        self._kafka = config.kafka
         self._lookup_s = lookup_timeout_s
         # On a connection of its own: a broker answers a connection's requests one after the other, so that a lookup
         # would wait for the end of the fetch that is under way.
@@ -177,7 +179,8 @@ class Reader:
             if (error := message.error()) is not None:
                 if error.fatal():
                     raise ServiceUnavailableError(f"Kafka at {self._address} refuses this consumer: {error.str()}")
-                log.warning("topic_error", reason=error.str())
+                reason = reason_of(error, self._kafka, "Read", message.topic() or "")
+                log.warning("topic_error", reason=reason)
                 continue
             partition = self._partitions[message.topic(), message.partition()]
             self.positions[partition] = int(message.offset()) + 1

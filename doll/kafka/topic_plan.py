@@ -22,12 +22,12 @@ TOPIC_KINDS: Final[tuple[TopicKind, ...]] = get_args(TopicKind)
 # The longest control record, and dead letter: one that names every offset of a large group, because all are refused.
 RECORD_LIMIT_BYTES: Final = 32 * 1024 * 1024
 MIN_ISR_SETTING: Final = "min.insync.replicas"
+SIZE_SETTING: Final = "max.message.bytes"
 _HOUR_MS: Final = 3_600_000
 _CONTROL_RETENTION_MS: Final = 6 * _HOUR_MS
 _KEEP_FOREVER_MS: Final = -1
 _MIN_SAMPLE_LIMIT_BYTES: Final = 16 * 1024 * 1024
 _FETCH_OVERHEAD_BYTES: Final = 1024 * 1024
-_ALTER: Final = "kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config {change}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
     sample_limit_bytes = str(_sample_limit_bytes(config))
     samples = {
         "retention.ms": str(int(config.data.retention_hours * _HOUR_MS)),
-        "max.message.bytes": sample_limit_bytes,
+        SIZE_SETTING: sample_limit_bytes,
     }
     control = {"retention.ms": str(_CONTROL_RETENTION_MS)}
     # By size too: a broker may have a default limit.
@@ -66,14 +66,14 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
     # An acknowledged record survives the loss of any one broker, and that loss stops no writer.
     in_sync = {"cleanup.policy": "delete", MIN_ISR_SETTING: str(max(1, config.kafka.replication_factor - 1))}
     # Kafka's own limit of 1 MB is too low for a Push or an Update that names many refused records.
-    long = {"max.message.bytes": str(RECORD_LIMIT_BYTES)}
+    long = {SIZE_SETTING: str(RECORD_LIMIT_BYTES)}
     settings: dict[TopicKind, dict[str, str]] = {
         "samples": samples,
         "commands": control,
         "events": control | long,
         "updates": forever | long,
         "metrics": control,
-        "dead": forever | {"max.message.bytes": sample_limit_bytes},
+        "dead": forever | {SIZE_SETTING: sample_limit_bytes},
     }
     partitions: dict[TopicKind, int] = {"commands": config.data.places}
     if config.data.topic is None:
@@ -99,13 +99,18 @@ class Finding:
     text: str
 
 
+def alter_command(topic: str, change: str) -> str:
+    """The command that changes a topic's settings, `name=value[,name=value]`."""
+    return f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config {change}"
+
+
 def find_problems(topic: TopicPlan, actual: ActualTopic, replication_factor: int) -> list[Finding]:
     """What is wrong with a topic, the worst first. Pure."""
     kind = topic.kind
     findings: list[Finding] = []
 
     def add_finding(fatal: bool, what: str, change: str = "") -> None:
-        todo = f"; change it: {_ALTER.format(topic=topic.name, change=change)}" if change else ""
+        todo = f"; change it: {alter_command(topic.name, change)}" if change else ""
         findings.append(Finding(fatal, f"topic {topic.name}: {what}{todo}"))
 
     policy = actual.settings.get("cleanup.policy", "delete")
@@ -143,7 +148,7 @@ def find_problems(topic: TopicPlan, actual: ActualTopic, replication_factor: int
     if actual.replicas < replication_factor:
         add_finding(False, f"it has {actual.replicas} replicas, kafka.replication_factor is {replication_factor}")
     _check_retention(topic, kind, actual, add_finding)
-    limit, wanted = _number(actual, "max.message.bytes", 1 << 62), int(topic.settings.get("max.message.bytes", 0))
+    limit, wanted = _number(actual, SIZE_SETTING, 1 << 62), int(topic.settings.get(SIZE_SETTING, 0))
     if limit < wanted:
         what = "a longer record cannot be sent, so nobody can dead-letter it" if kind in ("samples", "dead") else (
             "a record that names many refused samples cannot be written, and its writer ends"

@@ -28,9 +28,12 @@ from confluent_kafka.admin import (
 
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import foreign_topic
-from doll.kafka.clients import error_of, kafka_credentials, make_admin, retry_while_leaderless, translate_errors
+from doll.kafka.clients import error_of, make_admin, retry_while_leaderless, translate_errors
+from doll.kafka.denials import unseen_topics
+from doll.kafka.logins import own_user
 from doll.kafka.topic_plan import (
     MIN_ISR_SETTING,
+    SIZE_SETTING,
     TOPIC_KINDS,
     ActualTopic,
     TopicKind,
@@ -64,8 +67,8 @@ def _allow_producer(admin: AdminClient, config: JobConfig, address: str) -> None
 
     principal, topic = f"User:{config.kafka.producer_user}", config.topic("samples")
     allowed = [(principal, AclOperation.DESCRIBE), (principal, AclOperation.WRITE)]
-    if (credentials := kafka_credentials(config)) is not None:
-        allowed.append((f"User:{credentials[0]}", AclOperation.ALL))
+    if (user := own_user(config.kafka)) is not None:
+        allowed.append((f"User:{user}", AclOperation.ALL))
     wanted = [
         AclBinding(
             ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, user, "*", operation, AclPermissionType.ALLOW
@@ -132,17 +135,20 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
 
 
 def _create(admin: AdminClient, config: JobConfig, services: Services, missing: Sequence[TopicPlan]) -> None:
-    """Create the topics in one request; each one again without `min.insync.replicas` where Kafka refuses that.
+    """Create the topics in one request; each one again without `min.insync.replicas`, and then without
+    `max.message.bytes`, where Kafka refuses that.
 
-    Some managed services set it themselves, and do not allow it to be set.
+    Some managed services set the first themselves, and do not allow it to be set; and allow no records of 32 MiB.
     """
-    refused: list[TopicPlan] = []
-    for topic, future in _request(admin, config, missing):
-        if not _is_created(future, topic, config, services, (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION)):
-            settings = {name: value for name, value in topic.settings.items() if name != MIN_ISR_SETTING}
-            refused.append(dataclasses.replace(topic, settings=settings))
-    for topic, future in _request(admin, config, refused):
-        _is_created(future, topic, config, services)
+    refusals: tuple[int, ...] = (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION)
+    wanted = list(missing)
+    for dropped in (MIN_ISR_SETTING, SIZE_SETTING, ""):
+        refused: list[TopicPlan] = []
+        for topic, future in _request(admin, config, wanted):
+            if not _is_created(future, topic, config, services, refusals if dropped else ()):
+                settings = {name: value for name, value in topic.settings.items() if name != dropped}
+                refused.append(dataclasses.replace(topic, settings=settings))
+        wanted = refused
 
 
 def _add_partitions(admin: AdminClient, services: Services, topic: str, count: int) -> None:
@@ -240,9 +246,12 @@ def check(config: JobConfig, services: Services) -> None:
     """
     if config.data.topic is not None:
         foreign_topic.refuse_partitions(config, foreign_topic.look_up(config, services))
-    existing = _partition_counts(make_admin(config, services), services)
+    admin = make_admin(config, services)
+    existing = _partition_counts(admin, services)
     for topic in plan_topics(config):
         if topic.name not in existing:
+            if (denial := unseen_topics(admin, config.kafka, [topic.name])) is not None:
+                raise ServiceUnavailableError(f"Kafka at {services.kafka} does not show topic {topic.name}: {denial}")
             raise ServiceUnavailableError(
                 f"topic {topic.name} does not exist on Kafka at {services.kafka}: start the job's parameter server, "
                 "which creates it, or correct `job` in the job file"

@@ -78,39 +78,49 @@ def scope_of(job: str, run_id: str) -> str:
     return f"{job}:{run_id}" if run_id else job
 
 
+def key_prefix(scope: str) -> str:
+    """What the keys of a scope begin with. The braces make all keys of a job one hash slot of a Redis Cluster.
+
+    >>> key_prefix("digits:ab12")
+    'doll:{digits}:ab12'
+    """
+    job, colon, run_id = scope.partition(":")
+    return f"doll:{{{job}}}{colon}{run_id}"
+
+
 def weights_key(job: str, term: int, version: int) -> str:
     """Key of the weights of `version`. By the term, a fenced server never overwrites its successor's weights."""
-    return f"doll:{job}:w:{term}:{version}"
+    return f"{key_prefix(job)}:w:{term}:{version}"
 
 
 def delta_key(job: str, term: int, version: int) -> str:
     """Key of what has changed in the weights of `version`: see `doll.storage.deltas`."""
-    return f"doll:{job}:d:{term}:{version}"
+    return f"{key_prefix(job)}:d:{term}:{version}"
 
 
 def gradient_key(job: str, term: int, grant_id: int) -> str:
     """Key of the gradient that answers one grant."""
-    return f"doll:{job}:g:{term}:{grant_id}"
+    return f"{key_prefix(job)}:g:{term}:{grant_id}"
 
 
 def row_request_key(job: str, term: int, worker: int, session: int, number: int) -> str:
     """Key of a worker's request `number` for rows of tables."""
-    return f"doll:{job}:q:{term}:{worker}:{session}:{number}"
+    return f"{key_prefix(job)}:q:{term}:{worker}:{session}:{number}"
 
 
 def rows_key(job: str, term: int, worker: int, session: int, number: int) -> str:
     """Key of the answer to a worker's request `number`."""
-    return f"doll:{job}:r:{term}:{worker}:{session}:{number}"
+    return f"{key_prefix(job)}:r:{term}:{worker}:{session}:{number}"
 
 
 def changed_rows_key(job: str, term: int, worker: int, version: int) -> str:
     """Key of the rows that a worker is sent with a version that no grant has asked for."""
-    return f"doll:{job}:c:{term}:{worker}:{version}"
+    return f"{key_prefix(job)}:c:{term}:{worker}:{version}"
 
 
 def latest_key(job: str) -> str:
     """Key of the pointer to the newest weights (see `Latest`)."""
-    return f"doll:{job}:w:latest"
+    return f"{key_prefix(job)}:w:latest"
 
 
 class Latest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

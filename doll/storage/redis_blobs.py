@@ -22,6 +22,7 @@ from redis.retry import Retry
 from doll import telemetry
 from doll.errors import BlobError, ServiceUnavailableError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
+from doll.storage.redis_places import MOVED
 
 log = telemetry.get_logger(__name__)
 
@@ -149,7 +150,7 @@ class RedisBlobs:
                 raise ServiceUnavailableError(
                     "Redis is out of memory: raise its maxmemory, or lower blobs.ttl_s or blobs.keep_versions"
                 ) from exc
-            except (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError) as exc:
+            except (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError, *MOVED) as exc:
                 if self._give_up():
                     raise ServiceUnavailableError(
                         f"Redis is unreachable ({exc}): start it, or correct redis.address"

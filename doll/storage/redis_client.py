@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Final
+from typing import Any, Final
 
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
-from doll.services import REDIS_CA_ENV, REDIS_ENV, REDIS_PASSWORD_ENV, REDIS_USER_ENV, Services
+from doll.errors import ConfigError
+from doll.services import (
+    REDIS_CA_ENV,
+    REDIS_CERT_ENV,
+    REDIS_ENV,
+    REDIS_FORMS,
+    REDIS_KEY_ENV,
+    REDIS_PASSWORD_ENV,
+    REDIS_SENTINEL_PASSWORD_ENV,
+    REDIS_SENTINEL_USER_ENV,
+    REDIS_USER_ENV,
+    Services,
+    parse_redis,
+    secret,
+)
+from doll.storage.redis_places import cluster_pool, sentinel_pool
 
 # redis-py's own packer sends what is longer than this as it is: with 10 MB and more 3 times faster than hiredis's.
 _PACK_CUTOFF_BYTES: Final = 6000
@@ -27,22 +42,38 @@ def connect_redis(services: Services, *, timeout_s: float = 10.0, retries: int =
         retries: how often a command is sent again when its connection breaks. Reconnecting retries as often each time:
             a server that is silent, not gone, holds a command for up to `(retries + 1) ** 2` times `timeout_s`.
     """
-    ca = os.environ.get(REDIS_CA_ENV)
-    tls = {"ssl_ca_certs": ca} if ca and services.redis.startswith("rediss://") else {}
-    pool = redis.ConnectionPool.from_url(
-        services.redis,
-        username=os.environ.get(REDIS_USER_ENV) or None,
-        password=os.environ.get(REDIS_PASSWORD_ENV) or None,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=min(timeout_s, 5.0),
-        socket_keepalive=True,
-        health_check_interval=30,
-        protocol=2,
-        retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=retries),
-        **tls,
-    )
+    place = parse_redis(services.redis)
+    if place is None:
+        raise ConfigError(f"expected {REDIS_FORMS}, got {services.redis!r}")
+    common: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": min(timeout_s, 5.0),
+        "socket_keepalive": True,
+        "protocol": 2,
+        "retry": Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=retries),
+        **(_tls_settings() if place.tls else {}),
+    }
+    settings = {
+        **common, "username": secret(REDIS_USER_ENV), "password": secret(REDIS_PASSWORD_ENV),
+        "health_check_interval": 30,
+    }  # fmt: skip
+    if place.kind == "sentinel":
+        log_in = {"username": secret(REDIS_SENTINEL_USER_ENV), "password": secret(REDIS_SENTINEL_PASSWORD_ENV)}
+        pool = sentinel_pool(place, settings, {**common, **log_in})
+    elif place.kind == "cluster":
+        pool = cluster_pool(place, settings)
+    else:
+        ((host, port),) = place.addresses
+        kind = redis.SSLConnection if place.tls else redis.Connection
+        pool = redis.ConnectionPool(connection_class=kind, host=host, port=port, db=place.db, **settings)
     pool.connection_kwargs["command_packer"] = PythonRespSerializer(_PACK_CUTOFF_BYTES, pool.get_encoder().encode)
     return redis.Redis.from_pool(pool)
+
+
+def _tls_settings() -> dict[str, Any]:
+    """The authority and, where the server asks for one, our certificate: PEM files."""
+    names = {"ssl_ca_certs": REDIS_CA_ENV, "ssl_certfile": REDIS_CERT_ENV, "ssl_keyfile": REDIS_KEY_ENV}
+    return {key: os.environ[name] for key, name in names.items() if os.environ.get(name)}
 
 
 def redis_problem(services: Services, timeout_s: float = 4.0) -> str | None:

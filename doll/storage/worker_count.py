@@ -10,6 +10,8 @@ from typing import Any
 
 import redis
 
+from doll.storage.blobs import key_prefix
+
 
 class WorkerCount:
     """The number of one job.
@@ -20,7 +22,7 @@ class WorkerCount:
 
     def __init__(self, client: redis.Redis, job: str) -> None:
         self._client: Any = client  # redis-py's types mix its synchronous and asynchronous answers
-        self._key = f"doll:{job}:workers"
+        self._key = f"{key_prefix(job)}:workers"
 
     def set(self, workers: int) -> bool:
         """The job is to have so many from now on. False: Redis does not answer."""

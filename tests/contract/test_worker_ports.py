@@ -219,7 +219,7 @@ class Replica:
     def publish(self, version: int) -> Grant:
         """A grant of `version`, whose weights are all equal to it."""
         weights = np.full(self.computer.weights.size, version, np.float32)
-        key = f"doll:unit:w:3:{version}"
+        key = f"doll:{{unit}}:w:3:{version}"
         self.blobs.put(key, encode_blob(weights, job="unit", kind="w", version=version), 60.0)
         return grant(5, version, version=version, min_version=version, key=key)
 
@@ -256,7 +256,7 @@ def test_weights_that_are_not_whole_are_never_used(replica: Replica, damage: str
     if damage == "torn":
         replica.blobs.put(order.key, [blob[:-1]], 60.0)
     elif damage == "another version":
-        other = replica.blobs.get("doll:unit:w:3:4")
+        other = replica.blobs.get("doll:{unit}:w:3:4")
         assert other is not None
         replica.blobs.put(order.key, [other], 60.0)
     assert replica.local_model.load(order) is None

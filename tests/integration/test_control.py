@@ -11,6 +11,7 @@ import pytest
 from doll.drill.relay import Relays
 from doll.records.control import ServerStatus
 from doll.services import CONTROL_ENV
+from doll.storage.blobs import key_prefix
 
 pytestmark = pytest.mark.integration
 
@@ -43,7 +44,7 @@ def test_streams_that_vanish_again_and_again_cost_nothing_but_time(make_pipeline
         job.until_status(linked(round_number + 1), "links over Redis")
         job.send(job.samples(480))
         job.until_version(30 * round_number + 5)
-        for key in redis_client.keys(f"doll:{job.scope}:control:*"):
+        for key in redis_client.keys(f"{key_prefix(job.scope)}:control:*"):
             redis_client.delete(key)
         job.until_version(30 * round_number + 20)
     job.until_status(lambda status: status.counters["control_broken"] >= 3, "the server's account of it")

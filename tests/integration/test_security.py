@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import ipaddress
 import json
 import os
 import select
@@ -21,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+from certificates import Authority
 from doll.config import JobConfig, parse
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_problem
@@ -56,37 +55,8 @@ class Secured:
 
 def identity(folder: Path) -> tuple[Path, Path]:
     """A certificate authority of our own, and key with certificate for loopback: (ca.pem, server.pem)."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    now = datetime.datetime.now(datetime.UTC)
-
-    def certificate(
-        name: str, key: ec.EllipticCurvePrivateKey, issuer: str, signer: ec.EllipticCurvePrivateKey
-    ) -> x509.Certificate:
-        def named(text: str) -> x509.Name:
-            return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-        builder = x509.CertificateBuilder(
-            issuer_name=named(issuer), subject_name=named(name), public_key=key.public_key(),
-            serial_number=x509.random_serial_number(), not_valid_before=now - datetime.timedelta(hours=1),
-            not_valid_after=now + datetime.timedelta(days=1),
-        )  # fmt: skip
-        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        is_ca = x509.BasicConstraints(ca=name == issuer, path_length=None)
-        return builder.add_extension(is_ca, critical=True).sign(signer, hashes.SHA256())
-
-    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    ca, own = certificate("ca", ca_key, "ca", ca_key), certificate("server", key, "ca", ca_key)
-    pem = serialization.Encoding.PEM
-    ca_path, own_path = folder / "ca.pem", folder / "server.pem"
-    ca_path.write_bytes(ca.public_bytes(pem))
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    own_path.write_bytes(private + own.public_bytes(pem) + ca.public_bytes(pem))
-    return ca_path, own_path
+    authority = Authority(folder)
+    return authority.path, authority.issue("server")
 
 
 @contextlib.contextmanager

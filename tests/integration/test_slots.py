@@ -57,10 +57,10 @@ def test_a_lease_is_renewed_by_its_holder_alone_and_freed_by_its_holder_alone(
 def test_what_redis_has_forgotten_is_taken_again_unless_another_was_faster(client: redis.Redis, job_name: str) -> None:
     one, other = SlotLeases(client, job_name, 1, ttl_s=600), SlotLeases(client, job_name, 1, ttl_s=600)
     assert one.take() == 0
-    client.delete(f"doll:{job_name}:slot:0")
+    client.delete(f"doll:{{{job_name}}}:slot:0")
     assert one.renew(0)
     assert other.take() is None
-    client.delete(f"doll:{job_name}:slot:0")
+    client.delete(f"doll:{{{job_name}}}:slot:0")
     assert other.take() == 0
     assert not one.renew(0)
 
@@ -68,7 +68,7 @@ def test_what_redis_has_forgotten_is_taken_again_unless_another_was_faster(clien
 def test_a_spare_takes_over_when_a_holder_goes_without_a_word(client: redis.Redis, job_name: str) -> None:
     gone, kept = (SlotLeases(client, job_name, 2, ttl_s=600) for _ in range(2))
     assert (gone.take(), kept.take()) == (0, 1)
-    client.pexpire(f"doll:{job_name}:slot:0", 100)  # the rest of a lease that nobody renews
+    client.pexpire(f"doll:{{{job_name}}}:slot:0", 100)  # the rest of a lease that nobody renews
     with lease_slot(config_of(job_name, 2, 600), client, threading.Event(), lambda: None) as held:
         assert held is not None
         assert held.number == 0
@@ -79,14 +79,14 @@ def test_a_holder_that_has_lost_its_slot_is_told_to_leave(client: redis.Redis, j
     with lease_slot(config_of(job_name, 1, 2), client, threading.Event(), lost.set) as held:
         assert held is not None
         held.start_renewing()
-        client.set(f"doll:{job_name}:slot:0", b"another")
+        client.set(f"doll:{{{job_name}}}:slot:0", b"another")
         assert lost.wait(WAIT_TIMEOUT_S)
         assert held.lost
-    assert client.get(f"doll:{job_name}:slot:0") == b"another", "what is another's is left alone"
+    assert client.get(f"doll:{{{job_name}}}:slot:0") == b"another", "what is another's is left alone"
 
 
 def test_the_first_lease_is_long_and_those_of_a_holder_that_works_are_not(client: redis.Redis, job_name: str) -> None:
-    key = f"doll:{job_name}:slot:0"
+    key = f"doll:{{{job_name}}}:slot:0"
     with lease_slot(config_of(job_name, 1, 5), client, threading.Event(), lambda: None) as held:
         assert held is not None
         assert client.pttl(key) > 20_000

@@ -21,7 +21,7 @@ import redis
 
 from doll import telemetry
 from doll.process.health import heartbeat_of
-from doll.storage.blobs import scope_of
+from doll.storage.blobs import key_prefix, scope_of
 from doll.storage.worker_count import WorkerCount
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class SlotLeases:
         self._client.eval(_RELEASE, 1, self._key(slot), self._holder)
 
     def _key(self, slot: int) -> str:
-        return f"doll:{self._job}:slot:{slot}"
+        return f"{key_prefix(self._job)}:slot:{slot}"
 
 
 class HeldSlot:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import doll
 import pytest
+from confluent_kafka import KafkaError
 from doll.errors import ConfigError
 from doll.kafka import clients
 from doll.kafka.clients import LINGER_MS, kafka_settings, make_consumer, make_producer
@@ -48,6 +49,9 @@ def test_a_broker_that_is_unreachable_is_logged_once_in_thirty_seconds(capsys: p
         def __init__(self, name: str) -> None:
             self._name = name
 
+        def code(self) -> int:
+            return int(getattr(KafkaError, self._name))
+
         def name(self) -> str:
             return self._name
 
@@ -55,7 +59,7 @@ def test_a_broker_that_is_unreachable_is_logged_once_in_thirty_seconds(capsys: p
             return "refused"
 
     times_s = iter([0.0, 0.05, 29.9, 30.1, 30.2])
-    report = clients._LogErrorsOnce("a:1", clock=lambda: next(times_s))
+    report = clients._LogErrorsOnce("a:1", job().kafka, clock=lambda: next(times_s))
     for _ in range(4):
         report(Error("_TRANSPORT"))
     report(Error("_ALL_BROKERS_DOWN"))
@@ -66,8 +70,8 @@ def test_a_broker_that_is_unreachable_is_logged_once_in_thirty_seconds(capsys: p
 
 def test_a_producer_waits_for_all_replicas_and_a_consumer_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[dict[str, object]] = []
-    monkeypatch.setattr(clients, "Producer", built.append)
-    monkeypatch.setattr(clients, "Consumer", built.append)
+    monkeypatch.setattr(clients, "_JobProducer", built.append)
+    monkeypatch.setattr(clients, "_JobConsumer", built.append)
     make_producer(job(), Services("a:1", ""), linger_ms=LINGER_MS)
     make_consumer(job(), Services("a:1", ""), "watch", fetch_wait_max_ms=100)
     make_producer(job(), Services("a:1", ""), enable_idempotence=False)

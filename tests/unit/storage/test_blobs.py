@@ -89,11 +89,11 @@ def test_encodes_only_flat_float32(array: np.ndarray) -> None:
 
 
 def test_keys_and_pointer() -> None:
-    assert blobs.weights_key("j", 2, 30) == "doll:j:w:2:30"
-    assert blobs.gradient_key("j", 2, 99) == "doll:j:g:2:99"
-    assert blobs.latest_key("j") == "doll:j:w:latest"
-    assert blobs.weights_key(blobs.scope_of("j", "ab12"), 2, 30) == "doll:j:ab12:w:2:30"
-    latest = blobs.Latest(term=2, version=30, key="doll:j:w:2:30")
+    assert blobs.weights_key("j", 2, 30) == "doll:{j}:w:2:30"
+    assert blobs.gradient_key("j", 2, 99) == "doll:{j}:g:2:99"
+    assert blobs.latest_key("j") == "doll:{j}:w:latest"
+    assert blobs.weights_key(blobs.scope_of("j", "ab12"), 2, 30) == "doll:{j}:ab12:w:2:30"
+    latest = blobs.Latest(term=2, version=30, key="doll:{j}:w:2:30")
     assert blobs.decode_latest(b"".join(blobs.encode_latest(latest))) == latest
     with pytest.raises(BlobError, match="expected a pointer"):
         blobs.decode_latest(_blob())

@@ -38,8 +38,8 @@ def test_a_server_is_known_by_its_process_and_silence_by_none(redis_server: Loca
 def test_keys_of_a_glob_are_deleted_and_counted(redis_server: LocalRedis) -> None:
     services = Services("", redis_server.address)
     client = connect_redis(services)
-    kept = ("doll:one:g:1", "doll:one:ab:g:1", "doll:onemore:ab:control:1")
-    for key in ("doll:one:ab:control:1", "doll:one:ab:control:1:cd", "doll:one:ef:control:1", *kept):
+    kept = ("doll:{one}:g:1", "doll:{one}:ab:g:1", "doll:{onemore}:ab:control:1")
+    for key in ("doll:{one}:ab:control:1", "doll:{one}:ab:control:1:cd", "doll:{one}:ef:control:1", *kept):
         client.set(key, b"")
     assert delete_keys(services, streams_pattern("one")) == 3
     assert delete_keys(services, streams_pattern("one")) == 0

@@ -1,0 +1,107 @@
+"""The connections to Kafka and Redis: where they are, and how DOLL logs in.
+
+What is secret comes from the environment only (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, PositiveInt, StringConstraints, model_validator
+
+from doll.config.section import Section
+
+SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "AWS_MSK_IAM"]
+WITH_PASSWORD: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+"""The mechanisms with a user's name and password."""
+_LOOPBACK_URL: Final = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?(/.*)?")
+
+
+class OAuthConfig(Section):
+    """Where tokens come from, with sasl_mechanism: OAUTHBEARER: OAuth 2.0 client credentials. $DOLL_KAFKA_CLIENT_ID and
+    $DOLL_KAFKA_CLIENT_SECRET name the client."""
+
+    token_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s@]+$", max_length=2000)]
+    """https:// address of the token endpoint; http:// on loopback only"""
+    scope: Annotated[str, StringConstraints(pattern=r"^[!#-\[\]-~ ]+$", max_length=2000)] | None = None
+    """scopes that are asked for, with spaces between them"""
+    extensions: dict[
+        Annotated[str, StringConstraints(pattern=r"^[A-Za-z]+$")],
+        Annotated[str, StringConstraints(pattern=r"^[!-+\--~]+$", max_length=500)],
+    ] = Field(default_factory=dict)
+    """SASL extensions that are sent to the broker, as Confluent Cloud wants: logicalCluster, identityPoolId"""
+
+    @model_validator(mode="after")
+    def _secret_is_encrypted(self) -> Self:
+        if self.token_url.startswith("http://") and not _LOOPBACK_URL.fullmatch(self.token_url):
+            raise ValueError(
+                "token_url: expected https://: over http:// the client's secret could be read on its way; http:// is "
+                "for loopback"
+            )
+        return self
+
+
+class KafkaConfig(Section):
+    """The connection to Kafka."""
+
+    address: str | None = None
+    """host:port[,host:port]; default: $DOLL_KAFKA, else a local broker is started"""
+    replication_factor: PositiveInt = Field(default=1, le=32_767)
+    """of the topics that DOLL creates"""
+    security: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
+    """`ssl` with a client's certificate ($DOLL_KAFKA_CERT, $DOLL_KAFKA_KEY) is mTLS; see docs/security.md"""
+    sasl_mechanism: SaslMechanism | None = None
+    """how DOLL logs in where `security` begins with sasl; AWS_MSK_IAM: with AWS credentials as boto3 finds them;
+    default: SCRAM-SHA-512"""
+    oauth: OAuthConfig | None = None
+    """where tokens come from, with sasl_mechanism: OAUTHBEARER"""
+    producer_user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=,@/ -]+$")] | None = None
+    """Kafka user that may only write to `samples`; its ACLs are set when the topics are created or checked"""
+
+    @property
+    def mechanism(self) -> SaslMechanism | None:
+        """The SASL mechanism of all clients; None without SASL."""
+        return (self.sasl_mechanism or "SCRAM-SHA-512") if self.security.startswith("sasl") else None
+
+    @model_validator(mode="after")
+    def _no_secret(self) -> Self:
+        if self.address and "@" in self.address:
+            raise ValueError("no credentials in the job file: set DOLL_KAFKA_USERNAME and DOLL_KAFKA_PASSWORD instead")
+        return self
+
+    @model_validator(mode="after")
+    def _one_log_in(self) -> Self:
+        if self.sasl_mechanism is not None and self.mechanism is None:
+            raise ValueError(
+                f"sasl_mechanism: expected security: sasl_ssl (or sasl_plaintext) with it, got {self.security}"
+            )
+        if self.mechanism == "AWS_MSK_IAM" and self.security != "sasl_ssl":
+            raise ValueError(f"sasl_mechanism: AWS_MSK_IAM: expected security: sasl_ssl, got {self.security}")
+        if (self.oauth is not None) != (self.mechanism == "OAUTHBEARER"):
+            raise ValueError(
+                "oauth: expected oauth.token_url with sasl_mechanism: OAUTHBEARER, and no oauth with any other, got "
+                f"{'oauth' if self.oauth else 'no oauth'} with {self.mechanism or 'security: ' + self.security}"
+            )
+        if self.producer_user is not None and self.mechanism in ("OAUTHBEARER", "AWS_MSK_IAM"):
+            raise ValueError(
+                f"producer_user: with {self.mechanism} DOLL does not know its own principal, whom the first ACL would "
+                "exclude: remove producer_user, and give the permissions yourself (docs/security.md)"
+            )
+        return self
+
+
+class RedisConfig(Section):
+    """The connection to Redis."""
+
+    address: str | None = None
+    """redis://host:port/db, redis+sentinel://host:port[,host:port]/PRIMARY[/db] or redis+cluster://host:port[,host:port];
+    rediss in place of redis: with TLS; default: $DOLL_REDIS, else a local server is started"""
+
+    @model_validator(mode="after")
+    def _no_secret(self) -> Self:
+        if self.address and ("@" in self.address or "?" in self.address):
+            raise ValueError(
+                "no credentials in the job file: set DOLL_REDIS_PASSWORD (and DOLL_REDIS_USERNAME) instead"
+            )
+        return self

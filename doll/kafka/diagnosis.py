@@ -1,0 +1,238 @@
+"""What Kafka tells a job's user without anything being changed: for `doll doctor`.
+
+Every question is asked once and may fail alone: what is not known is None, with the reason in `problems`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final
+
+from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
+
+from doll.kafka.clients import error_of, kafka_problem, make_admin
+from doll.kafka.facts import KafkaFacts, StreamFacts
+from doll.kafka.topic_plan import ActualTopic, plan_topics
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.services import Services
+
+
+_ASK_S: Final = 15.0
+_LATENCY_TRIES: Final = 5
+_MAX_GROUPS: Final = 100  # one request each
+_OLD_SHARE: Final = 0.5  # of the retention
+_DENIED: Final = frozenset(
+    {
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.GROUP_AUTHORIZATION_FAILED,
+        KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    }
+)
+
+
+def ask_kafka(config: JobConfig, services: Services, timeout_s: float = 10.0) -> KafkaFacts:
+    """All facts. Nothing is created, changed, written or committed.
+
+    Raises:
+        ConfigError: the environment lacks what the log-in needs.
+    """
+    refusal = kafka_problem(config, services, timeout_s)
+    if refusal is not None:
+        return KafkaFacts(refusal=refusal)
+    facts = KafkaFacts()
+    question = _Questions(make_admin(config, services), config, facts)
+    question.metadata()
+    question.topics()
+    question.groups()
+    question.settings()
+    question.missing_topics()
+    question.streams()
+    question.newest_record()
+    return facts
+
+
+class _Questions:
+    def __init__(self, admin: AdminClient, config: JobConfig, facts: KafkaFacts) -> None:
+        self._admin, self._config, self._facts = admin, config, facts
+        self._plans = {topic.name: topic for topic in plan_topics(config)}
+        self._replicas: dict[str, tuple[int, int]] = {}
+        self._denied: set[str] = set()
+
+    @contextlib.contextmanager
+    def _about(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (KafkaException, TimeoutError) as exc:
+            reason = error_of(exc).str() if isinstance(exc, KafkaException) else "no answer in time"
+            self._facts.problems.append(f"{what}: {reason}")
+
+    def metadata(self) -> None:
+        with self._about("brokers"):
+            latencies_s = []
+            for _ in range(_LATENCY_TRIES):
+                start_s = time.perf_counter()
+                metadata = self._admin.list_topics(timeout=_ASK_S)
+                latencies_s.append(time.perf_counter() - start_s)
+            self._facts.latency_s = min(latencies_s)
+            self._facts.brokers = [(broker.host, broker.port) for broker in metadata.brokers.values()]
+        with self._about("operations on the cluster"):
+            cluster = self._admin.describe_cluster(include_authorized_operations=True, request_timeout=_ASK_S)
+            self._facts.allowed["cluster", ""] = _operations(cluster.result(_ASK_S).authorized_operations)
+
+    def topics(self) -> None:
+        futures: Mapping[str, Future[Any]] = {}
+        with self._about("topics"):
+            wanted = TopicCollection(list({self._config.topic("samples"): None, **self._plans}))
+            futures = self._admin.describe_topics(wanted, include_authorized_operations=True, request_timeout=_ASK_S)
+        for name, future in futures.items():
+            with self._about(f"topic {name}"):
+                try:
+                    topic = future.result(_ASK_S)
+                except KafkaException as exc:
+                    if error_of(exc).code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                        continue
+                    if error_of(exc).code() in _DENIED:
+                        self._denied.add(name)
+                        self._facts.allowed["topic", name] = frozenset()
+                        continue
+                    raise
+                self._facts.allowed["topic", name] = _operations(topic.authorized_operations)
+                self._facts.partitions[name] = len(topic.partitions)
+                self._facts.leaderless += [
+                    f"{name}/{part.id}" for part in topic.partitions if part.leader is None or part.leader.id < 0
+                ]
+                self._replicas[name] = (
+                    min((len(part.replicas) for part in topic.partitions), default=0),
+                    min((len(part.isr) for part in topic.partitions), default=0),
+                )
+
+    def groups(self) -> None:
+        names = {
+            f"doll.{self._config.job}.": f"doll.{self._config.job}.ps",
+            f"doll-{self._config.job}-w": self._group(0),
+        }
+        futures: Mapping[str, Future[Any]] = {}
+        with self._about("groups"):
+            futures = self._admin.describe_consumer_groups(
+                list(names.values()), include_authorized_operations=True, request_timeout=_ASK_S
+            )
+        for prefix, name in names.items():
+            if name not in futures:
+                continue
+            with self._about(f"group {name}"):
+                try:
+                    operations = _operations(futures[name].result(_ASK_S).authorized_operations)
+                except KafkaException as exc:
+                    if error_of(exc).code() not in _DENIED:
+                        raise
+                    operations = frozenset()
+                self._facts.allowed["group", prefix] = operations
+
+    def settings(self) -> None:
+        resources = {name: ConfigResource(ResourceType.TOPIC, name) for name in self._facts.partitions}
+        if not resources:
+            return
+        futures: Mapping[Any, Future[Any]] = {}
+        with self._about("settings of topics"):
+            futures = self._admin.describe_configs(list(resources.values()), request_timeout=_ASK_S)
+        for name, resource in resources.items():
+            with self._about(f"settings of topic {name} (DescribeConfigs)"):
+                entries = futures[resource].result(_ASK_S) if resource in futures else {}
+                values = {key: str(entry.value) for key, entry in entries.items() if entry.value is not None}
+                self._facts.topics[name] = ActualTopic(values, *self._replicas[name])
+
+    def missing_topics(self) -> None:
+        """Kafka checks whether they could be created, and creates nothing."""
+        missing = [
+            plan
+            for name, plan in self._plans.items()
+            if name not in self._facts.partitions and name not in self._denied
+        ]
+        if not missing:
+            return
+        replicas = self._config.kafka.replication_factor
+        wanted = [NewTopic(plan.name, plan.partitions, replicas, config=plan.settings) for plan in missing]
+        with self._about("topics that are missing"):
+            futures = self._admin.create_topics(wanted, validate_only=True, request_timeout=_ASK_S)
+            for name, future in futures.items():
+                self._facts.create_refusals[name] = _refusal(future)
+
+    def streams(self) -> None:
+        name = self._config.topic("samples")
+        if name not in self._facts.partitions:
+            return
+        places = [TopicPartition(name, number) for number in range(self._facts.partitions[name])]
+        with self._about(f"ends of {name}"):
+            low, high = (self._offsets(places, spec) for spec in (OffsetSpec.earliest(), OffsetSpec.latest()))
+            committed = self._committed(places)
+            old = self._old_until(name, places)
+            self._facts.streams = {
+                number: StreamFacts(committed.get(number), low[number], high[number], old.get(number))
+                for number in range(len(places))
+            }
+
+    def newest_record(self) -> None:
+        places = [TopicPartition(name, 0) for name in self._facts.partitions]
+        if not places:
+            return
+        with self._about("newest record"):
+            spec = OffsetSpec.max_timestamp()
+            futures = self._admin.list_offsets(dict.fromkeys(places, spec), request_timeout=_ASK_S)
+            stamps_ms = [future.result(_ASK_S).timestamp for future in futures.values()]
+            newest_ms = max((stamp for stamp in stamps_ms if stamp is not None and stamp > 0), default=None)
+            self._facts.newest_s = None if newest_ms is None else newest_ms / 1000
+
+    def _group(self, worker: int) -> str:
+        return f"doll-{self._config.job}-w{worker}"
+
+    def _offsets(self, places: list[TopicPartition], spec: OffsetSpec) -> dict[int, int]:
+        futures = self._admin.list_offsets(dict.fromkeys(places, spec), request_timeout=_ASK_S)
+        return {place.partition: future.result(_ASK_S).offset for place, future in futures.items()}
+
+    def _committed(self, places: list[TopicPartition]) -> dict[int, int]:
+        """The newest committed offset of each partition, of any worker's group."""
+        committed: dict[int, int] = {}
+        workers = self._config.data.workers
+        if workers > _MAX_GROUPS:
+            self._facts.problems.append(
+                f"offsets of groups: only those of workers 0 to {_MAX_GROUPS - 1} were asked for"
+            )
+        for worker in range(min(workers, _MAX_GROUPS)):
+            with self._about(f"offsets of group {self._group(worker)}"):
+                request = [ConsumerGroupTopicPartitions(self._group(worker), places)]
+                (future,) = self._admin.list_consumer_group_offsets(request, request_timeout=_ASK_S).values()
+                for place in future.result(_ASK_S).topic_partitions:
+                    if place.offset >= 0:
+                        committed[place.partition] = max(place.offset, committed.get(place.partition, 0))
+        return committed
+
+    def _old_until(self, name: str, places: list[TopicPartition]) -> dict[int, int]:
+        settings = self._facts.topics[name].settings if name in self._facts.topics else {}
+        retention_ms = int(settings.get("retention.ms", -1))
+        if retention_ms < 0:
+            return {}
+        old_ms = int(time.time() * 1000 - _OLD_SHARE * retention_ms)
+        newer_from = self._offsets(places, OffsetSpec.for_timestamp(old_ms))
+        return {number: offset for number, offset in newer_from.items() if offset >= 0}  # -1: nothing is newer
+
+
+def _operations(operations: Any) -> frozenset[str] | None:
+    """Names as ACLs have them: `DESCRIBE_CONFIGS` is DescribeConfigs."""
+    if operations is None:
+        return None
+    return frozenset("".join(map(str.title, operation.name.split("_"))) for operation in operations)
+
+
+def _refusal(future: Future[Any]) -> str:
+    try:
+        future.result(_ASK_S)
+    except KafkaException as exc:
+        error = error_of(exc)
+        return "" if error.code() == KafkaError.TOPIC_ALREADY_EXISTS else f"{error.name()}: {error.str()}"
+    return ""

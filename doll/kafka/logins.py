@@ -1,0 +1,258 @@
+"""How the clients of a job log in to Kafka: the choices of its job file and the secrets of the environment, as settings
+of librdkafka.
+
+Every client has the same log-in. PLAIN and SCRAM send a user's name and password; OAUTHBEARER a token that librdkafka
+itself gets from `kafka.oauth.token_url` and renews; AWS_MSK_IAM a token that AWS's library signs with the credentials
+that boto3 finds; a certificate of the client (mTLS) may come with any of them, or alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from confluent_kafka import KafkaError
+from cryptography import x509
+
+from doll.config.connections import WITH_PASSWORD
+from doll.errors import ConfigError
+from doll.services import (
+    KAFKA_CA_ENV,
+    KAFKA_CERT_ENV,
+    KAFKA_CLIENT_ID_ENV,
+    KAFKA_CLIENT_SECRET_ENV,
+    KAFKA_KEY_ENV,
+    KAFKA_KEY_PASSWORD_ENV,
+    KAFKA_PASSWORD_ENV,
+    KAFKA_TOKEN_CA_ENV,
+    KAFKA_USER_ENV,
+    secret,
+)
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.config.connections import KafkaConfig
+
+log = get_logger(__name__)
+
+_PEM: Final = "-----BEGIN"
+_MSK_REGION: Final = re.compile(r"\.kafka(?:-serverless)?\.([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com")
+_REGION_ENVS: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
+
+
+def login_settings(kafka: KafkaConfig, address: str) -> dict[str, Any]:
+    """The settings of a client that say how it connects and logs in.
+
+    Raises:
+        ConfigError: the environment lacks what the log-in needs, or a library is not installed.
+    """
+    settings: dict[str, Any] = {"security.protocol": kafka.security.upper()}
+    if (mechanism := kafka.mechanism) in WITH_PASSWORD:
+        username, password = _credentials(kafka)
+        settings |= {"sasl.mechanism": mechanism, "sasl.username": username, "sasl.password": password}
+    elif mechanism == "OAUTHBEARER":
+        settings |= _oauth_settings(kafka)
+    elif mechanism == "AWS_MSK_IAM":
+        settings |= {"sasl.mechanism": "OAUTHBEARER", "oauth_cb": _msk_tokens(_msk_region(address))}
+    if kafka.security.endswith("ssl"):
+        settings |= _tls_settings()
+    return settings
+
+
+def own_user(kafka: KafkaConfig) -> str | None:
+    """The user that Kafka takes this process for, as in its ACLs after `User:`; None where it does not log in, or only
+    Kafka knows it.
+
+    Raises:
+        ConfigError: the environment lacks what the log-in needs.
+    """
+    if kafka.mechanism in WITH_PASSWORD:
+        return _credentials(kafka)[0]
+    if kafka.mechanism is None and kafka.security == "ssl" and (certificate := client_certificate()) is not None:
+        return certificate.subject.rfc4514_string()
+    return None
+
+
+def principal_text(kafka: KafkaConfig) -> str:
+    """The principal of this process for a message: `User:doll`, or what is known of it."""
+    if (user := own_user(kafka)) is not None:
+        return f"User:{user}"
+    if kafka.mechanism == "OAUTHBEARER":
+        return f"User:{secret(KAFKA_CLIENT_ID_ENV)} (the `sub` of its token)"
+    if kafka.mechanism == "AWS_MSK_IAM":
+        return "this AWS identity (in its IAM policy: MSK with IAM has no ACLs)"
+    return "User:ANONYMOUS"
+
+
+def client_certificate() -> x509.Certificate | None:
+    """The certificate that this process shows to brokers; None without one.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if not (value := os.environ.get(KAFKA_CERT_ENV)):
+        return None
+    try:
+        if value.startswith(_PEM):
+            return x509.load_pem_x509_certificate(value.encode())
+        with open(value, "rb") as file:
+            return x509.load_pem_x509_certificate(file.read())
+    except OSError as exc:
+        raise ConfigError(f"{KAFKA_CERT_ENV}: cannot read {value}: {exc.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{KAFKA_CERT_ENV}: expected a certificate, or the path of one, in PEM") from None
+
+
+def has_expired_certificate() -> bool:
+    """Whether this process has a certificate, and it has expired."""
+    try:
+        certificate = client_certificate()
+    except ConfigError:
+        return False
+    return certificate is not None and certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC)
+
+
+def unreadable_files() -> list[str]:
+    """The certificates and keys that the environment names and that cannot be read, with the reason."""
+    problems = []
+    for name in (KAFKA_CA_ENV, KAFKA_TOKEN_CA_ENV, KAFKA_CERT_ENV, KAFKA_KEY_ENV):
+        if (value := os.environ.get(name)) and not value.startswith(_PEM):
+            try:
+                with open(value, "rb"):
+                    pass
+            except OSError as exc:
+                problems.append(f"{name}: cannot read {value}: {exc.strerror}")
+    return problems
+
+
+def _credentials(kafka: KafkaConfig) -> tuple[str, str]:
+    username, password = secret(KAFKA_USER_ENV), secret(KAFKA_PASSWORD_ENV)
+    if not username or not password:
+        raise ConfigError(
+            f"kafka.security is {kafka.security}, with {kafka.mechanism}: set {KAFKA_USER_ENV} and "
+            f"{KAFKA_PASSWORD_ENV} (or {KAFKA_PASSWORD_ENV}_FILE)"
+        )
+    return username, password
+
+
+def _oauth_settings(kafka: KafkaConfig) -> dict[str, Any]:
+    assert kafka.oauth is not None
+    client, hidden = secret(KAFKA_CLIENT_ID_ENV), secret(KAFKA_CLIENT_SECRET_ENV)
+    if not client or not hidden:
+        raise ConfigError(
+            f"kafka.sasl_mechanism is OAUTHBEARER: set {KAFKA_CLIENT_ID_ENV} and {KAFKA_CLIENT_SECRET_ENV} "
+            f"(or {KAFKA_CLIENT_SECRET_ENV}_FILE)"
+        )
+    settings = {
+        "sasl.mechanism": "OAUTHBEARER",
+        "sasl.oauthbearer.method": "oidc",
+        "sasl.oauthbearer.token.endpoint.url": kafka.oauth.token_url,
+        "sasl.oauthbearer.client.id": client,
+        "sasl.oauthbearer.client.secret": hidden,
+        **_from_environment(KAFKA_TOKEN_CA_ENV, "https.ca"),
+    }
+    if kafka.oauth.scope:
+        settings["sasl.oauthbearer.scope"] = kafka.oauth.scope
+    if extensions := kafka.oauth.extensions:
+        settings["sasl.oauthbearer.extensions"] = ",".join(f"{key}={value}" for key, value in extensions.items())
+    return settings
+
+
+def _tls_settings() -> dict[str, Any]:
+    certificate, key = (_from_environment(*names) for names in ((KAFKA_CERT_ENV, "ssl.certificate"),
+                                                                 (KAFKA_KEY_ENV, "ssl.key")))  # fmt: skip
+    if bool(certificate) != bool(key):
+        given, lacking = (KAFKA_CERT_ENV, KAFKA_KEY_ENV) if certificate else (KAFKA_KEY_ENV, KAFKA_CERT_ENV)
+        raise ConfigError(f"{given} is set, {lacking} is not: expected both (they may name the same file), or neither")
+    settings = {**_from_environment(KAFKA_CA_ENV, "ssl.ca"), **certificate, **key}
+    if key and (password := secret(KAFKA_KEY_PASSWORD_ENV)):
+        settings["ssl.key.password"] = password
+    return settings
+
+
+def _from_environment(name: str, setting: str) -> dict[str, Any]:
+    """What $`name` holds, PEM or the path of a PEM file, as setting `setting`."""
+    if not (value := os.environ.get(name)):
+        return {}
+    return {f"{setting}.pem" if value.startswith(_PEM) else f"{setting}.location": value}
+
+
+def _msk_region(address: str) -> str:
+    """The region of a cluster: its brokers' names have it, else the environment says it."""
+    regions = set(_MSK_REGION.findall(address)) or {os.environ[name] for name in _REGION_ENVS if os.environ.get(name)}
+    if len(regions) != 1:
+        named = " and ".join(sorted(regions)) or "none"
+        raise ConfigError(
+            f"kafka.sasl_mechanism is AWS_MSK_IAM: expected one region in the brokers' names (b-1.NAME.kafka.REGION."
+            f"amazonaws.com:9098) or in AWS_REGION, found {named}"
+        )
+    return str(regions.pop())
+
+
+def _msk_tokens(region: str) -> Callable[[str], tuple[str, float]]:
+    """What gives librdkafka a token and when it expires (Unix time in s), as often as it asks."""
+    try:
+        from aws_msk_iam_sasl_signer import MSKAuthTokenProvider
+    except ImportError:
+        raise ConfigError(
+            "kafka.sasl_mechanism is AWS_MSK_IAM: install aws-msk-iam-sasl-signer-python (pip install "
+            "'doll-online[msk]')"
+        ) from None
+
+    def token(_: str) -> tuple[str, float]:
+        try:
+            value, expiry_ms = MSKAuthTokenProvider.generate_auth_token(region)
+        except Exception as exc:
+            log.warning(
+                "kafka_token_unavailable", reason=f"{type(exc).__name__}: {exc}",
+                hint="boto3 must find AWS credentials: a role, a profile, or AWS_ACCESS_KEY_ID",
+            )  # fmt: skip
+            raise
+        return str(value), expiry_ms / 1000
+
+    return token
+
+
+class Renewal:
+    """An `error_cb` that gives its client a new password once a broker has refused the old one.
+
+    A password that stands in a file (DOLL_KAFKA_PASSWORD_FILE) may thereby change while the job runs: connections that
+    are open stay so, and the next one logs in with what the file holds then.
+
+    Args:
+        report: is told of every error.
+    """
+
+    def __init__(self, kafka: KafkaConfig, report: Callable[[Any], None]) -> None:
+        self._kafka, self._report = kafka, report
+        self._known = _credentials(kafka) if kafka.mechanism in WITH_PASSWORD else None
+        self._client: Callable[[], Any] = lambda: None
+        self._lock = threading.Lock()
+
+    def attach(self, client: Any) -> None:
+        """The client that has this callback; it is not kept alive."""
+        self._client = weakref.ref(client)
+
+    def __call__(self, error: Any) -> None:
+        if error.code() == KafkaError._AUTHENTICATION and self._known is not None:
+            self._renew()
+        self._report(error)
+
+    def _renew(self) -> None:
+        with self._lock:
+            try:
+                current = _credentials(self._kafka)
+            except ConfigError as exc:  # the file may be missing for a moment
+                log.warning("kafka_password_unreadable", reason=str(exc))
+                return
+            client = self._client()
+            if current != self._known and client is not None:
+                # In a thread of its own: the library aborts the process where a callback of a client calls the client.
+                threading.Thread(target=client.set_sasl_credentials, args=current, daemon=True).start()
+                self._known = current
+                log.info("kafka_password_renewed")

@@ -1,0 +1,86 @@
+"""What each role of a job must be allowed to do at Kafka, and the command that allows it. Pure.
+
+Read and Write imply Describe. Every role looks up all topics of the job when it starts. Kafka before 3.0 also wants
+IdempotentWrite on the cluster from everyone who writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+from doll.kafka.topic_plan import TOPIC_KINDS, TopicKind
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+Role = Literal["producer", "worker", "server", "evaluator", "provisioner"]
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
+Resource = Literal["topic", "group", "cluster", "transactional-id"]
+
+_OPERATIONS: Final[dict[Role, dict[str, tuple[TopicKind, ...]]]] = {
+    "producer": {"Read": ("samples", "updates", "metrics"), "Write": ("samples", "metrics")},
+    "worker": {"Read": ("samples", "commands"), "Write": ("events", "dead", "metrics")},
+    "server": {"Read": ("events", "updates", "metrics"), "Write": ("commands", "updates", "metrics")},
+    "evaluator": {"Read": ("updates",), "Write": ("events", "metrics")},
+    "provisioner": {"Read": ("updates", "events", "metrics", "commands"), "Write": ("metrics",)},
+}
+_IMPLIED: Final = {"Describe": ("Read", "Write", "Delete", "Alter"), "DescribeConfigs": ("AlterConfigs",)}
+
+
+@dataclass(frozen=True, order=True)
+class Permission:
+    """One operation, as Kafka's ACLs name it, on one resource."""
+
+    resource: Resource
+    name: str
+    operation: str
+    is_prefix: bool = False
+
+    def __str__(self) -> str:
+        named = f"{self.resource} {self.name}" if self.resource != "cluster" else "the cluster"
+        return f"{self.operation} on {named}{'*' if self.is_prefix else ''}"
+
+
+def needed(config: JobConfig, role: Role) -> list[Permission]:
+    """What a role must be allowed to do with topics that exist; several workers share the group's prefix."""
+    of_role = _OPERATIONS[role]
+    permissions = [
+        Permission("topic", config.topic(kind), operation) for operation, kinds in of_role.items() for kind in kinds
+    ]
+    seen = {kind for kinds in of_role.values() for kind in kinds}
+    permissions += [Permission("topic", config.topic(kind), "Describe") for kind in TOPIC_KINDS if kind not in seen]
+    permissions.append(Permission("group", f"doll.{config.job}.", "Describe", is_prefix=True))
+    if role == "worker":
+        permissions.append(Permission("group", f"doll-{config.job}-w", "Read", is_prefix=True))
+    return permissions
+
+
+def lacking(
+    wanted: Iterable[Permission], allowed: Mapping[tuple[Resource, str], Collection[str] | None]
+) -> list[Permission]:
+    """Those of `wanted` that are not allowed.
+
+    Args:
+        allowed: the operations on each resource; None where nobody said, which counts as allowed.
+    """
+    return [item for item in wanted if not _allows(allowed.get((item.resource, item.name)), item.operation)]
+
+
+def _allows(operations: Collection[str] | None, operation: str) -> bool:
+    return operations is None or any(name in operations for name in (operation, *_IMPLIED.get(operation, ())))
+
+
+def allow_command(permissions: Iterable[Permission], principal: str) -> str:
+    """The commands, one behind the other, that allow a principal what it lacks."""
+    operations: dict[tuple[str, str, bool], list[str]] = {}
+    for item in permissions:
+        operations.setdefault((item.resource, item.name, item.is_prefix), []).append(item.operation)
+    return "; ".join(
+        f"kafka-acls.sh --add --allow-principal '{principal}' "
+        + " ".join(f"--operation {name}" for name in names)
+        + (" --cluster" if resource == "cluster" else f" --{resource} '{name}'")
+        + (" --resource-pattern-type prefixed" if is_prefix else "")
+        for (resource, name, is_prefix), names in operations.items()
+    )

@@ -1,0 +1,310 @@
+"""Judges what was asked of a job's services. Pure: the answers are arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from doll.kafka.permissions import Permission, Role, allow_command, lacking, needed
+from doll.kafka.topic_plan import (
+    RECORD_LIMIT_BYTES,
+    SIZE_SETTING,
+    ActualTopic,
+    alter_command,
+    find_problems,
+    plan_topics,
+)
+from doll.run.doctor.report import Check
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.kafka.facts import KafkaFacts, StreamFacts
+    from doll.provisioner.fleets.ec2.quota_facts import QuotaFacts
+    from doll.storage.redis_facts import RedisFacts
+
+_STATUS_BYTES_PER_WORKER: Final = 256  # tests/unit/records/test_sizes.py
+_SLOW_S: Final = 0.05
+_MAX_SKEW_S: Final = 2.0
+_DAY_S: Final = 86_400.0
+_CERTIFICATE_WARNING_S: Final = 14 * _DAY_S
+_WITH_REDIS: Final = frozenset({"worker", "server", "evaluator"})
+
+
+@dataclass(frozen=True)
+class AddressFacts:
+    """One `host:port`.
+
+    Attributes:
+        problem: why nothing answers there; "" where something does.
+        connect_s: time to connect.
+        certificate_left_s: until its certificate expires; None without TLS, or where it was not verified.
+        certificate_problem: why its certificate is not accepted.
+    """
+
+    address: str
+    problem: str = ""
+    connect_s: float = 0.0
+    certificate_left_s: float | None = None
+    certificate_problem: str = ""
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """The store of checkpoints.
+
+    Attributes:
+        problem: why it cannot be read, or written as far as that can be told.
+        versions: checkpoints in it.
+        free_bytes: room on its disk; None where nobody says.
+        is_tried: False: whether it can be written was not tried, because that would write.
+    """
+
+    location: str
+    problem: str = ""
+    versions: int = 0
+    free_bytes: int | None = None
+    is_tried: bool = True
+
+
+def check_addresses(service: str, facts: Sequence[AddressFacts]) -> Iterator[Check]:
+    """Whether names resolve, ports answer, and certificates hold."""
+    for item in facts:
+        name = f"{service}: connect to {item.address}"
+        if item.problem:
+            yield Check(name, "failed", item.problem, "correct the address, start it, or open the network to it")
+            continue
+        yield Check(name, "ok", f"{1000 * item.connect_s:.1f} ms")
+        if item.certificate_problem:
+            yield Check(
+                f"{service}: certificate of {item.address}", "failed", item.certificate_problem,
+                f"set DOLL_{service.upper()}_CA to its authority's certificates (PEM), or correct the certificate",
+            )  # fmt: skip
+        elif item.certificate_left_s is not None:
+            yield _check_certificate(f"{service}: certificate of {item.address}", item.certificate_left_s)
+
+
+def check_own_certificate(left_s: float | None) -> Iterator[Check]:
+    """Whether the client's certificate (mTLS) holds.
+
+    Args:
+        left_s: until it expires; None: there is none.
+    """
+    if left_s is not None:
+        yield _check_certificate("Kafka: our certificate (DOLL_KAFKA_CERT)", left_s)
+
+
+def _check_certificate(name: str, left_s: float) -> Check:
+    if left_s <= 0:
+        return Check(name, "failed", f"expired {-left_s / _DAY_S:.1f} days ago", "renew it")
+    detail = f"expires in {left_s / _DAY_S:.1f} days"
+    if left_s < _CERTIFICATE_WARNING_S:
+        return Check(name, "warning", detail, "renew it; processes read it when they start")
+    return Check(name, "ok", detail)
+
+
+def check_kafka(
+    config: JobConfig, facts: KafkaFacts, roles: Sequence[Role], principal: str, now_s: float
+) -> Iterator[Check]:
+    """All about Kafka but its addresses.
+
+    Args:
+        principal: of this process, for ACLs.
+        now_s: this machine's clock, Unix time.
+    """
+    log_in = f"Kafka: log in as {principal}"
+    if facts.refusal:
+        yield Check(log_in, "failed", facts.refusal)
+        return
+    yield Check(log_in, "ok", " ".join(filter(None, (config.kafka.security, config.kafka.mechanism))))
+    if facts.latency_s is not None:
+        slow = facts.latency_s > _SLOW_S
+        todo = "run near the brokers: control records wait for this with each batch" if slow else ""
+        yield Check("Kafka: latency", "warning" if slow else "ok", f"{1000 * facts.latency_s:.1f} ms", todo)
+    for role in roles:
+        if role != "producer" or config.data.topic is None:  # its owner has one of his own
+            yield _check_permissions(config, facts, role, principal)
+    yield from _check_topics(config, facts, roles, principal)
+    yield from _check_streams(config, facts)
+    yield _check_kafka_clock(facts.newest_s, now_s)
+    for problem in facts.problems:
+        yield Check("Kafka: a question", "unknown", problem)
+
+
+def _check_permissions(config: JobConfig, facts: KafkaFacts, role: Role, principal: str) -> Check:
+    name = f"{role}: permissions at Kafka"
+    # What does not exist cannot be asked about: `_check_topics` says whether it could be created.
+    wanted = [item for item in needed(config, role) if item.resource != "topic" or (item.resource, item.name) in
+              facts.allowed]  # fmt: skip
+    if missing := lacking(wanted, facts.allowed):
+        detail = f"{principal} lacks {', '.join(map(str, missing))}"
+        return Check(name, "failed", detail, allow_command(missing, principal))
+    if any(facts.allowed.get((item.resource, item.name)) is None for item in wanted):
+        return Check(name, "unknown", "this Kafka does not say what a user may do")
+    return Check(name, "ok", f"{len(wanted)} operations" if wanted else "no topic exists yet")
+
+
+def _check_topics(config: JobConfig, facts: KafkaFacts, roles: Sequence[Role], principal: str) -> Iterator[Check]:
+    if config.data.topic is not None:
+        yield _check_foreign(config, facts, principal)
+    for plan in plan_topics(config):
+        kind, name = plan.kind, f"topic {plan.name}"
+        if plan.name in facts.partitions:
+            count = facts.partitions[plan.name]
+            is_enough = count >= plan.partitions if kind == "commands" else count == plan.partitions
+            if not is_enough:
+                yield Check(name, "failed", f"{count} partitions, expected {plan.partitions}",
+                            "set data.partitions or data.workers to fit, or take another job name")  # fmt: skip
+            else:
+                yield Check(name, "ok", f"{count} partitions")
+            if (actual := facts.topics.get(plan.name)) is not None:
+                if kind == "metrics":
+                    yield from _check_status_size(config, name, actual)
+                for finding in find_problems(plan, actual, config.kafka.replication_factor):
+                    problem, _, todo = finding.text.removeprefix(f"topic {plan.name}: ").partition("; change it: ")
+                    yield Check(f"{name}: settings", "failed" if finding.fatal else "warning", problem, todo)
+        elif facts.allowed.get(("topic", plan.name)) == frozenset():
+            yield Check(name, "failed", f"{principal} may not see it, or it does not exist",
+                        allow_command([Permission("topic", plan.name, "Describe")], principal))  # fmt: skip
+        elif (refusal := facts.create_refusals.get(plan.name)) is None:
+            yield Check(name, "unknown", "it does not exist; whether it could be created was not answered")
+        elif refusal:
+            yield Check(name, "failed", f"it does not exist, and Kafka would refuse to create it ({refusal})",
+                        f"create it ({plan.partitions} partitions, {_settings(plan.settings)}), or "
+                        + allow_command([Permission("topic", plan.name, "Create")], principal))  # fmt: skip
+        else:
+            who = "the server creates it" if "server" in roles else "doll topics --create, or the server, creates it"
+            yield Check(name, "ok", f"it does not exist; {who}")
+    for place in facts.leaderless:
+        yield Check(f"partition {place}", "failed", "it has no leader",
+                    "see the brokers' logs: nobody can read or write it")  # fmt: skip
+    if config.data.max_record_bytes > RECORD_LIMIT_BYTES:
+        yield Check("data.max_record_bytes", "warning", f"{config.data.max_record_bytes}, above {RECORD_LIMIT_BYTES}",
+                    "DOLL's own producer sends no longer records")  # fmt: skip
+
+
+def _check_foreign(config: JobConfig, facts: KafkaFacts, principal: str) -> Check:
+    """A topic that belongs to somebody else (`data.topic`)."""
+    topic = config.topic("samples")
+    name = f"topic {topic} (data.topic)"
+    if topic not in facts.partitions:
+        permissions = [Permission("topic", topic, operation) for operation in ("Read", "Describe")]
+        return Check(name, "failed", f"it does not exist, or {principal} may not see it",
+                     f"correct the name, or have its owner {allow_command(permissions, principal)}")  # fmt: skip
+    actual = facts.topics.get(topic)
+    if actual is not None and "compact" in actual.settings.get("cleanup.policy", ""):
+        return Check(name, "warning", "it is compacted: records may be removed before they are learned",
+                     "data.on_data_loss: skip, or another cleanup.policy")  # fmt: skip
+    return Check(name, "ok", f"{facts.partitions[topic]} partitions")
+
+
+def _check_status_size(config: JobConfig, name: str, actual: ActualTopic) -> Iterator[Check]:
+    """Whether the server's status, the longest record of `metrics`, fits: a standby elects by it."""
+    limit_bytes = int(actual.settings.get(SIZE_SETTING, RECORD_LIMIT_BYTES))
+    size_bytes = _STATUS_BYTES_PER_WORKER * config.data.workers
+    if size_bytes > limit_bytes:
+        yield Check(f"{name}: settings", "failed", f"{SIZE_SETTING} is {limit_bytes}, the status of "
+                    f"{config.data.workers} workers may take {size_bytes}",
+                    alter_command(config.topic("metrics"),
+                                  f"{SIZE_SETTING}={RECORD_LIMIT_BYTES}"))  # fmt: skip
+
+
+def _settings(settings: dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _check_streams(config: JobConfig, facts: KafkaFacts) -> Iterator[Check]:
+    """Whether what is not learned yet is kept for long enough."""
+    behind = {number: stream.high - stream.committed for number, stream in facts.streams.items()
+              if stream.committed is not None and stream.high > stream.committed}  # fmt: skip
+    if not facts.streams:
+        return
+    topic = config.topic("samples")
+    for number, stream in facts.streams.items():
+        if (problem := _stream_problem(stream)) is not None:
+            result, detail = problem
+            yield Check(f"{topic}/{number}: retention", "failed" if result == "failed" else "warning", detail,
+                        "start more workers, or keep records for longer (retention.ms, retention.bytes)")  # fmt: skip
+    most = max(behind.values(), default=0)
+    yield Check(f"{topic}: lag", "ok", f"{sum(behind.values())} records in all, {most} in one partition, not durable")
+
+
+def _stream_problem(stream: StreamFacts) -> tuple[str, str] | None:
+    if stream.committed is None or stream.committed >= stream.high:
+        return None
+    if stream.committed < stream.low:
+        return "failed", f"records {stream.committed} to {stream.low - 1} were deleted before they were learned"
+    if stream.old_until is not None and stream.committed < stream.old_until:
+        return "warning", f"record {stream.committed}, the next to learn, is older than half of the retention"
+    return None
+
+
+def _check_kafka_clock(newest_s: float | None, now_s: float) -> Check:
+    name = "Kafka: clocks"
+    if newest_s is None:
+        return Check(name, "unknown", "the job's topics hold no record with a time stamp")
+    if newest_s > now_s + _MAX_SKEW_S:
+        return Check(name, "warning", f"the newest record is {newest_s - now_s:.1f} s in this machine's future",
+                     "set the clocks by NTP (chrony)")  # fmt: skip
+    return Check(name, "ok", "no record is in this machine's future")
+
+
+def check_redis(facts: RedisFacts, now_s: float) -> Iterator[Check]:
+    """All about Redis but its address."""
+    if facts.refusal:
+        yield Check("Redis: log in", "failed", facts.refusal)
+        return
+    yield Check("Redis: log in", "ok", facts.described)
+    slow = facts.latency_s > _SLOW_S
+    todo = "run near Redis: workers wait for it with each batch" if slow else ""
+    yield Check("Redis: latency", "warning" if slow else "ok", f"{1000 * facts.latency_s:.1f} ms", todo)
+    if facts.denied:
+        yield Check("Redis: permissions", "failed", f"refused: {'; '.join(facts.denied)}",
+                    "ACL SETUSER NAME on >PASSWORD ~doll:* +@all -@dangerous")  # fmt: skip
+    else:
+        yield Check("Redis: permissions", "ok", "a probe key was written, read and deleted")
+    if facts.clock_s is not None:
+        skew_s = facts.clock_s - now_s
+        if abs(skew_s) > _MAX_SKEW_S:
+            yield Check("Redis: clocks", "warning", f"its clock differs by {skew_s:+.1f} s",
+                        "set the clocks by NTP (chrony)")  # fmt: skip
+        else:
+            yield Check("Redis: clocks", "ok", f"{skew_s:+.2f} s")
+    if facts.eviction is None:
+        yield Check("Redis: eviction", "unknown", "this user may not ask (INFO)", "it must be noeviction")
+    elif facts.eviction != "noeviction":
+        yield Check("Redis: eviction", "warning", f"maxmemory-policy is {facts.eviction}",
+                    "CONFIG SET maxmemory-policy noeviction: evicted weights look like a restart of Redis")  # fmt: skip
+    else:
+        yield Check("Redis: eviction", "ok", "noeviction")
+
+
+def check_store(facts: StoreFacts) -> Iterator[Check]:
+    """The store of checkpoints."""
+    name = f"server: checkpoints in {facts.location}"
+    if facts.problem:
+        yield Check(name, "failed", facts.problem, "correct checkpoint.folder, or its permissions")
+    elif not facts.is_tried:
+        yield Check(name, "ok", f"{facts.versions} checkpoints can be listed; to write was not tried",
+                    "s3:PutObject and s3:DeleteObject must be allowed under the prefix")  # fmt: skip
+    else:
+        room = "" if facts.free_bytes is None else f", {facts.free_bytes / 1e9:.1f} GB free"
+        yield Check(name, "ok", f"{facts.versions} checkpoints{room}")
+
+
+def check_quotas(facts: Sequence[QuotaFacts]) -> Iterator[Check]:
+    """What the account may run at once in EC2."""
+    for item in facts:
+        name = f"provisioner: EC2 vCPUs, {item.market}"
+        if item.vcpus is None or item.needed is None:
+            yield Check(name, "unknown", item.problem, "see the quota in Service Quotas (docs/aws.md)")
+        elif item.vcpus < item.needed:
+            yield Check(name, "warning", f"the quota is {item.vcpus:g}, all workers at once need {item.needed}",
+                        "ask for more in Service Quotas, or set fewer workers or smaller types")  # fmt: skip
+        else:
+            yield Check(name, "ok", f"the quota is {item.vcpus:g}, {item.needed} are needed")
+
+
+def needs_redis(roles: Sequence[Role]) -> bool:
+    """Whether one of the roles uses Redis."""
+    return not _WITH_REDIS.isdisjoint(roles)

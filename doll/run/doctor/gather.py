@@ -1,0 +1,116 @@
+"""Asks the services of a job, and judges the answers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from doll.config.fleets import Ec2FleetConfig
+from doll.errors import ConfigError, DollError
+from doll.kafka.diagnosis import ask_kafka
+from doll.kafka.logins import client_certificate, principal_text
+from doll.kafka.permissions import ROLES, Role
+from doll.provisioner.fleets.ec2.quotas import ask_quotas
+from doll.run.doctor.checks import (
+    StoreFacts,
+    check_addresses,
+    check_kafka,
+    check_own_certificate,
+    check_quotas,
+    check_redis,
+    check_store,
+    needs_redis,
+)
+from doll.run.doctor.network import ask_address, environment_authority, tls_context
+from doll.run.doctor.report import Check, Report
+from doll.services import KAFKA_CA_ENV, REDIS_CA_ENV, parse_redis
+from doll.storage.redis_diagnosis import ask_redis
+from doll.storage.stores import checkpoint_location, open_store
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.run.target import Target
+    from doll.services import Services
+
+_MAX_BROKERS: Final = 30
+
+
+def examine(target: Target, roles: Sequence[Role] = ROLES) -> Report:
+    """The report of a job for these roles, with the credentials of this process. Nothing is changed: only a probe key
+    is written to Redis, and deleted.
+
+    Raises:
+        ConfigError: an address is missing.
+    """
+    services = target.services(needs_redis=needs_redis(roles))
+    checks = [*_kafka(target.config, services, roles)]
+    if needs_redis(roles):
+        checks += _redis(target.config, services)
+    if "server" in roles or "evaluator" in roles:
+        checks += check_store(_ask_store(target.config, target.run.path))
+    if "provisioner" in roles and isinstance(target.config.fleet, Ec2FleetConfig):
+        checks += check_quotas(ask_quotas(target.config))
+    return Report(target.config.job, checks)
+
+
+def _kafka(config: JobConfig, services: Services, roles: Sequence[Role]) -> Iterator[Check]:
+    is_tls = config.kafka.security.endswith("ssl")
+    bootstrap = services.kafka.split(",")
+    yield from _addresses("Kafka", bootstrap, KAFKA_CA_ENV if is_tls else None)
+    try:
+        certificate = client_certificate() if is_tls else None
+        left_s = None if certificate is None else certificate.not_valid_after_utc.timestamp() - time.time()
+        yield from check_own_certificate(left_s)
+        facts = ask_kafka(config, services)
+        principal = principal_text(config.kafka)
+    except ConfigError as exc:
+        yield Check("Kafka: log in", "failed", str(exc))
+        return
+    others = [f"{host}:{port}" for host, port in facts.brokers]
+    yield from _addresses(
+        "Kafka", [address for address in others[:_MAX_BROKERS] if address not in bootstrap],
+        KAFKA_CA_ENV if is_tls else None,
+    )  # fmt: skip
+    yield from check_kafka(config, facts, roles, principal, time.time())
+
+
+def _addresses(service: str, addresses: Sequence[str], authority_env: str | None) -> Iterator[Check]:
+    """
+    Args:
+        authority_env: variable of the authority's certificates; None: without TLS.
+    """
+    context = None
+    if authority_env is not None:
+        try:
+            context = tls_context(environment_authority(authority_env))
+        except OSError as exc:
+            yield Check(f"{service}: {authority_env}", "failed", f"cannot be read: {exc.strerror or exc}",
+                        "set it to a PEM file of certificates")  # fmt: skip
+    yield from check_addresses(service, [ask_address(address, context) for address in addresses])
+
+
+def _redis(config: JobConfig, services: Services) -> Iterator[Check]:
+    place = parse_redis(services.redis)
+    assert place is not None, "it was read with the job"
+    addresses = [f"{host}:{port}" for host, port in place.addresses]
+    yield from _addresses("Redis", addresses, REDIS_CA_ENV if place.tls else None)
+    facts = ask_redis(services, config.job)
+    yield from check_redis(facts, facts.asked_s)
+
+
+def _ask_store(config: JobConfig, run_folder: Path) -> StoreFacts:
+    location = checkpoint_location(config, run_folder)
+    try:
+        versions = len(open_store(config, run_folder).versions())
+    except DollError as exc:
+        return StoreFacts(str(location), problem=str(exc))
+    if not isinstance(location, Path):
+        return StoreFacts(location, versions=versions, is_tried=False)
+    parent = next(path for path in (location, *location.absolute().parents) if path.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return StoreFacts(str(location), problem=f"{parent} cannot be written by this user")
+    return StoreFacts(str(location), versions=versions, free_bytes=shutil.disk_usage(parent).free)

@@ -1,0 +1,27 @@
+"""What Redis has said to a job's user (`doll.storage.redis_diagnosis` asks). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RedisFacts:
+    """Answers.
+
+    Attributes:
+        refusal: why Redis cannot be used at all; then nothing else is known.
+        described: its version and kind, as far as it says.
+        latency_s: of a PING, the fastest of a few.
+        denied: commands that DOLL needs and this user may not call, each with Redis's reason.
+        clock_s: Redis's clock, Unix time at the middle of the call; None where the user may not ask.
+        eviction: `maxmemory-policy`; None where the user may not ask.
+    """
+
+    refusal: str = ""
+    described: str = ""
+    latency_s: float = 0.0
+    denied: tuple[str, ...] = ()
+    clock_s: float | None = None
+    asked_s: float = 0.0
+    eviction: str | None = None

@@ -1,0 +1,98 @@
+"""The longest control records of a job with 1,000 workers and partitions fit into Kafka's default limit of 1 MB."""
+
+from __future__ import annotations
+
+import pytest
+from doll.records.control import (
+    Announce,
+    AnyRecord,
+    Durable,
+    Measures,
+    Member,
+    ProvisionDecision,
+    Push,
+    PushedBatch,
+    Run,
+    Served,
+    ServerStatus,
+    TermStarted,
+    Update,
+    Welcome,
+    WorkerStatus,
+    encode,
+)
+
+LIMIT_BYTES = 1_048_588 - 100  # max.message.bytes of a record batch, and what surrounds a record in it
+N = 1_000
+OFFSET, BATCH, VERSION, COUNT = 2**40, 2**33, 10**6, 10**9
+TIME_S = 1_700_000_000.123
+
+
+def member(number: int, dead: tuple[int, ...] = ()) -> Member:
+    return Member(
+        worker=number, partition=number, batch=BATCH, lo=OFFSET, hi=OFFSET + 64, n_samples=64, base_version=VERSION,
+        dead=dead, compute_s=0.0123, fetch_s=0.0123, store_s=0.0123, wait_s=0.0123, grant_to_push_s=0.0123,
+        market="on_demand", set_grant_id=BATCH, loss_sum=123.456,
+    )  # fmt: skip
+
+
+def worker(number: int) -> WorkerStatus:
+    return WorkerStatus(
+        worker=number, is_live=True, session=COUNT, incarnation=1000, restarts=1000, live_since_s=TIME_S,
+        silent_s=0.123, market="on_demand", retained_batches=1000, lag_records=COUNT, control="redis", batch_s=0.0123,
+        time_limit_s=30.0, is_stalled=True,
+    )  # fmt: skip
+
+
+STATUS = ServerStatus(
+    term=3, time_s=TIME_S, leader_since_s=TIME_S, pid=99_999, version=VERSION, durable_version=VERSION,
+    samples_total=COUNT, batches_total=COUNT, waiting_batches=COUNT, computing_batches=COUNT, shortfall_batches=0,
+    stalled_s=0.0, workers=tuple(map(worker, range(N))), counters={f"counter_{n}_total": COUNT for n in range(50)},
+    measures=Measures(staleness=dict.fromkeys(range(200), COUNT)),
+)  # fmt: skip
+
+RECORDS: dict[str, AnyRecord] = {
+    "status": STATUS,
+    "term": TermStarted(
+        term=3, resumed_version=VERSION, origins=(OFFSET,) * N, records_per_batch=64, time_s=TIME_S, run_id="a" * 16
+    ),
+    "welcome to all partitions": Welcome(
+        term=3, worker=0, process="x" * 100, session=3, fingerprint="x" * 10_000,
+        served=tuple(
+            Served(partition=n, origin=OFFSET, next_batch=BATCH, included=BATCH, leader_epoch=1000) for n in range(N)
+        ),
+    ),
+    "durable": Durable(term=3, worker=0, until=dict.fromkeys(range(N), BATCH), batches=COUNT),
+    "announce": Announce(worker=0, session=3, runs=tuple(Run(n, BATCH, BATCH + 32) for n in range(N))),
+    "update of a batch of each": Update(
+        term=3, version=VERSION, members=tuple(map(member, range(N))), n_samples=COUNT, loss=0.5,
+        settled=tuple((n, BATCH) for n in range(N)),
+    ),
+    "update of batches that are refused as a whole": Update(
+        term=3, version=VERSION, n_samples=0, loss=0.5,
+        members=tuple(member(n, tuple(range(OFFSET, OFFSET + 64))) for n in range(N)),
+    ),
+    "push of a set of 1,000": Push(
+        worker=1, session=2, term=3, version=VERSION, key="k" * 100,
+        batches=tuple(
+            PushedBatch(batch=BATCH + n, grant_id=BATCH, n_samples=64, loss_sum=1.5, compute_s=0.1, wait_s=0.1)
+            for n in range(N)
+        ),
+    ),
+    "decision": ProvisionDecision(
+        turn=1, time_s=TIME_S, started_s=TIME_S, phase="run", binding="none", feasible=True,
+        markets=("on_demand",) * N, reason_of=(300,) * N, incarnations=(70_000,) * N,
+        actions=("launched i-0123456789abcdef0, c7g.large in eu-west-1a, for slot 999",) * N,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_fits_into_a_brokers_default_limit(name: str) -> None:
+    assert len(encode(RECORDS[name])) < LIMIT_BYTES
+
+
+def test_the_status_takes_no_more_for_each_worker_than_doctor_reckons_with() -> None:
+    from doll.run.doctor.checks import _STATUS_BYTES_PER_WORKER
+
+    assert len(encode(STATUS)) < _STATUS_BYTES_PER_WORKER * N

@@ -1,0 +1,174 @@
+"""What is made of the answers of a job's services."""
+
+from __future__ import annotations
+
+from doll.kafka.facts import KafkaFacts, StreamFacts
+from doll.kafka.permissions import Role, needed
+from doll.kafka.topic_plan import ActualTopic, plan_topics
+from doll.provisioner.fleets.ec2.quota_facts import QuotaFacts
+from doll.run.doctor.checks import (
+    AddressFacts,
+    StoreFacts,
+    check_addresses,
+    check_kafka,
+    check_own_certificate,
+    check_quotas,
+    check_redis,
+    check_store,
+)
+from doll.run.doctor.report import Check, Report
+from doll.storage.redis_facts import RedisFacts
+from job_files import job
+
+CONFIG = job(workers=2)
+NOW_S = 1_800_000_000.0
+DAY_S = 86_400.0
+
+
+def good_kafka() -> KafkaFacts:
+    """A Kafka on which all is as the job wants it."""
+    facts = KafkaFacts(latency_s=0.002, newest_s=NOW_S - 5)
+    for plan in plan_topics(CONFIG):
+        facts.partitions[plan.name] = plan.partitions
+        facts.topics[plan.name] = ActualTopic(plan.settings, 1, 1)
+        facts.allowed["topic", plan.name] = frozenset({"Read", "Write"})
+    facts.allowed["group", "doll.j."] = facts.allowed["group", "doll-j-w"] = frozenset({"Read"})
+    facts.streams = {0: StreamFacts(5, 0, 10, 3), 1: StreamFacts(None, 0, 0)}
+    return facts
+
+
+def judged(facts: KafkaFacts, *roles: Role) -> dict[str, Check]:
+    checks = check_kafka(CONFIG, facts, roles or ("producer", "worker", "server"), "User:me", NOW_S)
+    return {check.name: check for check in checks}
+
+
+def test_a_good_kafka_passes() -> None:
+    assert {check.result for check in judged(good_kafka()).values()} == {"ok"}
+
+
+def test_a_refused_log_in_is_all_that_is_said() -> None:
+    checks = judged(KafkaFacts(refusal="Kafka refuses us: correct it"))
+    assert [(check.result, check.detail) for check in checks.values()] == [("failed", "Kafka refuses us: correct it")]
+
+
+def test_a_missing_permission_names_principal_operation_and_command() -> None:
+    facts = good_kafka()
+    facts.allowed["topic", "doll.j.dead"] = frozenset({"Describe"})
+    checks = judged(facts, "worker", "server")
+    worker = checks["worker: permissions at Kafka"]
+    assert (worker.result, worker.detail) == ("failed", "User:me lacks Write on topic doll.j.dead")
+    assert worker.todo == "kafka-acls.sh --add --allow-principal 'User:me' --operation Write --topic 'doll.j.dead'"
+    assert checks["server: permissions at Kafka"].result == "ok"
+
+
+def test_a_kafka_that_does_not_tell_permissions_is_no_failure() -> None:
+    facts = good_kafka()
+    facts.allowed["topic", "doll.j.events"] = None
+    assert judged(facts)["worker: permissions at Kafka"].result == "unknown"
+
+
+def test_topics_that_do_not_exist_are_fine_where_they_can_be_created() -> None:
+    facts = KafkaFacts(create_refusals=dict.fromkeys((plan.name for plan in plan_topics(CONFIG)), ""))
+    facts.create_refusals["doll.j.events"] = "POLICY_VIOLATION: max.message.bytes is too large"
+    checks = judged(facts)
+    assert checks["topic doll.j.samples"].result == "ok"
+    refused = checks["topic doll.j.events"]
+    assert refused.result == "failed"
+    assert "POLICY_VIOLATION" in refused.detail
+    assert "--operation Create --topic 'doll.j.events'" in refused.todo
+
+
+def test_wrong_topics_are_named() -> None:
+    facts = good_kafka()
+    facts.partitions["doll.j.samples"] = 3
+    facts.topics["doll.j.updates"] = ActualTopic({"cleanup.policy": "compact"}, 1, 1)
+    facts.topics["doll.j.events"] = ActualTopic({"max.message.bytes": "1048588"}, 1, 1)
+    del facts.partitions["doll.j.dead"], facts.topics["doll.j.dead"]
+    facts.allowed["topic", "doll.j.dead"] = frozenset()
+    facts.leaderless = ["doll.j.metrics/0"]
+    checks = judged(facts)
+    assert checks["topic doll.j.samples"].detail == "3 partitions, expected 2"
+    assert checks["topic doll.j.updates: settings"].result == "failed"
+    assert checks["topic doll.j.events: settings"].result == "warning"
+    assert "max.message.bytes=33554432" in checks["topic doll.j.events: settings"].todo
+    assert "may not see it" in checks["topic doll.j.dead"].detail
+    assert checks["partition doll.j.metrics/0"].result == "failed"
+
+
+def test_a_topic_of_somebody_else_is_looked_at_and_never_created() -> None:
+    config = job("data.topic=clicks", workers=2)
+    checks = {item.name: item for item in check_kafka(config, KafkaFacts(), ("producer", "worker"), "User:me", NOW_S)}
+    missing = checks["topic clicks (data.topic)"]
+    assert missing.result == "failed"
+    assert "--operation Read --operation Describe --topic 'clicks'" in missing.todo
+    assert "topic doll.j.samples" not in checks
+    assert "producer: permissions at Kafka" not in checks
+    facts = KafkaFacts(partitions={"clicks": 12}, topics={"clicks": ActualTopic({"cleanup.policy": "compact"}, 1, 1)})
+    checks = {item.name: item for item in check_kafka(config, facts, ("worker",), "User:me", NOW_S)}
+    assert checks["topic clicks (data.topic)"].result == "warning"
+
+
+def test_records_that_retention_deletes_before_they_are_learned() -> None:
+    facts = good_kafka()
+    facts.streams = {0: StreamFacts(2, 5, 10), 1: StreamFacts(4, 0, 10, 6)}
+    checks = judged(facts)
+    assert checks["doll.j.samples/0: retention"].result == "failed"
+    assert "records 2 to 4 were deleted" in checks["doll.j.samples/0: retention"].detail
+    assert checks["doll.j.samples/1: retention"].result == "warning"
+    assert checks["doll.j.samples: lag"].detail == "14 records in all, 8 in one partition, not durable"
+
+
+def test_clocks_and_latency() -> None:
+    facts = good_kafka()
+    facts.newest_s, facts.latency_s = NOW_S + 60, 0.2
+    checks = judged(facts)
+    assert checks["Kafka: clocks"].result == checks["Kafka: latency"].result == "warning"
+    redis = {check.name: check for check in check_redis(RedisFacts(clock_s=NOW_S - 9, eviction="noeviction"), NOW_S)}
+    assert redis["Redis: clocks"].detail == "its clock differs by -9.0 s"
+    assert redis["Redis: eviction"].result == "ok"
+
+
+def test_redis() -> None:
+    (refused,) = check_redis(RedisFacts(refusal="no"), NOW_S)
+    assert refused.result == "failed"
+    checks = {item.name: item for item in check_redis(RedisFacts(denied=("XADD (NOPERM)",), eviction="allkeys-lru"), 0)}
+    assert checks["Redis: permissions"].result == "failed"
+    assert checks["Redis: eviction"].result == "warning"
+
+
+def test_addresses_and_certificates() -> None:
+    facts = [
+        AddressFacts("a:1", problem="nothing answers (Connection refused)"),
+        AddressFacts("b:1", connect_s=0.001, certificate_problem="certificate has expired"),
+        AddressFacts("c:1", connect_s=0.001, certificate_left_s=3 * DAY_S),
+        AddressFacts("d:1", connect_s=0.001, certificate_left_s=90 * DAY_S),
+    ]
+    results = [(check.name, check.result) for check in check_addresses("Kafka", facts)]
+    assert results == [
+        ("Kafka: connect to a:1", "failed"), ("Kafka: connect to b:1", "ok"), ("Kafka: certificate of b:1", "failed"),
+        ("Kafka: connect to c:1", "ok"), ("Kafka: certificate of c:1", "warning"), ("Kafka: connect to d:1", "ok"),
+        ("Kafka: certificate of d:1", "ok"),
+    ]  # fmt: skip
+    assert [check.result for check in check_own_certificate(-DAY_S)] == ["failed"]
+    assert not list(check_own_certificate(None))
+
+
+def test_the_store_and_quotas() -> None:
+    stores = (StoreFacts("f", problem="no"), StoreFacts("s3://b", versions=2, is_tried=False), StoreFacts("f"))
+    assert [check.result for facts in stores for check in check_store(facts)] == ["failed", "ok", "ok"]
+    quotas = [QuotaFacts("spot", 5.0, 8), QuotaFacts("on-demand", 64.0, 8), QuotaFacts("spot", problem="denied")]
+    assert [check.result for check in check_quotas(quotas)] == ["warning", "ok", "unknown"]
+
+
+def test_a_report_is_a_table_and_its_exit_follows_from_failures() -> None:
+    report = Report("j", [Check("one", "ok", "found"), Check("two", "failed", "this", "do that")])
+    assert report.text().splitlines() == [
+        "check  result  what is there; what to do", "one    ok      found", "two    failed  this; do that",
+        "j cannot run: 2 checks, 1 failed, 0 warning, 0 unknown",
+    ]  # fmt: skip
+    assert not report.ok
+    assert Report("j", [Check("one", "warning")]).ok
+
+
+def test_every_role_has_permissions_that_are_judged() -> None:
+    assert all(needed(CONFIG, role) for role in ("producer", "worker", "server", "evaluator", "provisioner"))
