@@ -88,22 +88,23 @@ def test_describe_tells_the_watermarks(services: Services, job_name: str) -> Non
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("workers", "advice"), [(2, "data.partitions to 3"), (5, "data.workers to 3")])
+@pytest.mark.parametrize("workers", [2, 5])
 def test_another_number_of_streams_than_partitions_is_refused_with_the_way_out(
-    services: Services, job_name: str, workers: int, advice: str
+    services: Services, job_name: str, workers: int
 ) -> None:
     topics.ensure(job(name=job_name, workers=3), services)
-    expected = f"samples: expected {workers} partitions, found 3.*; set {advice}, or choose another `job` name"
+    expected = f"samples: expected {workers} partitions, found 3.*; set data.partitions to 3, or choose another `job`"
     for step in (topics.ensure, topics.check):
         with pytest.raises(ConfigError, match=expected):
             step(job(f"data.workers={workers}", name=job_name, workers=3), services)
-    topics.ensure(job("data.workers=2", "data.partitions=3", name=job_name, workers=3), services)
+    topics.ensure(job(f"data.workers={workers}", "data.partitions=3", name=job_name, workers=3), services)
 
 
 @pytest.mark.integration
 def test_more_workers_than_before_get_partitions_of_commands(services: Services, job_name: str) -> None:
     def of(workers: int) -> JobConfig:
-        return job(f"data.workers={workers}", "data.partitions=6", name=job_name, workers=3)
+        settings = (f"data.workers={workers}", f"data.max_workers={workers}", "data.partitions=6")
+        return job(*settings, name=job_name, workers=3)
 
     topics.ensure(of(2), services)
     with pytest.raises(ServiceUnavailableError, match=r"commands: expected 5 partitions, found 2 .* which adds them"):
@@ -143,16 +144,16 @@ def test_a_producer_s_user_is_one_name(user: str) -> None:
 
 
 @pytest.mark.integration
-def test_the_advice_about_the_number_of_workers_works(services: Services, job_name: str) -> None:
-    """No topic is created beside one of another size, which the advised number of workers would not fit."""
+def test_the_advice_about_the_number_of_partitions_works(services: Services, job_name: str) -> None:
+    """No topic is created beside one of another size, which the advised number would not fit."""
     made = f"doll.{job_name}.samples"
     admin = AdminClient(kafka_settings(job(name=job_name, workers=3), services))
     admin.create_topics([NewTopic(made, 1)])[made].result(WAIT_TIMEOUT_S)
     until(lambda: topics.describe(job(name=job_name, workers=3), services), "the topic")
-    with pytest.raises(ConfigError, match=r"samples: expected 3 partitions, found 1 .* set data.workers to 1"):
+    with pytest.raises(ConfigError, match=r"samples: expected 3 partitions, found 1; set data.partitions to 1"):
         topics.ensure(job(name=job_name, workers=3), services)
     assert [info.name for info in topics.describe(job(name=job_name, workers=3), services)] == [made]
-    topics.ensure(job("data.workers=1", name=job_name, workers=3), services)
+    topics.ensure(job("data.partitions=1", name=job_name, workers=3), services)
 
 
 def actual(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: int = 3) -> ActualTopic:
