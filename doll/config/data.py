@@ -155,6 +155,11 @@ class DataConfig(Section):
         streams = MAX_DEFAULT_PLACES if self.asks_kafka else min(self.num_partitions, MAX_DEFAULT_PLACES)
         return self.max_workers or max(self.workers, streams)
 
+    @property
+    def least_places(self) -> int:
+        """Fewest places that a job which goes on may have: a topic of somebody else may have grown since it began."""
+        return self.places if self.topic is None else self.max_workers or self.workers
+
     def by_worker(self, of_streams: Sequence[float]) -> list[float]:
         """The sum over the streams of each worker, as a new job gives these to its workers."""
         return [sum(of_streams[worker :: self.workers]) for worker in range(self.workers)]

@@ -308,9 +308,7 @@ def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
     samples, commands = config.topic("samples"), config.topic("commands")
     for topic in plan_topics(config):
         actual = existing.get(topic.name, topic.partitions)
-        # A topic of somebody else may have grown since the places were made.
-        least = config.data.max_workers or config.data.workers if config.data.topic else topic.partitions
-        if actual == topic.partitions or (topic.name == commands and actual >= least):
+        if actual == topic.partitions or (topic.name == commands and actual >= config.data.least_places):
             continue
         mismatch = f"topic {topic.name}: expected {topic.partitions} partitions, found {actual}"
         other_name = f"choose another `job` name (--set job={config.job}-2)"

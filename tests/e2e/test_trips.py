@@ -68,6 +68,7 @@ def test_trips(services: Services, job_name: str, tmp_path: Path) -> None:
         assert [line["end"] for line in audit["partitions"]] == before[0]
     assert f"{job_name} (finished: " in doll(services, "status", *job)
     assert owner.name in doll(services, "topics", *job)
+    assert f"topic {owner.name} (data.topic)" in doll(services, "doctor", *job)
     assert "DOLL only reads it" in doll(services, "produce", *job, "--stdin", code=2)
     assert "DOLL only reads it" in doll(services, "dead", "replay", run, code=2)
 

@@ -15,7 +15,7 @@ from doll.kafka.topic_plan import (
     find_problems,
     plan_topics,
 )
-from doll.run.doctor.report import Check
+from doll.run.doctor.report import Check, Result
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -151,7 +151,7 @@ def _check_topics(config: JobConfig, facts: KafkaFacts, roles: Sequence[Role], p
         kind, name = plan.kind, f"topic {plan.name}"
         if plan.name in facts.partitions:
             count = facts.partitions[plan.name]
-            is_enough = count >= plan.partitions if kind == "commands" else count == plan.partitions
+            is_enough = count >= config.data.least_places if kind == "commands" else count == plan.partitions
             if not is_enough:
                 yield Check(name, "failed", f"{count} partitions, expected {plan.partitions}",
                             "set data.partitions or data.workers to fit, or take another job name")  # fmt: skip
@@ -193,7 +193,8 @@ def _check_foreign(config: JobConfig, facts: KafkaFacts, principal: str) -> Chec
                      f"correct the name, or have its owner {allow_command(permissions, principal)}")  # fmt: skip
     actual = facts.topics.get(topic)
     if actual is not None and "compact" in actual.settings.get("cleanup.policy", ""):
-        return Check(name, "warning", "it is compacted: records may be removed before they are learned",
+        result: Result = "failed" if config.data.on_data_loss == "stop" else "warning"
+        return Check(name, result, "it is compacted: records may be removed before they are learned",
                      "data.on_data_loss: skip, or another cleanup.policy")  # fmt: skip
     return Check(name, "ok", f"{facts.partitions[topic]} partitions")
 

@@ -66,6 +66,8 @@ def _kafka(config: JobConfig, services: Services, roles: Sequence[Role]) -> Iter
         left_s = None if certificate is None else certificate.not_valid_after_utc.timestamp() - time.time()
         yield from check_own_certificate(left_s)
         facts = ask_kafka(config, services)
+        if config.data.asks_kafka and (count := facts.partitions.get(config.topic("samples"))) is not None:
+            config = config.model_copy(update={"data": config.data.model_copy(update={"partitions": count})})
         principal = principal_text(config.kafka)
     except ConfigError as exc:
         yield Check("Kafka: log in", "failed", str(exc))

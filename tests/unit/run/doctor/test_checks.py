@@ -104,8 +104,10 @@ def test_a_topic_of_somebody_else_is_looked_at_and_never_created() -> None:
     assert "topic doll.j.samples" not in checks
     assert "producer: permissions at Kafka" not in checks
     facts = KafkaFacts(partitions={"clicks": 12}, topics={"clicks": ActualTopic({"cleanup.policy": "compact"}, 1, 1)})
-    checks = {item.name: item for item in check_kafka(config, facts, ("worker",), "User:me", NOW_S)}
-    assert checks["topic clicks (data.topic)"].result == "warning"
+    for on_data_loss, result in (("stop", "failed"), ("skip", "warning")):
+        config = job("data.topic=clicks", f"data.on_data_loss={on_data_loss}", workers=2)
+        checks = {item.name: item for item in check_kafka(config, facts, ("worker",), "User:me", NOW_S)}
+        assert checks["topic clicks (data.topic)"].result == result
 
 
 def test_records_that_retention_deletes_before_they_are_learned() -> None:
