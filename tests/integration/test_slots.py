@@ -13,6 +13,7 @@ from doll.consumers.lifecycle.redis_slots import SlotLeases, lease_slot
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
 from doll.storage.redis_client import connect_redis
+from doll.storage.worker_count import WorkerCount
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
@@ -38,6 +39,19 @@ def test_many_at_once_get_a_slot_each_and_the_rest_none(client: redis.Redis, job
         taken = list(pool.map(SlotLeases.take, seekers))
     assert sorted(slot for slot in taken if slot is not None) == list(range(8))
     assert seekers[0].free() == []
+
+
+def test_a_job_that_is_scaled_has_as_many_slots_as_it_is_to_have_workers(client: redis.Redis, job_name: str) -> None:
+    one, other = SlotLeases(client, job_name, 1, ttl_s=600), SlotLeases(client, job_name, 1, ttl_s=600)
+    count = WorkerCount(client, job_name)
+    assert one.take() == 0
+    assert other.take() is None
+    assert count.set(2)
+    assert other.take() == 1
+    assert count.set(1)
+    assert (one.free(), one.workers) == ([], 1)
+    client.set(f"doll:{job_name}:workers", "many")
+    assert one.workers == 1, "the job file's"
 
 
 def test_a_lease_is_renewed_by_its_holder_alone_and_freed_by_its_holder_alone(
