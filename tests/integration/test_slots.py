@@ -50,7 +50,7 @@ def test_a_job_that_is_scaled_has_as_many_slots_as_it_is_to_have_workers(client:
     assert other.take() == 1
     assert count.set(1)
     assert (one.free(), one.workers) == ([], 1)
-    client.set(f"doll:{job_name}:workers", "many")
+    client.set(f"doll:{{{job_name}}}:workers", "many")
     assert one.workers == 1, "the job file's"
 
 
