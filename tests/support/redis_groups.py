@@ -43,7 +43,7 @@ def answers(port: int) -> bool:
         return False
 
 
-def _free_pair() -> int:
+def free_pair() -> int:
     """A free port whose port of the cluster's bus, 10,000 above it, exists too."""
     while (port := processes.free_port()) > 55_000:
         pass
@@ -91,7 +91,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def redis_cluster(folder: Path) -> Iterator[Cluster]:
-    ports = [_free_pair() for _ in range(CLUSTER_NODES)]
+    ports = [free_pair() for _ in range(CLUSTER_NODES)]
     with contextlib.ExitStack() as open_:
         for number, port in enumerate(ports):
             open_.enter_context(redis_process(folder, f"node-{number}", port, "--cluster-enabled", "yes"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Future
+from typing import Any, cast
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -338,3 +339,51 @@ def test_ensure_goes_on_without_a_broker_that_does_not_answer(monkeypatch: pytes
     config, services = job(workers=3), Services("bootstrap:9092", "")
     topics.ensure(config, services)
     topics.check(config, services)
+
+
+class StrictAdmin:
+    """Refuses topics with settings that managed services refuse, until they are left out."""
+
+    def __init__(self, *refused: str) -> None:
+        self.refused = refused
+        self.created: dict[str, dict[str, str]] = {}
+        self.requests = 0
+
+    def create_topics(self, wanted: list[Any], **more: Any) -> dict[str, Future[None]]:
+        self.requests += 1
+        return {topic.topic: self._answer(topic) for topic in wanted}
+
+    def _answer(self, topic: Any) -> Future[None]:
+        future: Future[None] = Future()
+        if any(name in topic.config for name in self.refused):
+            future.set_exception(KafkaException(KafkaError(KafkaError.POLICY_VIOLATION, "not allowed")))
+        else:
+            self.created[topic.topic] = dict(topic.config)
+            future.set_result(None)
+        return future
+
+
+@pytest.mark.parametrize(
+    ("refused", "requests"),
+    [
+        ((), 1),
+        (("min.insync.replicas",), 2),
+        (("max.message.bytes",), 3),
+        (("min.insync.replicas", "max.message.bytes"), 3),
+    ],
+)
+def test_topics_are_created_without_the_settings_that_a_managed_kafka_refuses(
+    refused: tuple[str, ...], requests: int
+) -> None:
+    config, admin = job(workers=3), StrictAdmin(*refused)
+    topics._create(cast(Any, admin), config, Services("a:1", ""), plan_topics(config))
+    assert set(admin.created) == {topic.name for topic in plan_topics(config)}
+    assert admin.requests == requests
+    assert not [name for settings in admin.created.values() for name in refused if name in settings]
+    assert admin.created["doll.j.updates"]["retention.ms"] == "-1"
+
+
+def test_a_topic_that_is_refused_for_another_reason_is_an_error() -> None:
+    config = job(workers=3)
+    with pytest.raises(ServiceUnavailableError, match="does not create topic"):
+        topics._create(cast(Any, StrictAdmin("retention.ms")), config, Services("a:1", ""), plan_topics(config))
