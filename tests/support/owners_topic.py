@@ -39,7 +39,8 @@ class OwnersTopic:
 
     def create(self, partitions: int, settings: Mapping[str, str] | None = None, **more: Any) -> None:
         self.partitions = partitions
-        new = NewTopic(self.name, partitions, 1, config=dict(settings or {}), **more)
+        placed = more if "replica_assignment" in more else {"replication_factor": 1, **more}
+        new = NewTopic(self.name, partitions, config=dict(settings or {}), **placed)
         self.admin.create_topics([new], operation_timeout=60)[self.name].result(60)
 
     def delete(self) -> None:
