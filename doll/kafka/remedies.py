@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from doll.config.connections import WITH_PASSWORD
@@ -9,6 +10,7 @@ from doll.config.connections import WITH_PASSWORD
 if TYPE_CHECKING:
     from doll.config.connections import KafkaConfig
 
+_ADDRESS: Final = re.compile(r"\b(sasl_)?(ssl|plaintext)://\S+")  # which says nothing of the reason
 _OWN_CERTIFICATE: Final = "DOLL_KAFKA_CERT and DOLL_KAFKA_KEY"
 _ALERTS: Final = ("alert bad certificate", "alert certificate required", "alert certificate unknown",
                   "alert unknown ca", "alert handshake failure", "alert unsupported certificate",
@@ -22,7 +24,7 @@ def login_remedy(reason: str, kafka: KafkaConfig, *, expired: bool = False) -> s
         reason: as librdkafka says it.
         expired: our own certificate has expired; some brokers say of such a one that they do not know it.
     """
-    text = reason.lower()
+    text = _ADDRESS.sub("", reason.lower())
     if "alert certificate expired" in text or (expired and "alert " in text):
         return f"our certificate has expired: put a new one into {_OWN_CERTIFICATE}, and start this process again"
     if any(alert in text for alert in _ALERTS):

@@ -22,7 +22,7 @@ from redis.retry import Retry
 from doll import telemetry
 from doll.errors import BlobError, ServiceUnavailableError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
-from doll.storage.redis_places import MOVED
+from doll.storage.redis_places import MOVED, reason_of
 
 log = telemetry.get_logger(__name__)
 
@@ -153,12 +153,12 @@ class RedisBlobs:
             except (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError, *MOVED) as exc:
                 if self._give_up():
                     raise ServiceUnavailableError(
-                        f"Redis is unreachable ({exc}): start it, or correct redis.address"
+                        f"Redis is unreachable ({reason_of(exc)}): start it, or correct redis.address"
                     ) from exc
                 # The first failure may only be a connection that broke while it was idle: try again without a pause.
                 if pause_s and not self._unreachable:
                     self._unreachable = True
-                    log.warning("redis_unavailable", error=str(exc), hint="waiting until it is back")
+                    log.warning("redis_unavailable", error=reason_of(exc), hint="waiting until it is back")
                 self._sleep(pause_s)
                 pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             except redis.RedisError as exc:

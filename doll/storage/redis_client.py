@@ -26,7 +26,7 @@ from doll.services import (
     parse_redis,
     secret,
 )
-from doll.storage.redis_places import cluster_pool, sentinel_pool
+from doll.storage.redis_places import cluster_pool, reason_of, sentinel_pool
 
 # redis-py's own packer sends what is longer than this as it is: with 10 MB and more 3 times faster than hiredis's.
 _PACK_CUTOFF_BYTES: Final = 6000
@@ -82,9 +82,14 @@ def redis_problem(services: Services, timeout_s: float = 4.0) -> str | None:
         with connect_redis(services, timeout_s=timeout_s, retries=0) as client:
             client.ping()
     except (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError) as exc:
-        return f"Redis at {services.redis} refuses us ({exc}): set {REDIS_PASSWORD_ENV} (and {REDIS_USER_ENV})"
+        return (
+            f"Redis at {services.redis} refuses us ({reason_of(exc)}): set {REDIS_PASSWORD_ENV} (and {REDIS_USER_ENV})"
+        )
     except redis.exceptions.RedisError as exc:
-        return f"Redis at {services.redis} does not answer ({exc}): start it, or correct redis.address or {REDIS_ENV}"
+        return (
+            f"Redis at {services.redis} does not answer ({reason_of(exc)}): start it, or correct redis.address or "
+            f"{REDIS_ENV}"
+        )
     return None
 
 

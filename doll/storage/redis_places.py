@@ -54,6 +54,11 @@ def cluster_pool(place: RedisPlace, settings: dict[str, Any]) -> redis.Connectio
     return redis.ConnectionPool(connection_class=kind, owner=owner, **settings)
 
 
+def reason_of(exc: redis.RedisError) -> str:
+    """redis-py's words for an error, without the client that it adds for a Sentinel that does not answer."""
+    return str(exc).partition(" : <redis.")[0]
+
+
 class SlotOwner:
     """Finds the primary that holds a job's hash slot, by asking any node. Safe to share between threads."""
 

@@ -38,9 +38,9 @@ def test_a_refusal_has_a_remedy(kafka: KafkaConfig, reason: str, remedy: str) ->
 
 
 def test_what_is_no_refusal_has_none() -> None:
-    reason = (
+    refused = (
         "127.0.0.1:1/bootstrap: Connect to ipv4#127.0.0.1:1 failed: Connection refused (after 0ms in state CONNECT)"
     )
-    assert login_remedy(reason, PLAIN) is None
-    assert login_remedy(reason, OAUTH) is None
-    assert not is_final(reason)
+    for reason in (refused, f"sasl_ssl://{refused}", f"ssl://{refused}", f"sasl_plaintext://{refused}"):
+        assert [login_remedy(reason, kafka) for kafka in (PLAIN, OAUTH, MUTUAL)] == [None, None, None]
+        assert not is_final(reason)
