@@ -22,7 +22,7 @@ from doll.config import JobConfig, load
 from doll.consumers.compute.bisection import usual_norm
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.consumers.compute.guard import Guard, Samples
-from doll.consumers.intake.decoding import Records, decode_records
+from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.model.flat_model import build
 from doll.optim.optimizer import Optimizer
 from doll.producers.sources import open_streams
@@ -127,7 +127,7 @@ def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
             values = list(enumerate(itertools.islice(streams[worker], config.data.batch_size)))
             if len(values) < config.data.batch_size:
                 break
-            decoded = decode_records(task, Records.of(values), samples_per_record=1, max_record_bytes=1 << 20)
+            decoded = decode_records(task, RawRecords.of(values), samples_per_record=1, max_record_bytes=1 << 20)
             if version % 25 == 0 and not gradients:
                 lengths = guards[worker].lengths(Samples(decoded.x, decoded.y))
                 longest = (max(longest[0], lengths[0]), max(longest[1], lengths[1]))

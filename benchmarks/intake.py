@@ -6,24 +6,39 @@ Faust, batcher and decoder, without gradients.
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from doll import JsonTask
+from doll import FieldsTask
 from doll.config import JobConfig
 from doll.kafka.clients import make_producer
 from doll.services import Services
-from doll.task.json_task import Columns
+from doll.task.fields_task import Columns
 
 _FILL_RECORDS = 2000  # in one call of the client
 _QUEUE_KBYTES = 262_144
 _QUEUE_RECORDS = 1_000_000
+AVRO_SCHEMA = {
+    "type": "record",
+    "name": "Event",
+    "fields": [
+        {"name": "age", "type": "double"},
+        {"name": "visits", "type": "int"},
+        {"name": "spend", "type": "double"},
+        {"name": "tenure", "type": "double"},
+        {"name": "left", "type": "boolean"},
+    ],
+}
 
 
 class Event(msgspec.Struct):
@@ -34,8 +49,8 @@ class Event(msgspec.Struct):
     left: bool
 
 
-class Events(JsonTask):
-    """JSON of five fields: whether a customer leaves."""
+class Events(FieldsTask):
+    """Events of five fields, JSON or as `data.format` says: whether a customer leaves."""
 
     record = Event
     input_shape = (4,)
@@ -51,18 +66,64 @@ class Events(JsonTask):
         return np.stack(numbers, axis=1), columns["left"]
 
 
+def events(count: int) -> Iterator[dict[str, Any]]:
+    """The fields of events."""
+    rng = random.Random(0)
+    for _ in range(count):
+        yield {
+            "age": round(rng.uniform(18, 80), 1), "visits": rng.randint(0, 30),
+            "spend": round(rng.expovariate(1 / 80), 2), "tenure": rng.randint(0, 20), "left": rng.random() < 0.5,
+        }  # fmt: skip
+
+
 def event_records(count: int) -> list[bytes]:
     """Values of records for `Events`, about 80 bytes each."""
-    rng = random.Random(0)
-    return [
-        json.dumps(
-            {
-                "age": round(rng.uniform(18, 80), 1), "visits": rng.randint(0, 30),
-                "spend": round(rng.expovariate(1 / 80), 2), "tenure": rng.randint(0, 20), "left": rng.random() < 0.5,
-            }
-        ).encode()
-        for _ in range(count)
-    ]  # fmt: skip
+    return [json.dumps(event).encode() for event in events(count)]
+
+
+def avro_records(count: int) -> list[bytes]:
+    """As `event_records`, in Avro behind the header of a registry that has `AVRO_SCHEMA` as schema 1."""
+    import fastavro
+
+    schema, values = fastavro.parse_schema(AVRO_SCHEMA), []
+    for event in events(count):
+        stream = io.BytesIO()
+        fastavro.schemaless_writer(stream, schema, event)
+        values.append(b"\0\0\0\0\1" + stream.getvalue())
+    return values
+
+
+def protobuf_records(count: int) -> list[bytes]:
+    """As `event_records`, as Protobuf messages behind the header of a registry."""
+    from benchmarks.event_messages import Event as Message
+
+    return [b"\0\0\0\0\1\0" + Message(**event).SerializeToString() for event in events(count)]
+
+
+def csv_records(count: int) -> list[bytes]:
+    """As `event_records`, as lines of CSV."""
+    return [",".join(str(value).lower() for value in event.values()).encode() for event in events(count)]
+
+
+@contextmanager
+def schema_server() -> Iterator[str]:
+    """The URL of a registry that has `AVRO_SCHEMA` as each of its schemas."""
+    body = json.dumps({"schema": json.dumps(AVRO_SCHEMA)}).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def fill_topic(config: JobConfig, services: Services, values: Sequence[bytes], records: int) -> None:

@@ -25,7 +25,7 @@ from doll.theory.queueing import update_rate_per_s
 from benchmarks import report
 from benchmarks.arrivals import arrivals_between
 from benchmarks.harness import Bench, LearningResult, Observer, ReferenceResult, Usage, idle_share, image_records, job
-from benchmarks.intake import event_records
+from benchmarks.intake import avro_records, csv_records, event_records, events, protobuf_records, schema_server
 from benchmarks.results import keep
 from benchmarks.shares import is_steady, percentile
 
@@ -161,9 +161,18 @@ class Runner:
             samples //= 6
             live = self.job_b(f"bench-live-{packed}-{len(self.runs)}", packed, samples)
             self.intake_of(live, f"live m={packed}", samples, produce=True)
-        events = self.job_b("bench-stored-json", 1, 800_000 // share, task="benchmarks.intake:Events", args={})
-        self.bench.fill(events, event_records, 800_000 // share)
-        self.intake_of(events, "stored json", 800_000 // share, produce=False)
+        samples = 800_000 // share
+        with schema_server() as registry:
+            formats: dict[str, tuple[Callable[[int], list[bytes]], dict[str, Any] | None]] = {
+                "json": (event_records, None),
+                "avro": (avro_records, {"kind": "avro", "registry": registry}),
+                "protobuf": (protobuf_records, {"kind": "protobuf", "message": "benchmarks.event_messages:Event"}),
+                "csv": (csv_records, {"kind": "csv", "columns": list(next(events(1)))}),
+            }
+            for name, (records, section) in formats.items():
+                config = self.job_b(f"bench-stored-{name}", 1, samples, "benchmarks.intake:Events", {}, section)
+                self.bench.fill(config, records, samples)
+                self.intake_of(config, f"stored {name}", samples, produce=False)
 
     def intake_of(self, config: JobConfig, name: str, samples: int, *, produce: bool) -> None:
         self.measure("B", name, lambda: Measured(*self.bench.intake(config, samples // BATCH, produce=produce)))
@@ -175,12 +184,13 @@ class Runner:
         samples: int,
         task: str = "examples.synthetic.task:Gaussian",
         args: dict[str, Any] | None = None,
+        section: dict[str, Any] | None = None,
     ) -> JobConfig:
         return job(
             name,
             task=task,
             args={"features": 20} if args is None else args,
-            data={"workers": 1, "batch_size": BATCH, "samples_per_record": packed},
+            data={"workers": 1, "batch_size": BATCH, "samples_per_record": packed, "format": section},
             source={"kind": "synthetic", "features": 20, "limit_samples": samples},
             arrivals={"process": "asap"},
             training={"policy": {"name": "doll", "group_size": 1}},

@@ -54,6 +54,14 @@ class BadRecordsError(SampleError):
         super().__init__(f"{len(self.positions)} bad records")
 
 
+class SkipRecord(DollError):
+    """A record that the task does not learn from, for this reason: it is counted, and is no dead letter."""
+
+
+class RetryLater(DollError):
+    """A task cannot decode a batch now, for this reason, and may be able to later: the worker waits and tries again."""
+
+
 class TaskError(DollError):
     """The task or its model has failed, and a restart would fail again."""
 

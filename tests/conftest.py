@@ -77,7 +77,9 @@ def _seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     np.random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
-    for name in [name for name in os.environ if name.startswith(("DOLL_CONTROL", "DOLL_KAFKA", "DOLL_REDIS"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("DOLL_CONTROL", "DOLL_KAFKA", "DOLL_REDIS", "DOLL_REGISTRY"))
+    ]:
         monkeypatch.delenv(name)
 
 

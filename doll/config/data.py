@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from doll.config.format import FormatConfig
 from doll.config.section import Section
 from doll.errors import ConfigError
 
@@ -111,6 +112,12 @@ class DataConfig(Section):
     """what a worker does if records are deleted from the samples topic before they are learned: stop with exit code 4,
     or skip them (the audit counts and lists them)"""
 
+    format: FormatConfig | None = None
+    """how values hold the fields that a `doll.FieldsTask` learns from; default: as JSON objects. Any other task decodes
+    values itself"""
+    tombstones: Literal["dead", "skip"] = "dead"
+    """records without a value, which delete a key of a compacted topic: they are dead-lettered, or skipped and counted
+    (`doll status` shows how many)"""
     on_bad_records: BadRecordsConfig = BadRecordsConfig()
 
     @field_validator("topic")

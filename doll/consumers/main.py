@@ -237,7 +237,7 @@ class _WorkerProcess:
         config = self._config
         return ChunkReader(
             config, self._services, config.topic("samples"), (), group=f"doll-{config.job}-w{self._worker}",
-            max_chunk_records=max(1, stream_buffer_records(config) // 2),
+            max_chunk_records=max(1, stream_buffer_records(config) // 2), with_envelopes=self._task.reads_envelopes,
         )  # fmt: skip
 
     def _link(self, welcome: Welcome) -> ControlLink | None:

@@ -21,7 +21,7 @@ from doll.consumers.channels.kafka_channel import Commands, WorkerChannel
 from doll.consumers.compute.gradient_engine import GradientEngine
 from doll.consumers.intake.batching import BatchBuffer, Batcher, RawBatch, Value, buffer_capacity
 from doll.consumers.intake.dead_letters import Decoder
-from doll.consumers.intake.decoding import Decoded, Records
+from doll.consumers.intake.decoding import Decoded, RawRecords
 from doll.consumers.intake.deleted_records import DeletedRecords
 from doll.consumers.intake.partition_intake import PartitionIntake
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
@@ -42,7 +42,7 @@ from doll.consumers.protocol.worker_core import (
     part_of,
 )
 from doll.consumers.tables.row_client import RowClient
-from doll.errors import DollError, RecordError, ServiceUnavailableError, TaskError
+from doll.errors import ConfigError, DollError, RecordError, ServiceUnavailableError, TaskError
 from doll.kafka.chunk_reader import Chunk, ChunkReader, Learned, NoRecordBelow, OutOfRange, ReadFrom, Truncated
 from doll.process.data_limit import out_of_memory
 from doll.process.fault_points import fault_point
@@ -192,7 +192,7 @@ class WorkerRuntime:
         if (intake := self.intake_of(chunk)) is None:
             return
         intake.watch.samples_at_s = time.monotonic()
-        if self.buffer.feed(chunk.partition, chunk.offsets, chunk.values, chunk.leader_epoch):
+        if self.buffer.feed(chunk.partition, chunk.offsets, chunk.values, chunk.leader_epoch, chunk.envelopes):
             self.reader.pause()
         self._filled.set()
 
@@ -212,9 +212,11 @@ class WorkerRuntime:
             if buffer.is_half_empty:
                 self.reader.resume()
             self._num_decoding += 1
-            records = Records(raw.offsets, raw.values, raw.partition) if raw.count == 1 else Records((), ())
+            records = RawRecords((), ())
+            if raw.count == 1:
+                records = RawRecords(raw.offsets, raw.values, raw.partition, raw.envelopes)
             future = asyncio.wrap_future(self._decoder.decode(records))
-            raw.values = []  # the decoder has them
+            raw.values, raw.envelopes = [], []  # the decoder has them
             self._decoding.put_nowait((self.intakes[raw.partition], raw, future))
 
     @property
@@ -231,6 +233,9 @@ class WorkerRuntime:
                 decoded = await future
             except ServiceUnavailableError as exc:  # Kafka does not take a dead letter
                 self.exit.request(1, str(exc))
+                return
+            except (ConfigError, TaskError) as exc:  # a restart would fail again
+                self.exit.request(exc.exit_code, str(exc))
                 return
             self._num_decoding -= 1
             if self.intakes.get(raw.partition) is not intake:
@@ -415,6 +420,7 @@ class WorkerRuntime:
         self._heartbeat.set_waiting_for("")
         while True:
             await asyncio.sleep(TICK_S)
+            self._show_waiting()
             self._heartbeat.beat("loop")
             self._channel.poll()
             self._skip_recordless_offsets()
@@ -422,6 +428,12 @@ class WorkerRuntime:
                 self.main_loop.leave()
             self._give_skipped()
             self._do(self._core.tick(time.monotonic()))
+
+    def _show_waiting(self) -> None:
+        """Let the probes and the server know for what decoding waits."""
+        if self._core.waiting_for != (waiting_for := self._decoder.waiting_for):
+            self._core.waiting_for = waiting_for
+            self._heartbeat.set_waiting_for(waiting_for)
 
     def _skip_recordless_offsets(self) -> None:
         for number, intake in self.intakes.items():
@@ -460,7 +472,7 @@ class WorkerRuntime:
     async def _watch_partition(self, intake: PartitionIntake, unread: int, commands_high: int) -> None:
         now, watch, high = time.monotonic(), intake.watch, intake.log_end
         watch.observe(
-            unread=unread, is_waiting=not self._core.has_room or self._core.draining or bool(intake.decoded),
+            unread=unread, is_waiting=self._wants_no_records(intake),
             next_command=self._next_command, commands_high=commands_high, now=now,
         )  # fmt: skip
         if watch.samples_stalled(now):
@@ -470,6 +482,10 @@ class WorkerRuntime:
                     watch.record_empty(high, now)
         if self.intakes.get(intake.number) is intake and (problem := watch.problem(now)):
             self.exit.request(1, problem)
+
+    def _wants_no_records(self, intake: PartitionIntake) -> bool:
+        core = self._core
+        return not core.has_room or core.draining or bool(intake.decoded) or bool(self._decoder.waiting_for)
 
     def _measure_lag(self) -> dict[int, int]:
         """Records of each partition that are not read; those in the buffer are lag as well."""
@@ -522,5 +538,5 @@ def _batch(raw: RawBatch[Any], decoded: Decoded) -> Batch:
         number=raw.number, data=decoded, num_samples=decoded.num_samples, complete_at_s=time.monotonic(),
         dead=tuple(item.offset for item in decoded.refused if item.whole), gaps=tuple(raw.gaps), lost=tuple(raw.lost),
         dead_samples=sum(item.samples for item in decoded.refused if not item.whole), leader_epoch=raw.leader_epoch,
-        partition=raw.partition,
+        partition=raw.partition, skipped=decoded.skipped,
     )  # fmt: skip

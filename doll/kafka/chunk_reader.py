@@ -26,6 +26,7 @@ from doll.kafka.denials import is_denial, reason_of
 from doll.kafka.reader import Partition, end_of_unreadable, unreadable
 from doll.kafka.topic_plan import batch_limit_bytes
 from doll.records.refusals import UnreadValue
+from doll.task.records import Envelope
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Chunk(NamedTuple):
     # Of Kafka's leader that took the last of them; none before it has a higher one. -1: not known.
     leader_epoch: int = -1
     reading: int = 0  # see `ReadFrom`, as in the other deliveries
+    # One for each value, where they were asked for: the client's messages; None where the value is an `UnreadValue`.
+    envelopes: Sequence[Envelope | None] = ()
 
 
 class NoRecordBelow(NamedTuple):
@@ -160,16 +163,18 @@ class ChunkReader:
     Args:
         group: of the committed offsets.
         max_chunk_records: bounds a chunk, with `MAX_CHUNK_RECORDS` and `MAX_CHUNK_BYTES`.
+        with_envelopes: chunks have their records' keys, headers and timestamps.
     """
 
     def __init__(
         self, config: JobConfig, services: Services, topic: str, partitions: Iterable[ReadFrom], *, group: str,
-        max_chunk_records: int = MAX_CHUNK_RECORDS,
+        max_chunk_records: int = MAX_CHUNK_RECORDS, with_envelopes: bool = False,
     ) -> None:  # fmt: skip
         self._config, self._services, self._group = config, services, group
         self._max_record_bytes = config.data.max_record_bytes
         self._unpacked_limit_bytes = batch_limit_bytes(config)
         self._topic = topic
+        self._with_envelopes = with_envelopes
         self._consumer = self._make_consumer()
         self._changed = threading.Condition()  # guards what follows
         self._closed = self._paused = False
@@ -394,7 +399,13 @@ class ChunkReader:
         values = list(map(_Record.value, records))
         if max(sizes) > self._max_record_bytes:
             values = [self._within_limit(value) for value in values]
-        self._send(Chunk(reading.where.number, offsets, values, _leader_epoch(records[-1]), reading.number))
+        envelopes: Sequence[Envelope | None] = ()
+        if self._with_envelopes:
+            envelopes = [
+                None if isinstance(value, UnreadValue) else record
+                for value, record in zip(values, records, strict=True)
+            ]
+        self._send(Chunk(reading.where.number, offsets, values, _leader_epoch(records[-1]), reading.number, envelopes))
         reading.position = last + 1
 
     def _within_limit(self, value: bytes | None) -> bytes | None:
@@ -423,7 +434,8 @@ class ChunkReader:
         offsets = range(reading.position, min(until, reading.position + self._max_chunk_records))
         if offsets:
             reading.position = offsets.stop
-            self._send(Chunk(reading.where.number, offsets, [value] * len(offsets), -1, reading.number))
+            envelopes = [None] * len(offsets) if self._with_envelopes else []
+            self._send(Chunk(reading.where.number, offsets, [value] * len(offsets), -1, reading.number, envelopes))
         else:
             reading.unreadable = None
             self._assign([reading.where.number])

@@ -329,6 +329,7 @@ class ParameterServer:
                     live_since_s=time_s - (now - worker.live_since_s) if worker.is_live else 0.0,
                     silent_s=max(0.0, now - worker.last_heard_s) if worker.is_live else 0.0, batch_s=worker.batch_s,
                     time_limit_s=engine.time_limit_s(worker), is_stalled=worker.stalled,
+                    waiting_for=worker.waiting_for,
                     control=kinds.get(worker.number, "kafka"), partitions=len(worker.queue.partitions),
                     is_spare=worker.is_here and not worker.is_live,
                 )
@@ -339,7 +340,7 @@ class ParameterServer:
             run_id=engine.start.run_id,
             counters={**engine.counters, **counters, **self._refused}, measures=self._measures.report(),
             dead_reasons=engine.refusals.reasons.in_order(), recent_records=engine.refusals.recent_records,
-            recent_refused=engine.refusals.recent_refused,
+            recent_refused=engine.refusals.recent_refused, skipped=engine.refusals.skipped.in_order(),
         )  # fmt: skip
 
     # --- actions ----------------------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     wait_s: float = 0.0  # from the batch's completion to the start of its set
     version: int = -1  # of the weights that it was computed on; -1: as its Push says
     dead_reasons: tuple[tuple[str, int], ...] = ()  # of its dead letters, and how many have each
+    skipped: tuple[tuple[str, int], ...] = ()  # why its task has left samples out, and how many for each reason
     leader_epoch: int = -1  # Kafka's, of the log: nothing up to the batch's end had a higher one; -1: not known
 
 
@@ -134,6 +135,7 @@ class Alive(Record, frozen=True):
     retained: int = 0  # batches held and not yet durable
     next_offset: int = 0  # next sample offsets that this worker will read, added up over its partitions
     lag: int = 0  # records in its partitions that this worker has not read yet
+    waiting_for: str = ""  # why it cannot decode records at present; "" while it can
 
 
 class Leave(Record, frozen=True):
@@ -422,6 +424,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     is_stalled: bool = False  # that limit has passed, and it has not answered since
     partitions: int = 0  # that it serves
     is_spare: bool = False  # it is here and serves none: other workers serve all
+    waiting_for: str = ""  # as in its last Alive
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -467,6 +470,7 @@ class ServerStatus(Record, frozen=True):
     num_workers: int = 0  # that the job is to have; 0: as many as the job file says
     moving_partitions: int = 0  # that are still to go to another worker
     run_id: str = ""  # see `TermStarted`
+    skipped: tuple[tuple[str, int], ...] = ()  # of the applied batches: why samples were left out, and how many
 
 
 class ProvisionDecision(Record, frozen=True):

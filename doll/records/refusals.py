@@ -61,6 +61,7 @@ class RefusalState(msgspec.Struct, frozen=True, kw_only=True):
 
     reasons: tuple[tuple[str, int], ...] = ()
     window: tuple[tuple[int, int], ...] = ()  # records and refused ones, the oldest first
+    skipped: tuple[tuple[str, int], ...] = ()
 
 
 class Refusals:
@@ -73,6 +74,7 @@ class Refusals:
     def __init__(self, window_records: int, state: RefusalState | None = None) -> None:
         state = state or RefusalState()
         self.reasons = ReasonCounts(state.reasons)
+        self.skipped = ReasonCounts(state.skipped)  # samples that tasks have left out, which are no refusals
         self._window_records = window_records
         self._buckets = [list(bucket) for bucket in state.window]
         self.recent_records = sum(records for records, _ in self._buckets)
@@ -109,4 +111,4 @@ class Refusals:
     def state(self) -> RefusalState:
         """For a checkpoint."""
         window = tuple((records, refused) for records, refused in self._buckets)
-        return RefusalState(reasons=self.reasons.in_order(), window=window)
+        return RefusalState(reasons=self.reasons.in_order(), window=window, skipped=self.skipped.in_order())

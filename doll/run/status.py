@@ -19,7 +19,7 @@ from doll.ledger.lineage import GenerationFilter, UpdatesRecord
 from doll.ledger.snapshot_counts import read_counts
 from doll.monitor.state.formats import clock
 from doll.monitor.state.heartbeats import RoleHeartbeats
-from doll.monitor.state.progress import JobSnapshot, ProgressModel
+from doll.monitor.state.progress import JobSnapshot, ProgressModel, skipped_text
 from doll.monitor.views.run_report import summary
 from doll.monitor.views.text import one_line, worker_table
 from doll.process.files import read_json
@@ -61,10 +61,16 @@ class JobStatus:
         state = f"finished: {snapshot.finished}" if snapshot.finished else "running, or waiting to be resumed"
         lines = [f"{self.config.job} ({state})", one_line(snapshot, self.config.stop), worker_table(snapshot)]
         lines += (f"slow: worker {line.worker}: {line.slow}" for line in snapshot.workers if line.slow)
+        reasons = dict.fromkeys(line.waiting_for for line in snapshot.workers if line.waiting_for)
+        for reason in reasons:
+            workers = ", ".join(str(line.worker) for line in snapshot.workers if line.waiting_for == reason)
+            lines.append(f"waiting: worker {workers}: {reason}")
         if snapshot.policy is not None:
             lines.append(snapshot.policy.text())
         if dead := snapshot.dead.text():
             lines.append(f"{dead}; see doll dead list")
+        if skipped := skipped_text(snapshot.skipped):
+            lines.append(skipped)
         if snapshot.lost:
             lost = named(snapshot.lost)
             lines.append(f"lost: {lost}: deleted from the log before they were learned (see data.on_data_loss)")

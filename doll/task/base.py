@@ -26,7 +26,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,11 +35,13 @@ import numpy.typing as npt
 
 from doll.errors import ConfigError, SampleError
 from doll.tables.rows import LookUp, Rows
+from doll.task.records import Record, Records
 
 if TYPE_CHECKING:
     import torch
 
     from doll.config import JobConfig
+    from doll.config.format import FormatSection
 
 
 class Sample(NamedTuple):
@@ -50,6 +52,20 @@ class Sample(NamedTuple):
 
     x: npt.ArrayLike
     y: npt.ArrayLike
+
+
+class Samples(NamedTuple):
+    """What `Task.decode_many` makes of n records, where some are skipped: they are counted, and are no dead letters.
+
+    Attributes:
+        x, y: shapes (k, *input_shape) and (k, ...), of the k records that are not skipped, in order.
+        skipped: for each reason, which records are skipped for it: booleans, shape (n,). Where two reasons name a
+            record, the first counts.
+    """
+
+    x: npt.NDArray[Any]
+    y: npt.NDArray[Any]
+    skipped: Mapping[str, npt.NDArray[np.bool_]] = {}
 
 
 class Task:
@@ -63,18 +79,29 @@ class Task:
             records of a batch have.
         num_classes: number of classes. A target outside 0 .. num_classes - 1 is dead-lettered. None: regression, or
         unchecked.
+        whole_records: whether `decode_many` reads keys, headers or timestamps of its `Records`. They cost time and
+            memory only where this is set. A task that overrides `decode_record` has them.
     """
 
     input_shape: tuple[int, ...] | None = None
     num_classes: int | None = None
+    whole_records: bool = False
 
     def build_model(self) -> torch.nn.Module:
         """A fresh model. It is called after the job's seed is set, so every process builds the same one."""
         raise NotImplementedError(f"{type(self).__name__} must define build_model()")
 
     def decode(self, record: bytes) -> Sample:
-        """The sample in one Kafka record's value. Any exception dead-letters it, with its message as the reason."""
+        """The sample in one Kafka record's value. Any exception dead-letters it, with its message as the reason.
+
+        Two exceptions do not: `doll.SkipRecord` counts the record as skipped, with its message as the reason; on
+        `doll.RetryLater` the worker waits, shows its message in `doll status`, and decodes the batch again.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define decode(record)")
+
+    def decode_record(self, record: Record) -> Sample:
+        """Optional, in place of `decode`, for a task that needs a record's key, headers, timestamp or offset."""
+        return self.decode(record.value)
 
     def decode_block(self, block: memoryview, width: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
         """Optional fast path: decode records of equal length, laid end to end, in one go.
@@ -89,7 +116,7 @@ class Task:
         """
         return None
 
-    def decode_many(self, values: Sequence[bytes]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+    def decode_many(self, values: Records) -> Samples | tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
         """Optional fast path: decode records of any lengths, such as JSON or CSV, in one go.
 
         A call that raises or returns None is repeated for each half, down to single records, which `decode` then takes
@@ -97,16 +124,34 @@ class Task:
         this method for JSON objects.
 
         Args:
-            values: of n records, n >= 1.
+            values: the list of the values of n records, n >= 1, with their offsets, and with keys, headers and
+                timestamps where `whole_records` is set.
 
         Returns:
             Arrays: x of shape (n, *input_shape) and y of shape (n, ...), in the order of `values`. Row i must be what
-            `decode(values[i])` gives, of a type that does not depend on the other records.
+            `decode(values[i])` gives, of a type that does not depend on the other records. `Samples` where some
+            records are skipped.
 
         Raises:
             BadRecordsError: some of the records are bad.
+            RetryLater: the worker is to wait, and to decode the batch again; see `decode`.
         """
         return None
+
+    def use_format(self, section: FormatSection, *, load: Callable[[str], Any], path: Callable[[Path], Path]) -> None:
+        """Decode values as `data.format` says; called when a job loads the task. Only a `doll.FieldsTask` can.
+
+        Args:
+            load: the object that `module:Name` or `file.py:Name` names.
+            path: resolves a path of the job file.
+
+        Raises:
+            ConfigError: the task does not decode this format, or the format has not the fields that it needs.
+        """
+        raise ConfigError(
+            f"data.format: expected a task that subclasses doll.FieldsTask, got {type(self).__name__}, which decodes "
+            "values itself"
+        )
 
     def forward(self, model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Model output for a batch `x` of shape (n, *input_shape). Default: `model(x)` on floats.
@@ -189,6 +234,16 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} must define step_rows(weights, look_up, x, y, rng)")
 
     @property
+    def reads_envelopes(self) -> bool:
+        """Whether the task reads more of a record than its value."""
+        return self.whole_records or self.decodes_records
+
+    @property
+    def decodes_records(self) -> bool:
+        """Whether `decode_record` takes the place of `decode`."""
+        return type(self).decode_record is not Task.decode_record
+
+    @property
     def steps_rows(self) -> bool:
         """Whether `step_rows` takes the place of the gradient."""
         return type(self).step_rows is not Task.step_rows
@@ -212,11 +267,7 @@ def load_task(config: JobConfig) -> Task:
     spec = config.task.cls
     module_name, _, class_name = spec.rpartition(":")
     try:
-        module = (
-            _load_file(config.path(Path(module_name)))
-            if module_name.endswith(".py")
-            else _load_module(module_name, config)
-        )
+        module = _load(module_name, config)
     except ConfigError:
         raise
     except Exception as exc:  # the user's module may raise anything while it is imported
@@ -233,7 +284,24 @@ def load_task(config: JobConfig) -> Task:
         raise
     except Exception as exc:  # the user's constructor may raise anything
         raise ConfigError(f"task.args: {spec} does not take {config.task.args}: {described(exc)}") from exc
+    _set_format(config, task)
     return task
+
+
+def _set_format(config: JobConfig, task: Task) -> None:
+    if config.data.format is None:
+        return
+
+    def load(spec: str) -> Any:
+        module_name, _, class_name = spec.rpartition(":")
+        try:
+            return getattr(_load(module_name, config), class_name)
+        except ConfigError:
+            raise
+        except Exception as exc:  # the user's module may raise anything while it is imported
+            raise ConfigError(f"data.format.message: cannot load {spec!r}: {described(exc)}") from exc
+
+    task.use_format(config.data.format, load=load, path=config.path)
 
 
 def described(error: Exception) -> str:
@@ -255,6 +323,11 @@ def _resolve(config: JobConfig, key: str, value: Any) -> Any:
     if isinstance(value, str) and key.endswith(("_path", "_folder", "_file")):
         return str(config.path(Path(value)))
     return value
+
+
+def _load(name: str, config: JobConfig) -> Any:
+    """A module by its name, or by its file."""
+    return _load_file(config.path(Path(name))) if name.endswith(".py") else _load_module(name, config)
 
 
 def _load_module(name: str, config: JobConfig) -> Any:

@@ -12,9 +12,9 @@ from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, GradientComputer, LocalModel
 from doll.consumers.compute.gradient_engine import GoesOn, GradientEngine, Handle, ThreadGradientEngine
 from doll.consumers.intake.dead_letters import Decoder
-from doll.consumers.intake.decoding import Decoded, Records
+from doll.consumers.intake.decoding import Decoded, RawRecords
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
-from doll.errors import ServiceUnavailableError, TaskError
+from doll.errors import RetryLater, ServiceUnavailableError, TaskError
 from doll.model.flat_model import FlatModel
 from doll.records.control import Grant
 from doll.storage.blobs import decode_blob, encode_blob
@@ -32,16 +32,16 @@ NOTHING = Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zer
 
 
 def test_batches_are_decoded_in_order_and_not_in_the_callers_thread() -> None:
-    seen: list[tuple[Records, int]] = []
+    seen: list[tuple[RawRecords, int]] = []
 
-    def decode(records: Records) -> Decoded:
+    def decode(records: RawRecords) -> Decoded:
         seen.append((records, threading.get_ident()))
         return NOTHING
 
     decoder = Decoder(decode)
     assert decoder.depth >= 1
     finished: list[int] = []
-    batches = [Records([number], [b"x"]) for number in range(5)]
+    batches = [RawRecords([number], [b"x"]) for number in range(5)]
     futures = [decoder.decode(records) for records in batches]
     for number, future in enumerate(futures):
         future.add_done_callback(lambda _, number=number: finished.append(number))  # type: ignore[misc]
@@ -52,14 +52,50 @@ def test_batches_are_decoded_in_order_and_not_in_the_callers_thread() -> None:
     assert threading.get_ident() not in {thread for _, thread in seen}
 
 
+def test_a_batch_that_cannot_be_decoded_yet_is_waited_for() -> None:
+    answers: list[Exception | Decoded] = [RetryLater("no key"), RetryLater("no key"), RetryLater(""), NOTHING, NOTHING]
+    waited: list[tuple[float, str]] = []
+
+    def decode(records: RawRecords) -> Decoded:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def wait(seconds: float) -> bool:
+        waited.append((seconds, decoder.waiting_for))
+        return False
+
+    decoder = Decoder(decode, wait)
+    first, second = decoder.decode(RawRecords([0], [b"x"])), decoder.decode(RawRecords([1], [b"x"]))
+    assert (first.result(60), second.result(60), decoder.waiting_for) == (NOTHING, NOTHING, "")
+    decoder.close()
+    assert waited == [(0.25, "no key"), (0.5, "no key"), (1.0, "the task cannot decode now")]
+
+
+def test_waiting_ends_with_the_decoder() -> None:
+    asked = threading.Event()
+
+    def decode(records: RawRecords) -> Decoded:
+        asked.set()
+        raise RetryLater("never")
+
+    decoder = Decoder(decode)
+    future = decoder.decode(RawRecords([0], [b"x"]))
+    assert asked.wait(60)
+    decoder.close()
+    with pytest.raises(RetryLater):
+        future.result(60)
+
+
 def test_a_batch_that_cannot_be_decoded_fails_alone() -> None:
-    def decode(records: Records) -> Decoded:
+    def decode(records: RawRecords) -> Decoded:
         if records.offsets == [1]:
             raise ServiceUnavailableError("Kafka does not take a dead letter")
         return NOTHING
 
     decoder = Decoder(decode)
-    first, second = (decoder.decode(Records([number], [b"x"])) for number in (1, 2))
+    first, second = (decoder.decode(RawRecords([number], [b"x"])) for number in (1, 2))
     with pytest.raises(ServiceUnavailableError, match="does not take"):
         first.result(60)
     assert second.result(60) is NOTHING
@@ -69,13 +105,13 @@ def test_a_batch_that_cannot_be_decoded_fails_alone() -> None:
 def test_closing_a_decoder_waits_for_the_batch_under_way() -> None:
     entered, release = threading.Event(), threading.Event()
 
-    def decode(records: Records) -> Decoded:
+    def decode(records: RawRecords) -> Decoded:
         entered.set()
         assert release.wait(60)
         return NOTHING
 
     decoder = Decoder(decode)
-    first = decoder.decode(Records([1], [b"x"]))
+    first = decoder.decode(RawRecords([1], [b"x"]))
     assert entered.wait(60)
     closing = threading.Thread(target=decoder.close)
     closing.start()
@@ -89,13 +125,13 @@ def test_closing_a_decoder_waits_for_the_batch_under_way() -> None:
 def test_a_gradient_does_not_wait_for_a_batch_that_is_being_decoded() -> None:
     entered, release = threading.Event(), threading.Event()
 
-    def decode(records: Records) -> Decoded:
+    def decode(records: RawRecords) -> Decoded:
         entered.set()
         assert release.wait(60)
         return NOTHING
 
     decoder, engine = Decoder(decode), ThreadGradientEngine(lambda order, of, _: done(of[0].number))
-    decoding = decoder.decode(Records([1], [b"x"]))
+    decoding = decoder.decode(RawRecords([1], [b"x"]))
     assert entered.wait(60)
     assert engine.submit(grant(1), (batch(1),), goes_on).result(60) == done(1)
     assert not decoding.done()

@@ -23,7 +23,7 @@ import record_builders
 import yaml
 from doll.config import JobConfig, dump, parse
 from doll.config.policy import POLICIES
-from doll.consumers.intake.decoding import Records, decode_records
+from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, Exit, GradientDone, Send, WorkerCore
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
 from doll.ps.engine.engine import Engine
@@ -259,7 +259,7 @@ def test_records_of_the_shipped_tasks(name: str, per_record: int) -> None:
     batch: list[tuple[int, bytes | None]] = []
 
     def take(records: list[tuple[int, bytes | None]]) -> Any:
-        decoded = decode_records(task, Records.of(records), samples_per_record=per_record, max_record_bytes=4096)
+        decoded = decode_records(task, RawRecords.of(records), samples_per_record=per_record, max_record_bytes=4096)
         assert decoded.num_samples == len(decoded.x) == len(decoded.y)
         if decoded.num_samples:
             assert decoded.x.shape[1:] == task.input_shape

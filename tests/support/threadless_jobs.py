@@ -16,7 +16,7 @@ from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.compute.task_steps import OwnSteps
 from doll.consumers.intake.dead_letters import DeadLetters
-from doll.consumers.intake.decoding import Records
+from doll.consumers.intake.decoding import RawRecords
 from doll.consumers.protocol.worker_core import Batch, Compute, OfferWeights, Send, WorkerCore
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
@@ -96,7 +96,7 @@ class Worker:
 
     def batch(self, number: int) -> Batch:
         """Its content depends on the worker and the number only."""
-        decoded = self.letters.decode(Records(range(8 * number, 8 * number + 8), self.values(number)))
+        decoded = self.letters.decode(RawRecords(range(8 * number, 8 * number + 8), self.values(number)))
         return Batch(number, decoded, decoded.num_samples, 0.0, partition=self.number)
 
     def values(self, number: int) -> list[bytes]:

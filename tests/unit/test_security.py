@@ -14,7 +14,7 @@ import pytest
 import structlog
 from doll import GreyImageTask
 from doll.config import dump, parse
-from doll.consumers.intake.decoding import Records, decode_records
+from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
 from doll.kafka.clients import kafka_settings
 from doll.process.health import heartbeat_of
@@ -108,7 +108,7 @@ def test_a_pickle_is_refused_wherever_it_comes_from(tmp_path: Path) -> None:
             decode_checkpoint(data)
         with pytest.raises(SampleError):
             packing.unpack(data, 4)
-        decoded = decode_records(LabelledImages(), Records([0], [data]), samples_per_record=1, max_record_bytes=4096)
+        decoded = decode_records(LabelledImages(), RawRecords([0], [data]), samples_per_record=1, max_record_bytes=4096)
         assert (decoded.num_samples, len(decoded.refused)) == (0, 1)
         with pytest.raises(ConfigError):
             parse(data.decode("latin-1"))

@@ -12,7 +12,7 @@ from doll.consumers.compute.gradient import CachedVersion, GradientComputer
 from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.dead_letters import DeadLetters
-from doll.consumers.intake.decoding import Records
+from doll.consumers.intake.decoding import RawRecords
 from doll.consumers.protocol.worker_core import Batch, Compute, Send, WorkerCore, part_of
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
@@ -45,10 +45,10 @@ class Normed(Gaussian):
         return torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
 
 
-def records(worker: int, batch: int) -> Records:
+def records(worker: int, batch: int) -> RawRecords:
     rng = np.random.default_rng((worker, batch))
     rows = [np.array([*rng.normal(size=6), at % 2], "<f4").tobytes() for at in range(BATCH)]
-    return Records(range(BATCH * batch, BATCH * (batch + 1)), rows)
+    return RawRecords(range(BATCH * batch, BATCH * (batch + 1)), rows)
 
 
 class Job:

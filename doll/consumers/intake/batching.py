@@ -15,6 +15,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from doll.config import JobConfig
 from doll.records.refusals import UnreadValue
+from doll.task.records import Envelope, envelope_bytes
 
 R = TypeVar("R")
 
@@ -32,7 +33,7 @@ class RawBatch(Generic[R]):
 
     `gaps` are offset ranges [lo, hi) inside the batch in which the log holds no record (transaction markers, records
     of aborted transactions, compaction). `lost` are those whose records were deleted before they were read. `values`
-    has one value for each other offset of [lo, hi).
+    has one value for each other offset of [lo, hi), and `envelopes` one for each value, or is empty.
 
     `leader_epoch`: nothing below `hi` in the log had a higher one when it was read; -1: not known.
     """
@@ -46,6 +47,7 @@ class RawBatch(Generic[R]):
     lost: list[tuple[int, int]] = field(default_factory=list)
     count: int = 1
     leader_epoch: int = -1
+    envelopes: list[Envelope | None] = field(default_factory=list)
 
     @property
     def offsets(self) -> Sequence[int]:
@@ -97,7 +99,13 @@ class Batcher(Generic[R]):
         lo = self._origin + number * self._size
         return RawBatch(self._partition, number, lo, lo + self._size)
 
-    def feed(self, offsets: Sequence[int], values: Sequence[R], leader_epoch: int = -1) -> Iterator[RawBatch[R]]:
+    def feed(
+        self,
+        offsets: Sequence[int],
+        values: Sequence[R],
+        leader_epoch: int = -1,
+        envelopes: Sequence[Envelope | None] = (),
+    ) -> Iterator[RawBatch[R]]:
         """Take the next records of the log; yield every batch that they complete, in order.
 
         Offsets below the next expected one were seen before and are ignored. Skipped offsets become gaps, or lost where
@@ -108,6 +116,7 @@ class Batcher(Generic[R]):
             offsets: rising; best a `range` where none is missing.
             values: one for each offset.
             leader_epoch: the last one's; -1: not known.
+            envelopes: one for each value, of each call; or none, of no call.
         """
         self._leader_epoch = leader_epoch
         at, end = bisect_left(offsets, self.next_offset), len(offsets)
@@ -117,6 +126,7 @@ class Batcher(Generic[R]):
             if offsets[until - 1] - offsets[at] != until - 1 - at:  # one is missing: up to the first that is
                 until = _first_missing(offsets, at, until)
             self._batch.values += values[at:until]
+            self._batch.envelopes += envelopes[at:until]
             self.next_offset = offsets[until - 1] + 1
             at = until
             if self.next_offset == self._batch.hi:
@@ -213,12 +223,19 @@ class BatchBuffer:
     def _is_full(self) -> bool:
         return len(self._raw_batches) >= self._capacity or self._waiting_bytes >= self._max_bytes
 
-    def feed(self, partition: int, offsets: Sequence[int], values: Sequence[Value], leader_epoch: int = -1) -> bool:
+    def feed(
+        self,
+        partition: int,
+        offsets: Sequence[int],
+        values: Sequence[Value],
+        leader_epoch: int = -1,
+        envelopes: Sequence[Envelope | None] = (),
+    ) -> bool:
         """Take the next records of a partition, as `Batcher.feed`; whether the buffer is full.
 
         They are cut as far as there is room: records far apart make many empty batches.
         """
-        return self._cut((partition, self._batchers[partition].feed(offsets, values, leader_epoch)))
+        return self._cut((partition, self._batchers[partition].feed(offsets, values, leader_epoch, envelopes)))
 
     def skip_to(self, partition: int, offset: int) -> None:
         """No record of a partition below `offset` is to come."""
@@ -259,5 +276,6 @@ class BatchBuffer:
         num_bytes = sum(map(len, held))
         if len(held) < len(raw.values):
             num_bytes += sum(len(value.head) for value in raw.values if isinstance(value, UnreadValue))
+        num_bytes += sum(envelope_bytes(envelope) for envelope in raw.envelopes if envelope is not None)
         self._raw_batches.append((raw, num_bytes))
         self._waiting_bytes += num_bytes

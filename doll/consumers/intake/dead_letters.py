@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,16 +10,20 @@ from typing import Final
 
 from doll.config import JobConfig
 from doll.consumers.channels.kafka_channel import WorkerChannel
-from doll.consumers.intake.decoding import Decoded, Records, Refused, decode_records, refuse
+from doll.consumers.intake.decoding import Decoded, RawRecords, Refused, decode_records, refuse
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch
+from doll.errors import RetryLater
 from doll.process.fault_points import fault_point
+from doll.records.bounded import short
 from doll.records.control import DeadLetter
-from doll.records.refusals import ReasonCounts, UnreadValue
+from doll.records.refusals import MAX_REASON_CHARS, ReasonCounts, UnreadValue
 from doll.task.base import Task
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
+RETRY_FIRST_S: Final = 0.25
+RETRY_MAX_S: Final = 10.0
 _MAX_PAYLOAD_BYTES: Final = 65_536  # a dead letter keeps this much of the record; the rest is still at its offset
 
 
@@ -51,12 +56,13 @@ class DeadLetters:
         self._worker = worker
         self._term = term
 
-    def decode(self, records: Records) -> Decoded:
+    def decode(self, records: RawRecords) -> Decoded:
         """The usable samples of one batch."""
         data = self._data
         decoded = decode_records(
-            self._task, records, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes
-        )
+            self._task, records, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes,
+            skip_tombstones=data.tombstones == "skip",
+        )  # fmt: skip
         if decoded.refused:
             values = zip(records.offsets, records.values, strict=True)
             self._send(
@@ -113,15 +119,42 @@ class Decoder:
     """
 
     depth = 8  # how many batches the caller may have under way at once: those that follow wake neither thread
+    waiting_for = ""  # why a batch cannot be decoded at present; "" while they can
 
-    def __init__(self, decode: Callable[[Records], Decoded]) -> None:
+    def __init__(self, decode: Callable[[RawRecords], Decoded], wait: Callable[[float], bool] | None = None) -> None:
+        """`wait`: for so many seconds, or until it is true that this is closed; default: the time of day."""
         self._decode = decode
+        self._closed = threading.Event()
+        self._wait = self._closed.wait if wait is None else wait
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="decode")
 
-    def decode(self, records: Records) -> Future[Decoded]:
-        """As `DeadLetters.decode`. Futures are done in the order of the calls."""
-        return self._executor.submit(self._decode, records)
+    def decode(self, records: RawRecords) -> Future[Decoded]:
+        """As `DeadLetters.decode`. Futures are done in the order of the calls.
+
+        A batch that cannot be decoded now is tried again, at most every `RETRY_MAX_S`; those behind it wait.
+        """
+        return self._executor.submit(self._decode_patiently, records)
+
+    def _decode_patiently(self, records: RawRecords) -> Decoded:
+        delay_s = RETRY_FIRST_S
+        while True:
+            try:
+                decoded = self._decode(records)
+            except RetryLater as exc:
+                reason = short(str(exc) or "the task cannot decode now", MAX_REASON_CHARS)
+                if reason != self.waiting_for:
+                    log.warning("decoding_waits", reason=reason, action="trying again until it works")
+                    self.waiting_for = reason
+                if self._wait(delay_s):
+                    raise
+                delay_s = min(2 * delay_s, RETRY_MAX_S)
+                continue
+            if self.waiting_for:
+                log.info("decoding_goes_on")
+                self.waiting_for = ""
+            return decoded
 
     def close(self) -> None:
         """Wait for what is under way, and drop the rest."""
+        self._closed.set()
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,233 +1,45 @@
-"""Records to tensors: what can be used goes into the batch, what cannot is refused with a reason. Nothing raises.
+"""Records to tensors: what can be used goes into the batch, what cannot is refused with a reason. Of the task's
+exceptions, only those that are not about records get through.
 
-A task's `decode_block` and `decode_many` are tried first. A part that these cannot decode is halved until it is small,
-so one bad sample among thousands costs a few more calls and leaves the others in bulk. What bulk decoding leaves is
-looked at one by one, and only there a sample is refused.
+Bulk decoding (`bulk`) is tried first. What it leaves is looked at one by one, and only there a sample is refused.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from doll.errors import BadRecordsError, SampleError
+from doll.consumers.intake.bulk import NOT_OF_RECORDS, NUMERIC_KINDS, Origins, Part, SampleBytes, decode_in_bulk
+from doll.errors import SampleError, SkipRecord
 from doll.records.control import DeadLetterCode
-from doll.records.packing import Packed, unpack
-from doll.records.refusals import UnreadValue
+from doll.records.packing import unpack
+from doll.records.refusals import ReasonCounts, UnreadValue
 from doll.task.base import Sample, Task, as_features, as_target
+from doll.task.records import Envelope, record_of
 
-NUMERIC_KINDS: Final = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex
-_SMALL: Final = 8  # samples; a part of so many is decoded one by one once its bulk decoding failed
-_FAILURES: Final = 8  # failed calls above twice the successful ones from which on the task is not asked any more
-
-Pair: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 MAX_REASON_CHARS = 500
+TOMBSTONE = "tombstone"
 _Row = tuple[int, npt.NDArray[Any], npt.NDArray[Any]]  # place in the batch, x, y
 
 
-class Part(NamedTuple):
-    """SampleBytes that were decoded in one call and passed every check: x of shape (k, ...), y of shape (k, ...).
+class RawRecords(NamedTuple):
+    """The records of one batch, not decoded: value i is the record at offset i. In offset order, of one length.
 
-    `places`, int64, shape (k,), rising: which samples of the batch they are.
+    `envelopes`: one for each value; empty where the task does not read them.
     """
-
-    places: npt.NDArray[np.int64]
-    x: npt.NDArray[Any]
-    y: npt.NDArray[Any]
-
-
-class SampleBytes:
-    """The bytes of a batch's samples, as a list or, where all have one width, as one block."""
-
-    def __init__(self, values: list[bytes] | None, bodies: Sequence[memoryview | bytes], width: int) -> None:
-        self._values = values
-        self._bodies = bodies
-        self._block: memoryview | None = None
-        self.width = width  # bytes of each sample; 0: they differ
-        self._count = len(values) if values is not None else sum(map(len, bodies)) // width
-
-    @classmethod
-    def unpacked(cls, values: list[bytes], widths: list[int]) -> SampleBytes:
-        """Of records that hold one sample each."""
-        width = widths[0] if widths and widths.count(widths[0]) == len(widths) else 0
-        return cls(values, values, width)
-
-    @classmethod
-    def packed(cls, packs: Sequence[Packed]) -> SampleBytes:
-        """Of packed records."""
-        widths = {pack.width for pack in packs}
-        if len(widths) == 1 and 0 not in widths:
-            return cls(None, [pack.body for pack in packs], widths.pop())
-        values = list(chain.from_iterable(pack.samples() for pack in packs))
-        return cls.unpacked(values, list(map(len, values)))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, place: int) -> bytes:
-        if self._values is not None:
-            return self._values[place]
-        return bytes(self.block[place * self.width : (place + 1) * self.width])
-
-    @property
-    def block(self) -> memoryview:
-        """All samples, end to end; only where they have one width. Joined at most once."""
-        if self._block is None:
-            self._block = memoryview(self._bodies[0] if len(self._bodies) == 1 else b"".join(self._bodies))
-        return self._block
-
-    def values(self) -> list[bytes]:
-        """Each sample's bytes."""
-        if self._values is None:
-            data, width = bytes(self.block), self.width
-            self._values = [data[at : at + width] for at in range(0, len(data), width)]
-        return self._values
-
-
-def decode_in_bulk(task: Task, samples: SampleBytes) -> tuple[list[Part], npt.NDArray[np.int64]]:
-    """What `task.decode_block` and `task.decode_many` make of a batch, and the places of all other samples, rising."""
-    parts: list[Part] = []
-    left = np.arange(len(samples))
-    if _overrides(task, "decode_block"):
-        left = _decode_blocks(task, samples, left, parts)
-    if len(left) and _overrides(task, "decode_many"):
-        left = _decode_many(task, samples, left, parts)
-    return parts, left
-
-
-def _overrides(task: Task, name: str) -> bool:
-    return getattr(type(task), name) is not getattr(Task, name) or name in vars(task)
-
-
-def _decode_blocks(
-    task: Task, samples: SampleBytes, places: npt.NDArray[np.int64], parts: list[Part]
-) -> npt.NDArray[np.int64]:
-    """Decode the samples of the most frequent width; returns the places of the remaining samples."""
-    if not len(samples):
-        return places
-    if samples.width:
-        block, width, others = samples.block, samples.width, places[:0]
-    else:
-        values = samples.values()
-        widths = list(map(len, values))
-        ((width, count),) = Counter(widths).most_common(1)
-        if count <= _SMALL:
-            return places
-        same = np.array(widths) == width
-        places, others = places[same], places[~same]
-        block = memoryview(b"".join([value for value in values if len(value) == width]))
-
-    def decode(here: npt.NDArray[np.int64]) -> Pair | None:
-        lo = int(np.searchsorted(places, here[0])) * width
-        return task.decode_block(block[lo : lo + len(here) * width], width)
-
-    return np.sort(np.concatenate([others, _halving(task, places, decode, parts)]))
-
-
-def _decode_many(
-    task: Task, samples: SampleBytes, places: npt.NDArray[np.int64], parts: list[Part]
-) -> npt.NDArray[np.int64]:
-    """Decode the samples at `places`; returns the places of the remaining samples."""
-    values = samples.values()
-
-    def decode(here: npt.NDArray[np.int64]) -> Pair | None:
-        # A list of its own: a task that consumes it and then fails leaves the values for the next try.
-        return task.decode_many(
-            list(values) if len(here) == len(values) else [values[place] for place in here.tolist()]
-        )
-
-    return np.sort(_halving(task, places, decode, parts))
-
-
-def _halving(
-    task: Task,
-    places: npt.NDArray[np.int64],
-    decode: Callable[[npt.NDArray[np.int64]], Pair | None],
-    parts: list[Part],
-) -> npt.NDArray[np.int64]:
-    """Append what `decode` makes of parts of `places` to `parts`; the remaining places, in any order."""
-    left = [places[:0]]
-    waiting = [places]
-    failures = successes = 0
-    while waiting:
-        here = waiting.pop()
-        if failures > _FAILURES + 2 * successes:
-            left.append(here)  # none of the records suits, or so many are bad that halving costs more than it saves
-            continue
-        try:
-            part = _checked_part(task, decode(here), here)
-        except BadRecordsError as exc:
-            bad = np.isin(np.arange(len(here)), exc.positions)
-            if bad.any():
-                failures += 1
-                left.append(here[bad])
-                waiting += [here[~bad]] if not bad.all() else []
-                continue
-            part = None
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # the user's code may raise or return anything; decoding one by one gives the reasons
-            part = None
-        if part is not None:
-            successes += 1
-            parts += [part] if len(part.places) else []
-            left.append(
-                np.setdiff1d(here, part.places, assume_unique=True) if len(part.places) < len(here) else here[:0]
-            )
-        else:
-            failures += 1
-            if len(here) <= _SMALL:
-                left.append(here)
-            else:
-                waiting += [here[len(here) // 2 :], here[: len(here) // 2]]
-    return np.concatenate(left)
-
-
-def _checked_part(task: Task, pair: Pair | None, here: npt.NDArray[np.int64]) -> Part | None:
-    """The good samples of those at `here`; None where `pair` has no arrays of the task for all of them.
-
-    The checks are the checks that a single sample must pass in `_check`.
-    """
-    if pair is None:
-        return None
-    x, y = pair
-    if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)):
-        return None  # the type of a list's array would depend on the records that are decoded with it
-    x, y = as_features(x), as_target(y)
-    if x.dtype.kind not in NUMERIC_KINDS or y.dtype.kind not in NUMERIC_KINDS or not len(x) == len(y) == len(here):
-        return None
-    if task.input_shape is not None and x.shape[1:] != task.input_shape:
-        return None
-    if task.num_classes is not None and y.ndim != 1:
-        return None
-    tests = [np.isfinite(array) for array in (x, y) if array.dtype.kind == "f"]
-    if task.num_classes is not None:
-        tests += [y >= 0, y < task.num_classes]
-        if y.dtype.kind == "f":
-            tests.append(np.floor(y) == y)
-    if all(test.all() for test in tests):
-        return Part(here, x, y)
-    good = np.ones(len(here), np.bool_)
-    for test in tests:
-        good &= test.reshape(len(here), -1).all(axis=1)
-    return Part(here[good], x[good], y[good])
-
-
-class Records(NamedTuple):
-    """The records of one batch, not decoded: value i is the record at offset i. In offset order, of one length."""
 
     offsets: Sequence[int]
     values: Sequence[bytes | None]
     partition: int = 0
+    envelopes: Sequence[Envelope | None] = ()
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[int, bytes | None]]) -> Records:
+    def of(cls, pairs: Iterable[tuple[int, bytes | None]]) -> RawRecords:
         """From (offset, value) pairs in offset order."""
         pairs = list(pairs)
         return cls([offset for offset, _ in pairs], [value for _, value in pairs])
@@ -235,7 +47,7 @@ class Records(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """SampleBytes of one record that cannot be used. `whole`: none of the record's samples can."""
+    """Samples of one record that cannot be used. `whole`: none of the record's samples can."""
 
     offset: int
     reason: str
@@ -248,67 +60,90 @@ class Refused:
 class Decoded:
     """The usable samples of a batch, in stream order: x of shape (n, ...), y of shape (n, ...).
 
-    `offsets`, int64, shape (n,): the record that each sample came in.
+    `offsets`, int64, shape (n,): the record that each sample came in. `skipped`: why the task has left samples out, and
+    how many for each reason.
     """
 
     x: npt.NDArray[Any]
     y: npt.NDArray[Any]
     offsets: npt.NDArray[np.int64]
     refused: list[Refused] = field(default_factory=list)
+    skipped: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_samples(self) -> int:
         return len(self.x)
 
 
-def decode_records(task: Task, records: Records, *, samples_per_record: int, max_record_bytes: int) -> Decoded:
+def decode_records(
+    task: Task, records: RawRecords, *, samples_per_record: int, max_record_bytes: int, skip_tombstones: bool = False
+) -> Decoded:
     """Decode the records of one batch.
 
     Args:
         samples_per_record: m; above 1, each value is a packed record (`doll.records.packing`) of at most m samples.
         max_record_bytes: a longer record is refused unread.
+        skip_tombstones: a record without a value is skipped, and not refused.
+
+    Raises:
+        RetryLater, TaskError, ConfigError: as the task raises them. Nothing of the batch is decoded then.
     """
     refused: list[Refused] = []
-    values, widths, offsets = _readable(records, max_record_bytes, refused)
+    skips = ReasonCounts()
+    values, widths, offsets, kept = _readable(records, max_record_bytes, refused, skips if skip_tombstones else None)
+    envelopes = records.envelopes or None
+    if envelopes is not None and kept is not None:
+        envelopes = [envelopes[at] for at in kept]
     if samples_per_record == 1:
         samples = SampleBytes.unpacked(values, widths)
     else:
-        packs, kept = [], []
+        packs, whole = [], []
         for at, value in enumerate(values):
             try:
                 packs.append(unpack(value, samples_per_record))
             except SampleError as exc:
                 refused.append(Refused(int(offsets[at]), str(exc), 1, True, "not_packed"))
             else:
-                kept.append(at)
+                whole.append(at)
         samples = SampleBytes.packed(packs)
-        offsets = np.repeat(offsets[kept], [pack.num_samples for pack in packs])
+        counts = [pack.num_samples for pack in packs]
+        offsets = np.repeat(offsets[whole], counts)
+        if envelopes is not None:
+            envelopes = [envelopes[at] for at, count in zip(whole, counts, strict=True) for _ in range(count)]
+    origins = Origins(offsets, records.partition, envelopes)
     with np.errstate(all="ignore"):  # a task's log of a negative number is a NaN, which is refused
-        parts, left = decode_in_bulk(task, samples)
+        bulk = decode_in_bulk(task, samples, origins)
         reasons: dict[int, str] = {}
-        rows = _one_by_one(task, samples, left.tolist(), reasons)
-    x, y, places = _combined(parts, rows, reasons)
+        rows = _one_by_one(task, samples, origins, bulk.left.tolist(), reasons, bulk.skipped)
+    x, y, places = _combined(bulk.parts, rows, reasons)
     if reasons:
         refused += _by_record(offsets, reasons)
     refused.sort(key=lambda item: item.offset)
-    return Decoded(x, y, offsets[places], refused)
+    for _, reason in sorted(bulk.skipped.items()):
+        skips.add(reason)
+    return Decoded(x, y, offsets[places], refused, skips.in_order())
 
 
 def _readable(
-    records: Records, max_record_bytes: int, refused: list[Refused]
-) -> tuple[list[bytes], list[int], npt.NDArray[np.int64]]:
-    """The values that are neither empty nor too long, their lengths, and their offsets; the others are refused."""
+    records: RawRecords, max_record_bytes: int, refused: list[Refused], skips: ReasonCounts | None
+) -> tuple[list[bytes], list[int], npt.NDArray[np.int64], list[int] | None]:
+    """The values that are neither empty nor too long, their lengths, their offsets, and which these are, None for all.
+
+    The others are refused, but for those without a value where `skips` is given, which counts them.
+    """
     values = list(records.values)
     widths = [len(value) if value else 0 for value in values]
     offsets = _int64(records.offsets)
     if len(offsets) != len(values):
         raise ValueError(f"expected as many offsets as values, got {len(offsets)} and {len(values)}")
     if not widths or (min(widths) > 0 and max(widths) <= max_record_bytes):
-        return cast(list[bytes], values), widths, offsets
+        return cast(list[bytes], values), widths, offsets, None
     kept = []
     for at, width in enumerate(widths):
         if width == 0 and isinstance(value := values[at], UnreadValue):
             refused.append(Refused(int(offsets[at]), value.reason, 1, True, value.code))
+        elif values[at] is None and skips is not None:
+            skips.add(TOMBSTONE)
         elif width == 0:
             refused.append(Refused(int(offsets[at]), "empty value: expected a sample", 1, True, "empty"))
         elif width > max_record_bytes:
@@ -316,7 +151,7 @@ def _readable(
             refused.append(Refused(int(offsets[at]), reason, 1, True, "too_long"))
         else:
             kept.append(at)
-    return [cast(bytes, values[at]) for at in kept], [widths[at] for at in kept], offsets[kept]
+    return [cast(bytes, values[at]) for at in kept], [widths[at] for at in kept], offsets[kept], kept
 
 
 def _int64(offsets: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -342,14 +177,29 @@ def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
     return refused
 
 
-def _one_by_one(task: Task, samples: SampleBytes, places: Sequence[int], reasons: dict[int, str]) -> list[_Row]:
-    """The samples at these places that can be used; `reasons` gets the reasons for the others, by place."""
+def _one_by_one(
+    task: Task,
+    samples: SampleBytes,
+    origins: Origins,
+    places: Sequence[int],
+    reasons: dict[int, str],
+    skipped: dict[int, str],
+) -> list[_Row]:
+    """The samples at these places that can be used; `reasons` and `skipped` get why others are not, by place."""
     rows: list[_Row] = []
     for place in places:
         try:
-            rows.append((place, *_check(task, task.decode(samples[place]))))
-        except KeyboardInterrupt:
+            if task.decodes_records:
+                offset = int(origins.offsets[place])
+                record = record_of(samples[place], origins.envelope(place), origins.partition, offset)
+                sample = task.decode_record(record)
+            else:
+                sample = task.decode(samples[place])
+            rows.append((place, *_check(task, sample)))
+        except NOT_OF_RECORDS:
             raise
+        except SkipRecord as exc:
+            skipped[place] = str(exc) or "no reason given"
         except BaseException as exc:  # whatever the user's decode raises: also sys.exit, and a panic of a Rust library
             text = str(exc) if isinstance(exc, SampleError) else f"{type(exc).__name__}: {exc}"
             reasons[place] = text[:MAX_REASON_CHARS]
@@ -407,7 +257,7 @@ def _check(task: Task, sample: Sample | tuple[Any, Any]) -> tuple[npt.NDArray[An
 
 
 def _same_kind(rows: list[_Row], reasons: dict[int, str]) -> list[_Row]:
-    """SampleBytes with integers among samples with floats: integers become floats, where that does not change them."""
+    """Samples with integers among samples with floats: integers become floats, where that does not change them."""
     xs = _one_kind([x for _, x, _ in rows], 1 << 24)  # up to there float32 holds every integer
     ys = _one_kind([y for _, _, y in rows], 1 << 53)
     kept = []

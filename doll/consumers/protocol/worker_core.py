@@ -200,6 +200,7 @@ class Batch:
     gaps: tuple[tuple[int, int], ...] = ()
     lost: tuple[tuple[int, int], ...] = ()
     dead_samples: int = 0
+    skipped: tuple[tuple[str, int], ...] = ()  # samples that the task leaves out, by reason
     leader_epoch: int = -1  # see `doll.consumers.intake.batching.RawBatch`
     partition: int = 0
     number_in_partition: int = -1
@@ -366,6 +367,7 @@ class WorkerCore:
         self.market = market
         self.incarnation = incarnation
         self.draining = False
+        self.waiting_for = ""  # why no batch is decoded at present; "" while they are
         self._retained = self._num_read = 0
         self._new: list[Batch] = []  # not announced, in the order in which they came
         self._granted: set[tuple[int, int]] = set()  # of the batches that are held: those with a grant, or applied
@@ -609,7 +611,7 @@ class WorkerCore:
                 dead_samples=item.dead_samples, dead_reasons=item.dead_reasons, compute_s=item.compute_s,
                 wait_s=max(0.0, begun_at_s - batch.complete_at_s),
                 version=item.version if done.is_kept or item.version != done.version else -1,
-                leader_epoch=batch.leader_epoch,
+                leader_epoch=batch.leader_epoch, skipped=batch.skipped,
             )
             for batch, number, item in zip(batches, grant.grant_ids, done.batches, strict=False)
         )  # fmt: skip
@@ -736,7 +738,10 @@ class WorkerCore:
         if now - self._alive_at_s >= ALIVE_EVERY_S:
             self._alive_at_s = now
             retained, offset = self.retained, self.next_offset
-            alive = Alive(worker=self.worker, session=self.session, retained=retained, next_offset=offset, lag=self.lag)
+            alive = Alive(
+                worker=self.worker, session=self.session, retained=retained, next_offset=offset, lag=self.lag,
+                waiting_for=self.waiting_for,
+            )  # fmt: skip
             actions.append(Send(alive))
         if now - self._announced_at_s >= ANNOUNCE_EVERY_S:
             self._announced_at_s = now

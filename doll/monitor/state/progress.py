@@ -47,6 +47,7 @@ class WorkerLine:
         usd: cost of its machines.
         slow: how it is slow, in words; "" if it is not.
         is_spare: it is here and serves no partition.
+        waiting_for: why it cannot decode records at present; "" while it can.
     """
 
     worker: int
@@ -62,6 +63,7 @@ class WorkerLine:
     usd: float = math.nan
     slow: str = ""
     is_spare: bool = False
+    waiting_for: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,14 @@ class DeadLetterCounts:
             f" ({self.recent_refused:,} of the last {self.recent_records:,} records)" if self.recent_records else ""
         )
         return f"{self.letters:,} dead letter{'s' * (self.letters > 1)}{recent}: {most}{reason}"
+
+
+def skipped_text(skipped: Sequence[tuple[str, int]]) -> str:
+    """`1,008 samples skipped: 1,000 tombstone, 8 bot`; empty where none is."""
+    if not skipped:
+        return ""
+    total = sum(samples for _, samples in skipped)
+    return f"{total:,} samples skipped: " + ", ".join(f"{samples:,} {reason}" for reason, samples in skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,7 @@ class JobSnapshot:
     policy: PolicySummary | None = None  # what its consistency policy gave and cost
     updates: int = 0  # of `version`, updates that learned a sample: what a stop rule counts
     dead: DeadLetterCounts = DeadLetterCounts()
+    skipped: tuple[tuple[str, int], ...] = ()  # samples that the task has left out, by reason
 
 
 class ProgressModel:
@@ -147,6 +158,7 @@ class ProgressModel:
         self._gone_since_s: dict[int, float] = {}  # Unix seconds of the first status without a worker, while it is gone
         self._worker_rates = WorkerRates()
         self._slow_workers: set[int] = set()
+        self._waiting: dict[int, str] = {}  # for what a worker waits to decode records
         self._lost: dict[int, list[Span]] = {}
         self.next_offsets: dict[int, int] = {}  # per partition: one above the last offset in an update
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
@@ -213,6 +225,9 @@ class ProgressModel:
             if text and worker.worker not in self._slow_workers:
                 self.add_event(f"worker {worker.worker}: {text}", None)
             (self._slow_workers.add if text else self._slow_workers.discard)(worker.worker)
+            if worker.waiting_for and worker.waiting_for != self._waiting.get(worker.worker):
+                self.add_event(f"worker {worker.worker} waits: {worker.waiting_for}", None)
+            self._waiting[worker.worker] = worker.waiting_for
         had_dead = self.dead_letters().letters > 0
         self._status = status
         if not had_dead and (dead := self.dead_letters().text()):
@@ -327,6 +342,7 @@ class ProgressModel:
                     retained_batches=worker.retained_batches,
                     lag_records=worker.lag_records,
                     slow=self._slow(worker),
+                    waiting_for=worker.waiting_for if worker.is_live else "",
                 )
             )
         return tuple(lines)
@@ -371,6 +387,7 @@ class ProgressModel:
             policy=self.policy_summary(),
             updates=history.learned_updates,
             dead=self.dead_letters(),
+            skipped=self.skipped(),
         )
 
     def dead_letters(self) -> DeadLetterCounts:
@@ -379,6 +396,10 @@ class ProgressModel:
         if status is None:
             return DeadLetterCounts()
         return DeadLetterCounts(status.dead_reasons, status.recent_records, status.recent_refused)
+
+    def skipped(self) -> tuple[tuple[str, int], ...]:
+        """The samples that the task has left out so far, by reason, by the newest status of the parameter server."""
+        return () if self._status is None else self._status.skipped
 
     def _eta_s(self, rate: float) -> float:
         target = self.config.stop.updates

@@ -12,7 +12,7 @@ from doll.amounts import usd
 from doll.ledger.balance import LedgerReport
 from doll.monitor.state import spot_history
 from doll.monitor.state.formats import aligned, clock, number, of
-from doll.monitor.state.progress import DeadLetterCounts, ProgressModel
+from doll.monitor.state.progress import DeadLetterCounts, ProgressModel, skipped_text
 from doll.process.files import json_safe
 from doll.provisioner.prices.shipped import estimate
 from doll.theory.cost import SECONDS_PER_HOUR
@@ -108,6 +108,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         "redis_kind": outcome.redis_kind,
         "dead_letters": dead.letters,
         "dead_reasons": [{"reason": reason, "letters": letters} for reason, letters in dead.reasons],
+        "skipped": [{"reason": reason, "samples": samples} for reason, samples in model.skipped()],
         "notes": list(outcome.notes),
         "audit": None if ledger is None else audit_counts(ledger),
         "files": outcome.files,
@@ -167,6 +168,8 @@ def summary(report: Mapping[str, Any]) -> str:
     if report.get("dead_reasons"):
         counts = tuple((item["reason"], item["letters"]) for item in report["dead_reasons"])
         lines.append(f"  {DeadLetterCounts(counts).text()}")
+    if report.get("skipped"):
+        lines.append(f"  {skipped_text([(item['reason'], item['samples']) for item in report['skipped']])}")
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
     if "cost_predicted_usd" in report:

@@ -326,7 +326,7 @@ class Engine:
                 self._on_nack(event)
             case Alive():
                 if (worker := self._accept(event.worker, event.session)) is not None:
-                    worker.retained, worker.lag = event.retained, event.lag
+                    worker.retained, worker.lag, worker.waiting_for = event.retained, event.lag, event.waiting_for
             case Leave():
                 if (worker := self._accept(event.worker, event.session)) is not None:
                     worker.left = True
@@ -887,6 +887,8 @@ class Engine:
             grant.partition.leader_epoch = item.leader_epoch
             absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
             self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
+            for reason, samples in item.skipped:
+                self.refusals.skipped.add(reason, samples)
         worker.moved += pushed.max_change
         self._durability.applied(worker, len(applied))
         self._settling.applied(worker, push)

@@ -46,6 +46,7 @@ class Worker:
     moved: float = 0.0  # see `doll.ps.policies.base.WorkerCounters`; kept by the engine
     retained: int = 0  # as in its last Alive, like `lag`
     lag: int = 0
+    waiting_for: str = ""
 
     @property
     def is_here(self) -> bool:

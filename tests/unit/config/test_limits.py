@@ -28,6 +28,8 @@ EXTREMES = (
     "9007199254740992", "9223372036854775807", "9223372036854775808", "18446744073709551616", "1e20", "1e31", "1e308",
     "1e400", ".inf", "-.inf", ".nan", "1" + "0" * 400, "-1e20", "1e10", "1000", "5000",
 )  # fmt: skip
+BESIDE: dict[str, dict[str, Any]] = {"version": {"registry": "http://host", "subject": "clicks"}}
+"""What a section needs where a key that may be left out is given."""
 REQUIRED: dict[str, Any] = {
     "images": "a", "labels": "a", "path": "a", "launch_template": "lt-0123456789", "launch_template_version": 1,
     "subnets": ["subnet-0123456789"], "instance_types": ["c7g.large"], "stages": 2,
@@ -80,7 +82,7 @@ def numbers(model: type[BaseModel] = JobConfig, path: tuple[str, ...] = ()) -> I
             continue
         kinds = types_in(field.annotation)
         if kinds & {int, float} and dict not in kinds:
-            yield Key(here, needed)
+            yield Key(here, {**needed, **BESIDE.get(name, {})})
             if "list" in str(field.annotation):
                 yield Key(here, needed, is_list=True)
 

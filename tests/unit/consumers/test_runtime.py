@@ -14,11 +14,11 @@ import pytest
 from doll.config import parse
 from doll.consumers import runtime
 from doll.consumers.intake.dead_letters import Decoder
-from doll.consumers.intake.decoding import Decoded, Records, Refused
+from doll.consumers.intake.decoding import Decoded, RawRecords, Refused
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.protocol.worker_core import ComputedBatch, GradientDone, Send, WorkerCore
 from doll.consumers.runtime import WorkerRuntime
-from doll.errors import DollError, ServiceUnavailableError, TaskError
+from doll.errors import ConfigError, DollError, ServiceUnavailableError, TaskError
 from doll.kafka.chunk_reader import Chunk
 from doll.process.health import Heartbeat
 from doll.records.control import Alive, Announce, AnyRecord, Durable, Leave, Nack, Push, Stop
@@ -31,7 +31,7 @@ JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {work
 pytestmark = pytest.mark.slow  # loads torch
 
 
-def decode_records(records: Records) -> Decoded:
+def decode_records(records: RawRecords) -> Decoded:
     """One sample per record; a record without value is refused."""
     if any(value == b"away" for value in records.values):
         raise ServiceUnavailableError("Kafka does not take a dead letter")
@@ -50,9 +50,9 @@ class SlowDecoder(Decoder):
     """Decodes when the test says so."""
 
     depth: int = 2
-    waiting: deque[tuple[Records, Future[Decoded]]] = field(default_factory=deque)
+    waiting: deque[tuple[RawRecords, Future[Decoded]]] = field(default_factory=deque)
 
-    def decode(self, records: Records) -> Future[Decoded]:
+    def decode(self, records: RawRecords) -> Future[Decoded]:
         self.waiting.append((records, Future()))
         return self.waiting[-1][1]
 
@@ -359,6 +359,34 @@ async def test_a_dead_letter_that_kafka_does_not_take_ends_the_process(start: Ca
     rig.feed(b"away", b"x")
     await rig.until(lambda: rig.runtime.exit.is_requested)
     assert (rig.runtime.exit.code, rig.channel.sent) == (1, [])
+
+
+@pytest.mark.parametrize("error", [TaskError("write `whole_records = True`"), ConfigError("no subject clicks-value")])
+async def test_decoding_that_would_fail_again_ends_the_job(start: Callable[..., Rig], error: DollError) -> None:
+    def fail(records: RawRecords) -> Decoded:
+        raise error
+
+    rig = start(decoder=FakeDecoder(fail))
+    rig.feed(b"x", b"x")
+    await rig.until(lambda: rig.runtime.exit.is_requested)
+    assert (rig.runtime.exit.code, rig.channel.sent) == (2, [])
+
+
+async def test_a_worker_that_waits_to_decode_says_so_and_goes_on(start: Callable[..., Rig]) -> None:
+    decoder = SlowDecoder()
+    rig = start(decoder=decoder, without=("prepare",))
+    rig.heartbeat.set_waiting_for("")
+    rig.runtime.intakes[1].watch._timeout_s = 0.0
+    rig.channel.bounds, rig.runtime._next_command = (0, 120), 120  # records are there, and no more commands
+    decoder.waiting_for = "the registry at http://registry does not answer"
+    await rig.until(lambda: any(record.waiting_for for record in rig.channel.of(Alive)))
+    assert rig.heartbeat.report()["reasons"] == ["the registry at http://registry does not answer"]
+    assert rig.heartbeat.report()["healthy"]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not rig.runtime.exit.is_requested
+    decoder.waiting_for = ""
+    await rig.until(lambda: not rig.heartbeat.report()["reasons"])
 
 
 async def test_commands_that_are_none_are_skipped_and_stop_ends_the_process(start: Callable[..., Rig]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doll.config import parse
-from doll.consumers.intake.decoding import Records, decode_records
+from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.drill.stream import poison_for
 from doll.task.base import load_task
 
@@ -25,7 +25,7 @@ def test_it_is_refused_as_a_whole(job: str, per_record: int) -> None:
     (record,) = poison.records
     assert poison.harmless == 0
     decoded = decode_records(
-        load_task(config), Records([5], [record]), samples_per_record=per_record, max_record_bytes=1_000_000
+        load_task(config), RawRecords([5], [record]), samples_per_record=per_record, max_record_bytes=1_000_000
     )
     assert decoded.num_samples == 0
     assert [(item.offset, item.whole) for item in decoded.refused] == [(5, True)]
@@ -44,7 +44,7 @@ def test_huge_features_are_decoded_and_one_class_at_most_is_right(per_record: in
     assert (len(poison.records), poison.harmless) == (2, 1)
     decoded = decode_records(
         load_task(config),
-        Records.of(enumerate(poison.records)),
+        RawRecords.of(enumerate(poison.records)),
         samples_per_record=per_record,
         max_record_bytes=1_000_000,
     )

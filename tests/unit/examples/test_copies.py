@@ -15,7 +15,7 @@ from doll import config as job_config
 from doll.config import JobConfig
 from doll.config.source import DigitsSource
 from doll.consumers.compute.task_steps import OwnSteps
-from doll.consumers.intake.decoding import Records, decode_records
+from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.model.flat_model import build
 from doll.producers import sources
 from doll.task.base import as_features, load_task
@@ -58,7 +58,7 @@ def test_a_copy_loads_decodes_its_source_and_computes_a_gradient(name: str, tmp_
         assert as_features(sample.x).shape == task.input_shape
         assert task.num_classes is None or 0 <= int(sample.y) < task.num_classes  # type: ignore[arg-type]
     task.decode = None  # type: ignore[method-assign, assignment]  # in bulk, or not at all
-    decoded = decode_records(task, Records(range(100), records), samples_per_record=1, max_record_bytes=10_000)
+    decoded = decode_records(task, RawRecords(range(100), records), samples_per_record=1, max_record_bytes=10_000)
     assert (decoded.num_samples, decoded.refused) == (100, [])
     if task.defines_step:
         flat = build(config, task)

@@ -13,7 +13,7 @@ import torch
 from benchmarks.plain_models import PlainFactors
 from doll import config as job_config
 from doll.consumers.compute.gradient import GradientComputer
-from doll.consumers.intake.decoding import Records, decode_records
+from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import BadRecordsError, SampleError
 from doll.model.flat_model import FlatModel
 from doll.producers import sources
@@ -101,7 +101,7 @@ def test_many_records_are_decoded_as_one_by_one(values: list[bytes]) -> None:
         decode_block = Task.decode_block
         decode_many = Task.decode_many  # type: ignore[assignment]
 
-    records = Records(range(len(values)), values)
+    records = RawRecords(range(len(values)), values)
     bulk, single = (
         decode_records(task, records, samples_per_record=1, max_record_bytes=9999) for task in (TASK, Slow(10, 20))
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from doll import config as job_config
-from doll.consumers.intake.decoding import Records, decode_records
+from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.producers import sources
 from doll.producers.sources import digits, images
@@ -245,7 +245,7 @@ def test_intrusion_decodes_many_lines_as_one_by_one(classes: Any, values: list[b
     class Slow(Intrusion):
         decode_many = Task.decode_many  # type: ignore[assignment]
 
-    records = Records(range(len(values)), values)
+    records = RawRecords(range(len(values)), values)
     many, single = (
         decode_records(task, records, samples_per_record=1, max_record_bytes=9999)
         for task in (Intrusion(classes), Slow(classes))

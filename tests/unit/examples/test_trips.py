@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from doll.consumers.intake.decoding import Records, decode_records
+from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.task.base import stack
 from examples.trips.fill import trips
 from examples.trips.task import Fares, made_up
@@ -50,7 +50,7 @@ def test_a_trip_that_cannot_be_learned_is_refused_by_its_field(field: str, value
 def test_many_decode_as_each_does() -> None:
     records = [json.dumps(trip).encode() for trip in made_up(200)]
     slow_x, slow_y = stack(Fares().decode(record) for record in records)
-    decoded = decode_records(Fares(), Records(range(200), records), samples_per_record=1, max_record_bytes=10_000)
+    decoded = decode_records(Fares(), RawRecords(range(200), records), samples_per_record=1, max_record_bytes=10_000)
     assert decoded.refused == []
     assert (decoded.x == slow_x).all()
     assert (decoded.y == slow_y).all()
@@ -80,7 +80,7 @@ def test_a_month_of_trips_is_sent_as_it_is(tmp_path: Path) -> None:
         records = [json.dumps(trip).encode() for trip in trips(file, is_csv=True)]
     assert len(records) == 56_551
     decoded = decode_records(
-        Fares(), Records(range(len(records)), records), samples_per_record=1, max_record_bytes=10_000
+        Fares(), RawRecords(range(len(records)), records), samples_per_record=1, max_record_bytes=10_000
     )
     assert 56_000 < decoded.num_samples < len(records)
     assert {item.code for item in decoded.refused} == {"undecodable"}

@@ -144,6 +144,32 @@ def test_every_record_comes_once_in_chunks_that_are_bounded_in_records(
     assert max(len(chunk.values) for chunk in chunks) == min(bound, chunk_reader.MAX_CHUNK_RECORDS)
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_keys_headers_and_timestamps_come_where_they_are_asked_for(make_rig: Callable[..., Rig], asked: bool) -> None:
+    rig = make_rig(with_envelopes=asked)
+    producer = Producer(kafka_settings(rig.config, rig.services, message_max_bytes=10_000_000))
+    topic = rig.partition.topic
+    producer.produce(topic, b"v", b"k", partition=0, headers=[("a", b"1"), ("a", None)], timestamp=1_700_000_000_123)
+    producer.produce(topic, None, b"gone", partition=0)
+    producer.produce(topic, b"x" * 3_000_000, b"long", partition=0)
+    assert producer.flush(60) == 0
+    chunks: list[Chunk] = []
+    while not chunks or chunks[-1].offsets[-1] < 2:
+        if isinstance(delivery := rig.take(), Chunk):
+            chunks.append(delivery)
+    envelopes = [envelope for chunk in chunks for envelope in chunk.envelopes]
+    if not asked:
+        assert envelopes == []
+        return
+    first, tombstone, too_long = envelopes
+    assert first is not None
+    assert (first.key(), first.headers()) == (b"k", [("a", b"1"), ("a", None)])
+    assert first.timestamp()[1] == 1_700_000_000_123
+    assert tombstone is not None
+    assert tombstone.key() == b"gone"
+    assert too_long is None
+
+
 def test_chunks_of_large_records_are_bounded_in_bytes(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig()
     rig.write(*[b"x" * 900_000] * 40)

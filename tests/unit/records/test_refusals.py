@@ -53,6 +53,14 @@ def test_who_resumes_the_job_gets_a_new_window_and_keeps_the_reasons() -> None:
     assert again.reasons.in_order() == (("bad", 1000),)
 
 
+def test_skipped_samples_are_counted_beside() -> None:
+    refusals = fed((10, 0))
+    refusals.skipped.add("tombstone", 3)
+    again = Refusals(DEFAULT.last_records, refusals.state())
+    again.skipped.add("tombstone", 4)
+    assert (again.skipped.in_order(), again.reasons.in_order()) == ((("tombstone", 7),), ())
+
+
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), max_size=80), st.integers(1, 3000))
 def test_the_window_holds_the_last_records_to_a_batch_and_a_twentieth(items: list[tuple[int, int]], size: int) -> None:
     refusals = Refusals(size)

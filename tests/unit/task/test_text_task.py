@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from doll import config as job_config
-from doll.consumers.intake.decoding import Records, decode_records
+from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.model.flat_model import build, fingerprint
 from doll.producers import sources
@@ -150,8 +150,10 @@ def test_many_texts_decode_as_one_by_one(values: list[bytes]) -> None:
         decode_many = Task.decode_many  # type: ignore[assignment]
 
     many, single = (
-        decode_records(cls(vocabulary_size=50, max_tokens=6, stop_words=["the"]), Records(range(len(values)), values),
-                       samples_per_record=1, max_record_bytes=9999) for cls in (TextTask, Slow)
+        decode_records(
+            cls(vocabulary_size=50, max_tokens=6, stop_words=["the"]), RawRecords(range(len(values)), values),
+            samples_per_record=1, max_record_bytes=9999,
+        ) for cls in (TextTask, Slow)
     )  # fmt: skip
     assert many.refused == single.refused
     assert (many.x.dtype, many.y.dtype, many.x.shape) == (single.x.dtype, single.y.dtype, single.x.shape)

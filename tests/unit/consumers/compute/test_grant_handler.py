@@ -12,7 +12,7 @@ from doll.consumers.compute.gradient import CachedVersion, GradientComputer
 from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.dead_letters import DeadLetters
-from doll.consumers.intake.decoding import Records
+from doll.consumers.intake.decoding import RawRecords
 from doll.consumers.protocol.worker_core import Batch
 from doll.model.flat_model import build
 from doll.storage.blobs import decode_blob, encode_blob
@@ -61,7 +61,7 @@ class Rig:
         rng = np.random.default_rng(number - 3)
         first = 100 + 8 * number
         values = [b"?" if at in bad else np.array([*rng.normal(size=3), at % 2], "<f4").tobytes() for at in range(8)]
-        decoded = self.letters.decode(Records(range(first, first + 8), values))
+        decoded = self.letters.decode(RawRecords(range(first, first + 8), values))
         dead = tuple(item.offset for item in decoded.refused if item.whole)
         return Batch(number, decoded, decoded.num_samples, 0.0, dead=dead)
 
@@ -129,7 +129,7 @@ def test_samples_that_the_guard_refuses_are_dead_lettered_with_what_the_log_hold
 def test_the_decoder_dead_letters_what_it_refuses() -> None:
     rig = Rig()
     decoded = rig.letters.decode(
-        Records([140, 141, 142], [b"?" * 70_000, np.array([1, 2, 3, 0], "<f4").tobytes(), None])
+        RawRecords([140, 141, 142], [b"?" * 70_000, np.array([1, 2, 3, 0], "<f4").tobytes(), None])
     )
     assert decoded.num_samples == 1
     assert [(item.offset, item.payload_bytes, len(item.payload)) for item in rig.channel.letters] == [

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 from doll import JsonTask
-from doll.consumers.intake.decoding import Decoded, Records, decode_records
+from doll.consumers.intake.decoding import Decoded, RawRecords, decode_records
 from doll.errors import BadRecordsError, SampleError
 from doll.records.packing import pack
 from doll.task.base import Sample, Task
-from doll.task.json_task import Columns
+from doll.task.fields_task import Columns
 from examples.synthetic.task import Gaussian
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow  # loads torch
 
 def decode(task: Task, values: Sequence[bytes | None], *, m: int = 1) -> Decoded:
     return decode_records(
-        task, Records(range(100, 100 + len(values)), values), samples_per_record=m, max_record_bytes=9999
+        task, RawRecords(range(100, 100 + len(values)), values), samples_per_record=m, max_record_bytes=9999
     )
 
 
@@ -469,7 +469,7 @@ def test_what_no_block_takes_is_asked_for_in_bulk() -> None:
 
 def test_offsets_and_values_are_of_one_length() -> None:
     with pytest.raises(ValueError, match="as many offsets as values"):
-        decode_records(Rows(), Records(range(3), [b"x"]), samples_per_record=1, max_record_bytes=10)
+        decode_records(Rows(), RawRecords(range(3), [b"x"]), samples_per_record=1, max_record_bytes=10)
 
 
 def test_a_task_may_get_its_bulk_path_when_it_is_made() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doll.consumers.intake.decoding import MAX_REASON_CHARS, Decoded, Records, Refused, decode_records, refuse
+from doll.consumers.intake.decoding import MAX_REASON_CHARS, Decoded, RawRecords, Refused, decode_records, refuse
 from doll.errors import SampleError
 from doll.records.packing import pack
 from doll.records.refusals import UnreadValue
@@ -44,7 +44,7 @@ GOOD = point([1, 2], 0)
 
 
 def decode(task: Task, *values: bytes | None, m: int = 1, limit: int = 1000) -> Decoded:
-    records = Records(range(100, 100 + len(values)), values)
+    records = RawRecords(range(100, 100 + len(values)), values)
     return decode_records(task, records, samples_per_record=m, max_record_bytes=limit)
 
 
@@ -363,7 +363,7 @@ def test_each_refusal_has_a_code() -> None:
 def test_what_was_not_read_is_refused_for_the_readers_reason() -> None:
     unread = UnreadValue.of("unreadable", "the batch of records at offsets 5 to 6 cannot be read")
     long = UnreadValue.of("too_long", "record of 9 bytes: expected at most 8", 9, b"head")
-    records = Records([4, 5, 6, 7, 8], [b"", unread, unread, long, None])
+    records = RawRecords([4, 5, 6, 7, 8], [b"", unread, unread, long, None])
     decoded = decode_records(Gaussian(2), records, samples_per_record=1, max_record_bytes=8)
     assert [(item.offset, item.code, item.whole) for item in decoded.refused] == [
         (4, "empty", True), (5, "unreadable", True), (6, "unreadable", True), (7, "too_long", True), (8, "empty", True),

@@ -244,6 +244,20 @@ def test_a_slow_worker_is_named_with_how_slow_it_is() -> None:
     assert "worker 1:" not in shown
 
 
+def test_workers_that_wait_to_decode_and_skipped_samples_are_shown() -> None:
+    config = parse("job: j\ntask: {class: 'examples.digits.task:Digits'}\ndata: {workers: 3}\n")
+    model = ProgressModel(config, started_s=0.0)
+    model.feed(term_started(1))
+    away = "the registry does not answer"
+    waiting = [live_worker(0, waiting_for=away), live_worker(1), live_worker(2, waiting_for=away)]
+    for _ in range(2):
+        model.feed(server_status(waiting, skipped=(("tombstone", 1000), ("bot", 8))))
+    shown = JobStatus(config, model.snapshot(1.0), {}).text()
+    assert f"waiting: worker 0, 2: {away}" in shown
+    assert "1,008 samples skipped: 1,000 tombstone, 8 bot" in shown
+    assert [text for _, text in model.all_events] == [f"worker 0 waits: {away}", f"worker 2 waits: {away}"]
+
+
 def test_the_limit_of_a_wave_is_named_as_such() -> None:
     config = parse(
         "job: j\ntask: {class: 'examples.digits.task:Digits'}\ntraining: {policy: {name: wsp, wave_batches: 8}}\n"

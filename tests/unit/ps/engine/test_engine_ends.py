@@ -68,6 +68,18 @@ def garbage(bench: Bench, worker: int, batch: int) -> list[ev.EngineAction]:
     )  # fmt: skip
 
 
+def test_skipped_samples_are_counted_in_updates_and_in_a_checkpoint() -> None:
+    bench = Bench(Doll(1), workers=1, stop=StopConfig(updates=2))
+    bench.join(0)
+    bench.announce(0, 0, 2)
+    bench.push(0, 0, n_samples=1, skipped=(("tombstone", 2), ("bot", 1)))
+    bench.push(0, 1, n_samples=3, skipped=(("bot", 1),))
+    again = Engine(settings(1), Doll(1), term=2, now=0.0, snapshot=bench.engine.snapshot(0.0))
+    for engine in (bench.engine, again):
+        assert engine.refusals.skipped.in_order() == (("tombstone", 2), ("bot", 2))
+        assert engine.refusals.reasons.in_order() == ()
+
+
 def test_updates_without_samples_do_not_count_for_a_stop_rule() -> None:
     bench = Bench(Doll(1), workers=1, stop=StopConfig(updates=2, seconds=50))
     bench.join(0)

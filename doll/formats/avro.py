@@ -1,0 +1,273 @@
+"""Avro records, each behind the id of the schema that it was written with; or all of one schema, without a header.
+
+Schemas are asked for once and kept. `fastavro` decodes; msgspec checks types and fills in defaults, as for JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from io import BytesIO
+from typing import Any, Final
+
+import fastavro
+import msgspec
+from fastavro.schema import SchemaParseException
+
+from doll.errors import ConfigError, SampleError
+from doll.formats.reader import HEADER_BYTES, FieldReader, check_header, schema_id
+from doll.formats.registry import NotInRegistryError, RegisteredSchema, RegistryClient
+from doll.records.bounded import short
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+# Of schemas that cannot be used: a registry that has restarted, or a replica of it, may know them soon.
+_REFUSAL_KEPT_S: Final = 30.0
+_MAX_REFUSALS: Final = 1000
+# Kept as the numbers that Avro stores: a task computes with numbers.
+_TIMES: Final = ("date", "time-", "timestamp-", "local-timestamp-")
+
+_Read = Callable[[BytesIO], Any]
+
+
+class AvroReader(FieldReader):
+    """Avro records by the schemas of a registry."""
+
+    def __init__(
+        self,
+        record: type[msgspec.Struct],
+        registry: RegistryClient,
+        *,
+        subject: str | None = None,
+        version: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        subject, version: as `data.format`. They are looked up with the first value.
+        """
+        super().__init__(record)
+        self._registry = registry
+        self._subject, self._version = subject, version
+        self._clock = clock
+        self._resolved: Any = None  # the schema to which all are resolved
+        self._is_checked = subject is None
+        self._readers: dict[bytes, _Read] = {}  # by header
+        self._refusals: dict[bytes, tuple[float, str]] = {}  # until when, and why
+        self._list = list[record]  # type: ignore[valid-type]
+
+    def read_one(self, value: bytes) -> Any:
+        check_header(value)
+        return msgspec.convert(read_value(self._reader(value[:HEADER_BYTES]), value, HEADER_BYTES), self.record)
+
+    def read_all(self, values: Sequence[bytes]) -> list[Any]:
+        headers = [value[:HEADER_BYTES] for value in values]
+        if len(kinds := set(headers)) == 1:
+            return self._read_alike(headers[0], values)
+        # Schemas change seldom: most batches have one.
+        places: dict[bytes, list[int]] = defaultdict(list)
+        for place, header in enumerate(headers):
+            places[header].append(place)
+        events: list[Any] = [None] * len(values)
+        for header in kinds:
+            alike = self._read_alike(header, [values[place] for place in places[header]])
+            for place, event in zip(places[header], alike, strict=True):
+                events[place] = event
+        return events
+
+    def _read_alike(self, header: bytes, values: Sequence[bytes]) -> list[Any]:
+        check_header(header)
+        return msgspec.convert(read_alike(self._reader(header), values, HEADER_BYTES), self._list)
+
+    def _reader(self, header: bytes) -> _Read:
+        """Decodes values with this header.
+
+        Raises:
+            SampleError: none can be decoded.
+            RetryLater: the registry is away.
+            ConfigError: the subject or its version does not exist, or lacks a field.
+        """
+        if (read := self._readers.get(header)) is not None:
+            return read
+        now = self._clock()
+        if (refusal := self._refusals.get(header)) is not None and now < refusal[0]:
+            raise SampleError(refusal[1])
+        if not self._is_checked:
+            self._check_subject()
+        number = schema_id(header)
+        try:
+            read = self._readers[header] = self._make(number)
+        except SampleError as exc:
+            if header not in self._refusals:
+                log.error("schema_unusable", schema=number, registry=self._registry.url, reason=str(exc))
+            if len(self._refusals) >= _MAX_REFUSALS:
+                self._refusals.clear()
+            self._refusals[header] = now + _REFUSAL_KEPT_S, str(exc)
+            raise
+        return read
+
+    def _make(self, number: int) -> _Read:
+        name = f"schema {number}"
+        try:
+            written = self._registry.by_id(number)
+        except NotInRegistryError as exc:
+            raise SampleError(
+                f"{name} is not in the registry at {self._registry.url} ({exc}): was the record written with another?"
+            ) from exc
+        schema = _parsed(written, name)
+        if self._resolved is None and (lacking := missing(self.record, schema)):
+            raise SampleError(_lacks(name, lacking, schema, self.record))
+        return reader_of(schema, self._resolved)
+
+    def _check_subject(self) -> None:
+        assert self._subject is not None
+        name = f"version {self._version or 'latest'} of subject {self._subject}"
+        try:
+            registered = self._registry.of_subject(self._subject, self._version)
+        except NotInRegistryError as exc:
+            key = "subject" if self._version is None else "subject or version"
+            raise ConfigError(
+                f"data.format.{key}: the registry at {self._registry.url} has no {name} ({exc}); it has "
+                f"{', '.join(self._registry.similar_subjects(self._subject)) or 'no subjects'}"
+            ) from exc
+        try:
+            schema = _parsed(registered, name)
+            problem = _lacks(name, lacking, schema, self.record) if (lacking := missing(self.record, schema)) else ""
+        except SampleError as exc:
+            problem = str(exc)
+        if problem and self._version is not None:
+            raise ConfigError(f"data.format: {problem}")
+        if problem:
+            log.error("schema_unusable", subject=self._subject, registry=self._registry.url, reason=problem)
+        elif self._version is not None:
+            self._resolved = schema
+        self._is_checked = True
+
+
+class PlainAvroReader(FieldReader):
+    """Avro records without a header, all of one schema."""
+
+    def __init__(self, record: type[msgspec.Struct], text: str, name: str) -> None:
+        """
+        Args:
+            text: the schema, as JSON.
+            name: where it comes from.
+
+        Raises:
+            ConfigError: it is no schema of a record with the fields.
+        """
+        super().__init__(record)
+        try:
+            schema = _parsed(RegisteredSchema(text, "AVRO"), name)
+            if lacking := missing(record, schema):
+                raise SampleError(_lacks(name, lacking, schema, record))
+        except SampleError as exc:
+            raise ConfigError(f"data.format.schema_file: {exc}") from exc
+        self._read = reader_of(schema)
+        self._list = list[record]  # type: ignore[valid-type]
+
+    def read_one(self, value: bytes) -> Any:
+        return msgspec.convert(read_value(self._read, value, 0), self.record)
+
+    def read_all(self, values: Sequence[bytes]) -> list[Any]:
+        return msgspec.convert(read_alike(self._read, values, 0), self._list)
+
+
+def read_alike(read: _Read, values: Sequence[bytes], begin: int) -> list[Any]:
+    """The fields of values of one schema, which begin behind `begin` bytes."""
+    events = []
+    for value in values:
+        stream = BytesIO(value)
+        stream.seek(begin)
+        events.append(read(stream))
+        if stream.tell() != len(value):
+            check_end(stream, value)
+    return events
+
+
+def read_value(read: _Read, value: bytes, begin: int) -> Any:
+    """The fields of a value, which begin behind `begin` bytes.
+
+    Raises:
+        SampleError: the value is shorter or longer than its schema says. Other errors are the decoder's.
+    """
+    stream = BytesIO(value)
+    stream.seek(begin)
+    try:
+        fields = read(stream)
+    except EOFError:
+        raise SampleError("the value ends within a field: is it cut off, or its schema id wrong?") from None
+    check_end(stream, value)
+    return fields
+
+
+def check_end(stream: BytesIO, value: bytes) -> None:
+    """Refuse a value that has more than its schema says: it was written with another one."""
+    if (left := len(value) - stream.tell()) != 0:
+        raise SampleError(
+            f"expected a record that ends with its fields, got {left} bytes more: is its schema id right?"
+        )
+
+
+def reader_of(schema: Any, resolved: Any = None) -> _Read:
+    """Decodes what was written with `schema`, resolved to another one if there is one."""
+    read = fastavro.schemaless_reader
+
+    def decode(stream: BytesIO) -> Any:
+        return read(stream, schema, resolved)
+
+    return decode
+
+
+def missing(record: type[msgspec.Struct], schema: Any) -> list[str]:
+    """Fields that `record` requires and that a schema of a record has not."""
+    names = {field["name"] for field in schema["fields"]}
+    return [
+        field.encode_name
+        for field in msgspec.structs.fields(record)
+        if field.required and field.encode_name not in names
+    ]
+
+
+def _lacks(name: str, lacking: Collection[str], schema: Any, record: type[msgspec.Struct]) -> str:
+    has = short(", ".join(field["name"] for field in schema["fields"]), 200)
+    text = ", ".join(lacking)
+    return (
+        f"{name} has no field {text}, which the task's {record.__name__} requires (it has: {has}): give "
+        f"{record.__name__}.{text} a default, or set data.format.version to a version that has it"
+    )
+
+
+def _parsed(registered: RegisteredSchema, name: str) -> Any:
+    """The schema of a record, ready for use.
+
+    Raises:
+        SampleError: it is no Avro schema of a record.
+    """
+    if registered.kind != "AVRO":
+        raise SampleError(f"{name}: expected an Avro schema (data.format.kind), got one of kind {registered.kind}")
+    named: dict[str, Any] = {}
+    try:
+        for text in (*registered.references, registered.text):
+            schema = fastavro.parse_schema(_without_times(json.loads(text)), named_schemas=named)
+    except (SchemaParseException, ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise SampleError(f"{name} is no Avro schema: {short(f'{type(exc).__name__}: {exc}', 200)}") from exc
+    if not (isinstance(schema, dict) and schema.get("type") == "record"):
+        raise SampleError(f"{name}: expected the schema of a record, got {short(schema, 80)}")
+    return schema
+
+
+def _without_times(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_times(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    is_time = str(schema.get("logicalType", "")).startswith(_TIMES)
+    items: Iterable[tuple[str, Any]] = schema.items()
+    return {
+        key: value if key in ("default", "doc", "symbols", "name") else _without_times(value)
+        for key, value in items
+        if not (is_time and key == "logicalType")
+    }

@@ -1,0 +1,56 @@
+"""Opens the reader of a job's format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from doll.config.format import AvroFormat, CsvFormat, FormatSection, JsonSchemaFormat, ProtobufFormat
+from doll.errors import ConfigError
+from doll.formats.reader import FieldReader, JsonReader
+from doll.formats.registry import RegistryClient
+
+
+def open_reader(
+    section: FormatSection | None,
+    record: type[msgspec.Struct],
+    *,
+    load: Callable[[str], Any],
+    path: Callable[[Path], Path],
+) -> FieldReader:
+    """What decodes values of `data.format` into `record`. A registry is asked with the first value.
+
+    Args:
+        section: None: JSON.
+        load: the object that `module:Name` or `file.py:Name` names.
+        path: resolves a path of the job file.
+
+    Raises:
+        ConfigError: the format has not the fields of `record`, or a file or class cannot be read.
+    """
+    match section:
+        case AvroFormat(registry=str(url)):
+            from doll.formats.avro import AvroReader
+
+            return AvroReader(record, RegistryClient(url), subject=section.subject, version=section.version)
+        case AvroFormat(schema_file=Path() as file):
+            from doll.formats.avro import PlainAvroReader
+
+            try:
+                text = path(file).read_text(encoding="utf-8")
+            except (OSError, ValueError) as exc:
+                raise ConfigError(f"data.format.schema_file: cannot read {path(file)}: {exc}") from exc
+            return PlainAvroReader(record, text, str(file))
+        case ProtobufFormat():
+            from doll.formats.protobuf import ProtobufReader
+
+            return ProtobufReader(record, load(section.message), header=section.header)
+        case CsvFormat():
+            from doll.formats.csv_lines import CsvReader
+
+            return CsvReader(record, section.columns, section.delimiter)
+        case _:
+            return JsonReader(record, has_header=isinstance(section, JsonSchemaFormat))

@@ -1,0 +1,169 @@
+"""A client of schema registries with Confluent's API (also Apicurio's `/apis/ccompat/v7`), as far as reading needs it.
+
+Only what the registry itself says counts: that a schema or subject does not exist is an answer with an error code of
+the registry. Whatever else happens, it is away: no connection, an error of a server or a proxy, a refused log-in, an
+answer that is not the registry's. Then `RetryLater` says what came and what to do, and the worker waits.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import os
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+from urllib.parse import quote
+
+from doll.errors import ConfigError, RetryLater
+from doll.records.bounded import MalformedError, json_value, short
+
+USER_ENV: Final = "DOLL_REGISTRY_USERNAME"
+PASSWORD_ENV: Final = "DOLL_REGISTRY_PASSWORD"
+TOKEN_ENV: Final = "DOLL_REGISTRY_TOKEN"
+CA_ENV: Final = "DOLL_REGISTRY_CA"
+_TIMEOUT_S: Final = 5.0
+_MAX_ANSWER_BYTES: Final = 4_000_000
+_MAX_REASON_CHARS: Final = 200
+_NOT_FOUND: Final = 404
+_LOG_IN: Final = (401, 403)
+_MAX_REFERENCES: Final = 100
+
+
+class NotInRegistryError(Exception):
+    """The registry says that there is no such schema, subject or version."""
+
+
+class RegisteredSchema(NamedTuple):
+    """A schema as the registry has it; `references` are the schemas that it names, those that come first first."""
+
+    text: str
+    kind: str
+    references: tuple[str, ...] = ()
+
+
+class RegistryClient:
+    """Reads schemas. Not for use by several threads at once. It keeps nothing: who asks keeps what was answered."""
+
+    def __init__(self, url: str, environment: Mapping[str, str] = os.environ) -> None:
+        """
+        Args:
+            url: of the registry, without credentials.
+            environment: where credentials come from.
+
+        Raises:
+            ConfigError: the certificate authority's file cannot be read.
+        """
+        self.url = url
+        self._headers = {"Accept": "application/vnd.schemaregistry.v1+json, application/json"}
+        self._headers |= _authorization(environment)
+        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+        if (ca_file := environment.get(CA_ENV)) is not None:
+            try:
+                handlers.append(urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file)))
+            except (OSError, ssl.SSLError) as exc:
+                raise ConfigError(f"${CA_ENV}: expected a PEM file with certificates at {ca_file!r}: {exc}") from exc
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def by_id(self, number: int) -> RegisteredSchema:
+        """The schema with this id.
+
+        Raises:
+            NotInRegistryError: there is none.
+            RetryLater: the registry does not answer, or not as one.
+        """
+        return self._schema(self._get(f"/schemas/ids/{number}"))
+
+    def of_subject(self, subject: str, version: int | None = None) -> RegisteredSchema:
+        """A version of a subject; None: the newest. Raises as `by_id`."""
+        return self._schema(self._get(f"/subjects/{quote(subject, safe='')}/versions/{version or 'latest'}"))
+
+    def similar_subjects(self, subject: str) -> list[str]:
+        """Subjects whose names are like this one. Raises as `by_id`."""
+        names = [str(name) for name in self._get("/subjects", list)]
+        return difflib.get_close_matches(subject, names) or names[:3]
+
+    def _schema(self, answer: Mapping[str, Any], depth: int = 0) -> RegisteredSchema:
+        text = answer.get("schema")
+        if not isinstance(text, str):
+            raise RetryLater(self._no_registry(f"an answer without a schema: {short(answer, _MAX_REASON_CHARS)}"))
+        references: list[str] = []
+        for item in answer.get("references") or ():
+            try:
+                path = f"/subjects/{quote(item['subject'], safe='')}/versions/{int(item['version'])}"
+            except (TypeError, KeyError, ValueError):
+                raise RetryLater(self._no_registry(f"a reference {short(item, _MAX_REASON_CHARS)}")) from None
+            if depth > _MAX_REFERENCES:
+                raise NotInRegistryError("its references refer to each other in a circle")
+            referenced = self._schema(self._get(path), depth + 1)
+            references += [*referenced.references, referenced.text]
+        return RegisteredSchema(text, str(answer.get("schemaType") or "AVRO"), tuple(dict.fromkeys(references)))
+
+    def _get(self, path: str, kind: type = dict) -> Any:
+        request = urllib.request.Request(self.url + path, headers=self._headers)
+        try:
+            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
+                body, status = response.read(_MAX_ANSWER_BYTES + 1), response.status
+        except urllib.error.HTTPError as exc:
+            with exc:
+                raise self._refusal(exc.code, exc.read(_MAX_ANSWER_BYTES)) from None
+        except (OSError, ValueError) as exc:  # no connection, a timeout, TLS, what is not HTTP
+            reason = getattr(exc, "reason", None) or exc
+            text = short(f"{type(exc).__name__}: {reason}", _MAX_REASON_CHARS)
+            raise RetryLater(f"the schema registry at {self.url} does not answer ({text})") from None
+        except Exception as exc:  # http.client's errors
+            raise RetryLater(self._no_registry(f"{type(exc).__name__}: {exc}")) from None
+        value = _json(body)
+        if not isinstance(value, kind):
+            raise RetryLater(self._no_registry(f"HTTP {status} with {_shown(body)}"))
+        return value
+
+    def _refusal(self, status: int, body: bytes) -> Exception:
+        value = _json(body)
+        code = value.get("error_code") if isinstance(value, dict) else None
+        if status == _NOT_FOUND and isinstance(code, int) and code // 100 == _NOT_FOUND:
+            assert isinstance(value, dict)
+            return NotInRegistryError(f"{code}: {short(value.get('message') or 'not found', _MAX_REASON_CHARS)}")
+        if status in _LOG_IN:
+            return RetryLater(
+                f"the schema registry at {self.url} refuses the log-in (HTTP {status}): set {USER_ENV} and "
+                f"{PASSWORD_ENV}, or {TOKEN_ENV}, where the workers run"
+            )
+        if status == _NOT_FOUND:
+            return RetryLater(self._no_registry(f"HTTP 404 without an error code of a registry: {_shown(body)}"))
+        return RetryLater(f"the schema registry at {self.url} answers HTTP {status}: {_shown(body)}")
+
+    def _no_registry(self, what: str) -> str:
+        return (
+            f"data.format.registry: expected a schema registry with Confluent's API at {self.url}, got "
+            f"{short(what, _MAX_REASON_CHARS)}; is the URL right? (Apicurio's ends in /apis/ccompat/v7)"
+        )
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the credentials to another host."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+def _authorization(environment: Mapping[str, str]) -> dict[str, str]:
+    if token := environment.get(TOKEN_ENV):
+        return {"Authorization": f"Bearer {token}"}
+    if user := environment.get(USER_ENV):
+        pair = f"{user}:{environment.get(PASSWORD_ENV, '')}".encode()
+        return {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+    return {}
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json_value(body, max_chars=_MAX_ANSWER_BYTES)
+    except MalformedError:
+        return None
+
+
+def _shown(body: bytes) -> str:
+    return short(body[:_MAX_REASON_CHARS].decode(errors="replace") or "no text", 80)

@@ -1,0 +1,161 @@
+"""Tasks that get a record's fields in columns of numpy, decoded a batch at a time with msgspec.
+
+import msgspec
+import numpy as np
+from doll import JsonTask
+
+class Event(msgspec.Struct):
+    age: float
+    visits: int
+    left: bool
+
+class Churn(JsonTask):
+    record = Event
+    input_shape = (2,)
+    num_classes = 2
+
+    def samples(self, columns):
+        x = np.stack([columns["age"] / 50, columns["visits"] / 10], axis=1)
+        return x, columns["left"]
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Union, get_args, get_origin
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from doll.config.format import FormatSection
+from doll.errors import SkipRecord
+from doll.formats.opening import open_reader
+from doll.formats.reader import FieldReader, JsonReader
+from doll.task.base import Sample, Samples, Task
+from doll.task.records import Record, Records
+
+_DTYPES: Final[dict[Any, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
+
+
+class Columns(dict[str, npt.NDArray[Any]]):
+    """One array for each field of `FieldsTask.record`, by name.
+
+    Attributes:
+        records: the records themselves, with keys, headers and timestamps where the task sets `whole_records`.
+    """
+
+    def __init__(self, columns: dict[str, npt.NDArray[Any]], records: Records | None = None) -> None:
+        super().__init__(columns)
+        self.records = Records([]) if records is None else records
+
+
+class FieldsTask(Task):
+    """A task on records with fields, in the format that `data.format` says; JSON objects where it says nothing.
+    Subclass it; `record`, `samples` and `build_model` must be written.
+
+    A record that lacks a field without a default, or has a value of another type in it, is dead-lettered. Fields that
+    `record` does not name are ignored.
+
+    Attributes:
+        record: a `msgspec.Struct` that names the fields that are used and their types.
+        reader: decodes values; whoever loads the task for a job sets that of its format.
+    """
+
+    record: ClassVar[type[msgspec.Struct]]
+    reader: FieldReader | None = None
+
+    def samples(self, columns: Columns) -> Samples | tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """The samples of n records, n >= 1. Row i must depend on record i only.
+
+        Args:
+            columns: one array for each field of `record`: float64 for `float` and `float | None` (NaN where there is
+                None), int64 for `int`, booleans for `bool`, shape (n,); for lists of these, shape (n, length);
+                objects for all other types.
+
+        Returns:
+            Arrays: x of shape (n, *input_shape) and y of shape (n, ...); or `Samples` where some records are skipped.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define samples(columns)")
+
+    def use_format(self, section: FormatSection, *, load: Callable[[str], Any], path: Callable[[Path], Path]) -> None:
+        self.reader = open_reader(section, self.record, load=load, path=path)
+
+    @property
+    def decodes_records(self) -> bool:
+        return self.whole_records
+
+    def decode(self, record: bytes) -> Sample:
+        return self._one(Records([record]))
+
+    def decode_record(self, record: Record) -> Sample:
+        return self._one(Records.of(record))
+
+    def decode_many(self, values: Sequence[bytes]) -> Samples | tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        return self._arrays(self._reader.read(values), values)
+
+    @property
+    def _reader(self) -> FieldReader:
+        return _json_reader(self.record) if self.reader is None else self.reader
+
+    def _one(self, records: Records) -> Sample:
+        x, y, *skipped = self._arrays([self._reader.read_one(records[0])], records)
+        for reason, mask in (skipped[0] if skipped else {}).items():
+            if mask[0]:
+                raise SkipRecord(reason)
+        return Sample(x[0], y[0])
+
+    def _arrays(
+        self, events: list[msgspec.Struct], records: Sequence[bytes]
+    ) -> Samples | tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        columns = {name: _column(list(map(get, events)), dtype) for name, get, dtype in _fields(self.record)}
+        made = self.samples(Columns(columns, records if isinstance(records, Records) else Records(records)))
+        x, y = np.asarray(made[0]), np.asarray(made[1])
+        return Samples(x, y, made.skipped) if isinstance(made, Samples) else (x, y)
+
+
+class JsonTask(FieldsTask):
+    """A `FieldsTask` whose records are JSON objects in every job."""
+
+    def use_format(self, section: FormatSection, *, load: Callable[[str], Any], path: Callable[[Path], Path]) -> None:
+        if section.kind != "json":
+            Task.use_format(self, section, load=load, path=path)
+
+
+@cache
+def _json_reader(record: type[msgspec.Struct]) -> FieldReader:
+    return JsonReader(record)
+
+
+@cache
+def _fields(record: type[msgspec.Struct]) -> list[tuple[str, Any, Any]]:
+    """Name, getter and numpy's type of each field."""
+    return [(field.name, attrgetter(field.name), _dtype(field.type)) for field in msgspec.structs.fields(record)]
+
+
+def _dtype(kind: Any) -> Any:
+    """numpy's type of a column for a field of this type; object where no number is declared."""
+    kind = _without_bounds(kind)
+    if get_origin(kind) is list:
+        return _dtype(get_args(kind)[0])
+    if get_origin(kind) in (Union, types.UnionType):
+        kinds = [_without_bounds(option) for option in get_args(kind) if option is not type(None)]
+        return np.float64 if kinds == [float] else np.object_
+    return _DTYPES.get(kind, np.object_)
+
+
+def _without_bounds(kind: Any) -> Any:
+    """`float` for `Annotated[float, msgspec.Meta(ge=0)]`."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _column(values: list[Any], dtype: Any) -> npt.NDArray[Any]:
+    if dtype is not np.object_:
+        return np.array(values, dtype)
+    column = np.empty(len(values), np.object_)  # np.array would take lists of lists apart
+    column[:] = values
+    return column

@@ -1,0 +1,120 @@
+"""The client of schema registries: what the registry says counts, and whatever else happens is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from doll.errors import ConfigError, RetryLater
+from doll.formats.registry import NotInRegistryError, RegisteredSchema, RegistryClient
+from fake_registry import FakeRegistry, fake_registry
+
+
+@pytest.fixture
+def registry() -> Iterator[FakeRegistry]:
+    with fake_registry() as registry:
+        yield registry
+
+
+def test_schemas_are_read_by_id_and_by_subject(registry: FakeRegistry) -> None:
+    client = RegistryClient(registry.url, {})
+    registry.add(7, "string")
+    registry.add(8, {"a": 1}, kind="JSON")
+    registry.add_version("clicks-value", 3, "int")
+    registry.add_version("clicks-value", "latest", "long")
+    registry.add_version("a%2Fb", "latest", "bytes")
+    assert client.by_id(7) == RegisteredSchema('"string"', "AVRO")
+    assert client.by_id(8).kind == "JSON"
+    assert client.of_subject("clicks-value", 3).text == '"int"'
+    assert client.of_subject("clicks-value").text == '"long"'
+    assert client.of_subject("a/b").text == '"bytes"'
+
+
+def test_references_come_before_the_schema_that_names_them(registry: FakeRegistry) -> None:
+    registry.add(1, "user", references=[{"name": "Place", "subject": "place", "version": 2}])
+    registry.answers["/subjects/place/versions/2"] = (
+        200, {"schema": "place", "references": [{"name": "Point", "subject": "point", "version": 1}]}
+    )  # fmt: skip
+    registry.answers["/subjects/point/versions/1"] = (200, {"schema": "point"})
+    assert RegistryClient(registry.url, {}).by_id(1).references == ("point", "place")
+
+
+def test_references_in_a_circle_end(registry: FakeRegistry) -> None:
+    circle = {"schema": "x", "references": [{"name": "X", "subject": "x", "version": 1}]}
+    registry.answers["/schemas/ids/1"] = registry.answers["/subjects/x/versions/1"] = (200, circle)
+    with pytest.raises(NotInRegistryError, match="in a circle"):
+        RegistryClient(registry.url, {}).by_id(1)
+
+
+@pytest.mark.parametrize("code", [40401, 40402, 40403])
+def test_only_the_registry_itself_says_that_something_does_not_exist(registry: FakeRegistry, code: int) -> None:
+    registry.down = (404, {"error_code": code, "message": "not here"})
+    with pytest.raises(NotInRegistryError, match=f"{code}: not here"):
+        RegistryClient(registry.url, {}).by_id(5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((404, b"<html>nothing here</html>"), "HTTP 404 without an error code.*apis/ccompat/v7"),
+        ((404, {"message": "no route"}), "HTTP 404 without an error code"),
+        ((200, b"<html>log in</html>"), "expected a schema registry .* got HTTP 200 with <html>log in"),
+        ((200, []), "expected a schema registry"),
+        ((200, {"id": 7}), "an answer without a schema"),
+        ((200, {"schema": "x", "references": [{"subject": "y"}]}), "a reference"),
+        ((200, b"[" * 100_000), "expected a schema registry"),
+        ((500, {"error_code": 50001, "message": "Error in the backend"}), "answers HTTP 500: .*50001"),
+        ((503, b""), "answers HTTP 503: no text"),
+        ((429, b"slow down"), "answers HTTP 429"),
+        ((401, {"error_code": 401}), "refuses the log-in .*set DOLL_REGISTRY_USERNAME and DOLL_REGISTRY_PASSWORD"),
+        ((403, b""), "refuses the log-in"),
+        ((302, b""), "answers HTTP 302"),
+    ],
+)
+def test_whatever_else_comes_is_waited_for_and_says_what_to_do(
+    registry: FakeRegistry, answer: tuple[int, object], text: str
+) -> None:
+    registry.down = answer
+    client = RegistryClient(registry.url, {"DOLL_REGISTRY_TOKEN": "secret"})
+    with pytest.raises(RetryLater, match=text) as caught:
+        client.by_id(5)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    # No redirect is followed: it would take the credentials along.
+    assert "/elsewhere" not in [path for path, _ in registry.asked]
+
+
+def test_a_registry_that_is_not_there_is_waited_for() -> None:
+    with fake_registry() as registry:
+        client = RegistryClient(registry.url, {})
+    with pytest.raises(RetryLater, match="does not answer"):
+        client.by_id(5)
+
+
+@pytest.mark.parametrize(
+    ("environment", "header"),
+    [
+        ({}, None),
+        ({"DOLL_REGISTRY_USERNAME": "me", "DOLL_REGISTRY_PASSWORD": "pw"}, "Basic bWU6cHc="),
+        ({"DOLL_REGISTRY_TOKEN": "t"}, "Bearer t"),
+    ],
+)
+def test_credentials_come_from_the_environment(
+    registry: FakeRegistry, environment: dict[str, str], header: str | None
+) -> None:
+    registry.add(1, "int")
+    client = RegistryClient(registry.url, environment)
+    client.by_id(1)
+    assert registry.asked[0][1].get("Authorization") == header
+    assert "pw" not in repr(client)
+
+
+def test_a_certificate_authority_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\$DOLL_REGISTRY_CA: expected a PEM file"):
+        RegistryClient("https://localhost", {"DOLL_REGISTRY_CA": "/nowhere.pem"})
+
+
+def test_similar_subjects_are_named(registry: FakeRegistry) -> None:
+    registry.answers["/subjects"] = (200, ["clicks-value", "orders-value", "x"])
+    assert RegistryClient(registry.url, {}).similar_subjects("click-value")[0] == "clicks-value"
+    assert RegistryClient(registry.url, {}).similar_subjects("????") == ["clicks-value", "orders-value", "x"]

@@ -1,0 +1,199 @@
+"""Tasks on fields: the format of the job, keys and timestamps beside the columns, and records that are skipped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from doll import FieldsTask, JsonTask, Samples, Task
+from doll.config import parse
+from doll.consumers.intake.decoding import RawRecords, decode_records
+from doll.errors import ConfigError, RetryLater
+from doll.formats.reader import FieldReader
+from doll.task.base import load_task
+from doll.task.fields_task import Columns
+from fake_registry import avro, fake_registry, schema
+
+pytestmark = pytest.mark.slow  # loads torch
+
+
+class Event(msgspec.Struct):
+    age: float
+    left: bool
+
+
+class Fields(FieldsTask):
+    record = Event
+
+    def samples(self, columns: Columns) -> Any:
+        return columns["age"][:, None], columns["left"]
+
+
+class OfJson(JsonTask):
+    record = Event
+    samples = Fields.samples
+
+
+class Plain(Task):
+    pass
+
+
+def task_of(cls: str, data: dict[str, Any] | None = None, base: Path | None = None) -> Any:
+    text = {"job": "j", "task": {"class": f"{Path(__file__)}:{cls}"}, "data": data or {}}
+    config = parse(json.dumps(text))
+    if base is not None:
+        config = config.model_copy(update={"base_folder": base})
+    return load_task(config)
+
+
+def decoded(task: Task, *values: bytes, envelopes: Any = ()) -> Any:
+    records = RawRecords(range(len(values)), values, 0, envelopes)
+    return decode_records(task, records, samples_per_record=1, max_record_bytes=9999)
+
+
+def test_json_is_the_format_where_none_is_given() -> None:
+    for cls in ("Fields", "OfJson"):
+        result = decoded(task_of(cls), b'{"age": 3, "left": true}', b"{}")
+        assert (result.x.tolist(), result.y.tolist(), len(result.refused)) == ([[3]], [True], 1)
+
+
+def test_the_job_file_says_the_format(tmp_path: Path) -> None:
+    csv = task_of("Fields", {"format": {"kind": "csv", "columns": ["left", "age"]}})
+    assert decoded(csv, b"true,3").x.tolist() == [[3]]
+    behind = task_of("Fields", {"format": {"kind": "json_schema"}})
+    assert decoded(behind, b'\0\0\0\0\1{"age": 3, "left": true}').x.tolist() == [[3]]
+    written = schema(("age", "float"), ("left", "boolean"))
+    (tmp_path / "event.avsc").write_text(json.dumps(written))
+    plain = task_of("Fields", {"format": {"kind": "avro", "schema_file": "event.avsc"}}, tmp_path)
+    assert decoded(plain, avro(1, written, {"age": 3, "left": True})[5:]).x.tolist() == [[3]]
+
+
+def test_a_class_of_messages_is_named_by_its_file(tmp_path: Path) -> None:
+    from click_messages import Click
+
+    (tmp_path / "click_pb2.py").write_text("from click_messages import Click\n")
+    task = task_of("Clicks", {"format": {"kind": "protobuf", "message": "click_pb2.py:Click"}}, tmp_path)
+    value = b"\0\0\0\0\1\0" + Click(user=7, clicked=True).SerializeToString()
+    assert decoded(task, value, value).x.tolist() == [[7], [7]]
+    for message in ("click_pb2.py:Clack", "nowhere:Click", "nowhere.py:Click"):
+        with pytest.raises(ConfigError, match=r"nowhere|Clack"):
+            task_of("Clicks", {"format": {"kind": "protobuf", "message": message}}, tmp_path)
+
+
+class Click(msgspec.Struct):
+    user: int
+    clicked: bool
+
+
+class Clicks(FieldsTask):
+    record = Click
+
+    def samples(self, columns: Columns) -> Any:
+        return columns["user"][:, None], columns["clicked"]
+
+
+def test_ids_of_any_size_stay_intact_and_the_registry_is_waited_for() -> None:
+    written = schema(("user", "long"), ("clicked", "boolean"))
+    value = avro(1, written, {"user": 2**53 + 1, "clicked": True})
+    with fake_registry() as registry:
+        task = task_of("Clicks", {"format": {"kind": "avro", "registry": registry.url}})
+        registry.down = (502, b"")
+        with pytest.raises(RetryLater):
+            decoded(task, value)
+        registry.down = None
+        registry.add(1, written)
+        result = decoded(task, value, value)
+        assert result.x.tolist() == [[2**53 + 1]] * 2
+        other = avro(2, written, {"user": 1, "clicked": True})
+        result = decoded(task, value, other, b"{}")
+        assert result.offsets.tolist() == [0]
+        assert [item.reason.split(" (")[0] for item in result.refused] == [
+            f"schema 2 is not in the registry at {registry.url}",
+            "expected the header of a schema registry, a byte 0 and 4 bytes of a schema id, got b'{}': was the record "
+            "written with a registry's serializer?",
+        ]
+
+
+@pytest.mark.parametrize("cls", ["OfJson", "Plain"])
+def test_tasks_that_decode_values_themselves_have_no_format(cls: str) -> None:
+    with pytest.raises(ConfigError, match="data.format: expected a task that subclasses doll.FieldsTask, got .*" + cls):
+        task_of(cls, {"format": {"kind": "csv", "columns": ["age", "left"]}})
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"kind": "avro"}, "either registry, a URL, or schema_file"),
+        ({"kind": "avro", "registry": "localhost:8081"}, "expected http://host:port"),
+        ({"kind": "avro", "registry": "http://me:pw@host"}, "set DOLL_REGISTRY_USERNAME"),
+        ({"kind": "avro", "registry": "http://host", "version": 1}, "version: expected subject"),
+        ({"kind": "avro", "schema_file": "x.avsc", "subject": "s"}, "subject: expected registry"),
+        ({"kind": "csv", "columns": []}, "columns"),
+        ({"kind": "xml"}, "json_schema"),
+        ({"kind": "protobuf"}, "message"),
+    ],
+)
+def test_bad_sections_are_refused(section: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        task_of("Fields", {"format": section})
+    assert "me:pw" not in str(caught.value)
+
+
+class Recent(FieldsTask):
+    """Learns from records with a key that are not old."""
+
+    record = Event
+    whole_records = True
+
+    def samples(self, columns: Columns) -> Samples:
+        old = columns.records.timestamps_ms < 1000
+        keyless = np.array([key is None for key in columns.records.keys])
+        kept = ~(old | keyless)
+        return Samples(columns["age"][kept, None], columns["left"][kept], {"old": old, "no key": keyless})
+
+
+class Message:
+    def __init__(self, key: bytes | None, stamp_ms: int) -> None:
+        self._key, self._stamp_ms = key, stamp_ms
+
+    def key(self) -> bytes | None:
+        return self._key
+
+    def headers(self) -> None:
+        return None
+
+    def timestamp(self) -> tuple[int, int]:
+        return 1, self._stamp_ms
+
+
+def test_keys_and_timestamps_are_beside_the_columns() -> None:
+    values = [b'{"age": %d, "left": false}' % age for age in range(4)]
+    envelopes = [Message(b"a", 2000), Message(b"b", 5), Message(None, 2000), Message(None, 5)]
+    bulk = decoded(Recent(), *values, envelopes=envelopes)
+    assert (bulk.x.tolist(), bulk.offsets.tolist(), bulk.skipped) == ([[0]], [0], (("old", 2), ("no key", 1)))
+    single = decoded(Recent(), *values, b"{", envelopes=[*envelopes, Message(b"c", 2000)])
+    assert (single.x.tolist(), single.skipped, len(single.refused)) == (bulk.x.tolist(), bulk.skipped, 1)
+
+
+def test_one_by_one_gives_the_same() -> None:
+    class OneByOne(Recent):
+        decode_many = Task.decode_many  # type: ignore[assignment]
+
+    values = [b'{"age": %d, "left": false}' % age for age in range(3)]
+    envelopes = [Message(b"a", 2000), Message(b"b", 5), Message(None, 2000)]
+    one, bulk = decoded(OneByOne(), *values, envelopes=envelopes), decoded(Recent(), *values, envelopes=envelopes)
+    assert (one.x.tolist(), one.skipped) == (bulk.x.tolist(), bulk.skipped)
+
+
+def test_a_reader_of_ones_own_may_be_set() -> None:
+    class Fixed(FieldReader):
+        def read_one(self, value: bytes) -> Event:
+            return Event(len(value), True)
+
+    task = Fields()
+    task.reader = Fixed(Event)
+    assert decoded(task, b"abc", b"d").x.tolist() == [[3], [1]]
