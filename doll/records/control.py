@@ -405,7 +405,7 @@ class Metric(Record, frozen=True):
     time_s: float
 
 
-class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One worker as the parameter server sees it."""
 
     worker: int

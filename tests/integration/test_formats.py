@@ -128,7 +128,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apicurio]:
 def test_a_real_registry(clicks: Any, registry: Apicurio) -> None:
     first, second = registry.register("clicks-value", FIRST), registry.register("clicks-value", SECOND)
     job = clicks(
-        f"data.format={{kind: avro, registry: {registry.url}, subject: clicks-value, version: 2}}", "stop.samples=96",
+        f"data.format={{kind: avro, registry: {registry.url}, subject: clicks-value, version: 2}}", "stop.samples=140",
         "worker.stall_timeout_s=2", "worker.fetch_max_wait_ms=500",
     )  # fmt: skip
     # By Avro's rules records of the first schema lack `country`, which the second one gives no default: dead letters.
