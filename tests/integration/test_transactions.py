@@ -92,5 +92,6 @@ def test_a_long_hole_is_passed_in_a_few_updates(make_pipeline: Any) -> None:
     job.start()
     job.until(lambda: len(job.store.versions()) > 0 and job.audit().pending < 16, "all but what is no group")
     report = job.assert_audit_ok()
-    assert (report.gaps, report.applied) >= (24_001, 144)
+    assert report.gaps >= 24_000, "the transaction's marker may stand behind the last whole batch"
+    assert report.applied >= 144
     assert job.checkpoint().version < 20, "each update has samples, except the update that skips"
