@@ -402,7 +402,7 @@ class World(worlds.World[Process]):
 
 _WEIGHTS: Final = {
     "server": 330, "worker": 250, "read": 120, "compute": 190, "announce": 15, "copy": 40, "link": 20, "tick": 15,
-    "restart": 1.5, "leave": 1.5, "scale": 2, "server restarts": 1, "blobs": 1.5, "timeout": 2, "lease": 1,
+    "restart": 1.5, "leave": 1.5, "scale": 10, "server restarts": 1, "blobs": 1.5, "timeout": 2, "lease": 1,
 }  # fmt: skip
 _STEPS: Final = tuple(_WEIGHTS)
 _CUM_WEIGHTS: Final = tuple(itertools.accumulate(_WEIGHTS.values()))

@@ -743,8 +743,8 @@ class Engine:
                 continue
             if self.moves.targets:
                 self._send_all_grants(granted)
-                if moved := self.moves.carry_out(self._now, self._freeze):
-                    self._join_again(moved)
+                self._join_again(self.moves.carry_out(self._now, self._freeze))
+                if self._grants.changed:  # also where what moves is only withdrawn yet: the policy must know
                     continue
             if self._offered_version != self.version:
                 self._offered_version = self.version

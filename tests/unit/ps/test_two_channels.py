@@ -73,6 +73,11 @@ def test_the_model_is_the_sum_of_its_batches_whatever_overtakes_whatever(policy:
     check(policy)
 
 
+def test_the_policy_knows_of_what_is_withdrawn_before_it_starts_a_batch() -> None:
+    """A partition that was to move had a gradient at the server: what was waiting of it was started all the same."""
+    play("doll, sets", 100617)
+
+
 @pytest.mark.parametrize("policy", THIRD_PARTY)
 def test_under_the_policies_of_others_too(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_wheel(SUPPORT / "third_party_policy", tmp_path)
