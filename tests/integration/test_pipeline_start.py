@@ -67,7 +67,7 @@ def test_a_topic_has_too_few_partitions(tmp_path: Path, job_name: str, services:
     done = doll("ps", "job.yaml", kafka=services.kafka, redis=services.redis, cwd=tmp_path)
     assert done.returncode == 2
     assert f"topic {topic}: expected 2 partitions, found 1" in done.stderr
-    assert "set data.workers to 1" in done.stderr
+    assert "set data.partitions to 1" in done.stderr
 
 
 def started(job: Any, name: str, role: str, *more: Any, job_path: Path | None = None) -> tuple[int, str]:

@@ -74,7 +74,7 @@ def test_the_stored_gradient_is_todays_to_the_bit() -> None:
     done = rig.handler.handle(grant(5), (batch,), goes_on)
     assert done is not None
     (computed,) = done.batches
-    assert (done.version, computed.num_samples, computed.dead, done.key) == (9, 8, (), "doll:unit:g:3:1")
+    assert (done.version, computed.num_samples, computed.dead, done.key) == (9, 8, (), "doll:{unit}:g:3:1")
     blob = rig.blobs.get(done.key)
     assert blob is not None
     stored = decode_blob(blob, job="unit", kind="g", version=9, numel=rig.weights.size)
@@ -167,7 +167,7 @@ def test_a_set_is_the_float32_sum_in_the_order_of_its_batches_under_one_key() ->
         done = rig.handler.handle(grant(5, number, 6, 9), batches, goes_on)
         assert done is not None
         assert (done.key, done.version, [item.num_samples for item in done.batches]) == (
-            f"doll:unit:g:3:{number}", 9, [8, 8, 8]
+            f"doll:{unit}:g:3:{number}", 9, [8, 8, 8]
         )  # fmt: skip
         first, second, third = (alone(rig, batch) for batch in batches)
         assert stored(rig, done.key).tobytes() == ((first + second) + third).tobytes()
