@@ -167,7 +167,7 @@ def test_a_set_is_the_float32_sum_in_the_order_of_its_batches_under_one_key() ->
         done = rig.handler.handle(grant(5, number, 6, 9), batches, goes_on)
         assert done is not None
         assert (done.key, done.version, [item.num_samples for item in done.batches]) == (
-            f"doll:{unit}:g:3:{number}", 9, [8, 8, 8]
+            f"doll:{{unit}}:g:3:{number}", 9, [8, 8, 8]
         )  # fmt: skip
         first, second, third = (alone(rig, batch) for batch in batches)
         assert stored(rig, done.key).tobytes() == ((first + second) + third).tobytes()
