@@ -33,7 +33,7 @@ class Learning:
         self._supervisor = Supervisor(run.launch, on_restart=follower.role_restarted)
         self._producer_started = False
         self._pids: dict[str, int] = {}
-        self._released: set[int] = set()  # workers that were ended because they served nothing
+        self._workers = set(range(run.config.data.workers))  # that were started, and not ended for serving nothing
 
     def start_roles(self) -> None:
         """Start everything but the producer."""
@@ -114,15 +114,15 @@ class Learning:
         if "worker-0" not in supervised:
             return
         for slot in range(wanted):
-            name = f"worker-{slot}"
-            if name not in supervised or (slot in self._released and supervised[name] is not None):
-                self._released.discard(slot)
+            # Of a worker that was started, a drill may have taken its process from the supervisor for a while.
+            if slot not in self._workers and supervised.get(f"worker-{slot}", 0) is not None:
+                self._workers.add(slot)
                 say(f"starting worker {slot}: the job is to have {wanted}")
                 self._supervisor.start(self._run.worker(slot))
         for line in self._model.worker_lines():
             handle = self._supervisor.handles().get(f"worker-{line.worker}")
-            if line.is_spare and line.worker >= wanted and line.worker not in self._released and handle is not None:
-                self._released.add(line.worker)
+            if line.is_spare and line.worker >= wanted and line.worker in self._workers and handle is not None:
+                self._workers.remove(line.worker)
                 say(f"ending worker {line.worker}: the job is to have {wanted}")
                 handle.terminate()
 

@@ -1,8 +1,13 @@
-"""The error of a run whose source ended too early."""
+"""The workers that a run starts and ends when its job is scaled; the error of a run whose source ended too early."""
 
 from __future__ import annotations
 
-from doll.run.local.running import ended_early
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from doll.local.supervisor import RoleSpec
+from doll.run.local.running import Learning, ended_early
 
 
 def test_more_samples_are_advised_only_where_nothing_failed() -> None:
@@ -12,3 +17,82 @@ def test_more_samples_are_advised_only_where_nothing_failed() -> None:
     text = ended_early({"updates": 40}, {"worker-1": (3, "exiting code=1 reason=no memory")})
     assert text.endswith("was met: worker-1 failed 3 times, last with: exiting code=1 reason=no memory")
     assert "more samples" not in text
+
+
+@dataclass
+class Process:
+    """What a supervisor asks of a role."""
+
+    name: str
+    pid: int = 1
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        self.code = 0
+
+    def terminate(self) -> None:
+        self.code = 0
+
+    kill = terminate
+
+
+class Scaled:
+    """A run of two workers, and what the server says of its job."""
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        self.workers, self.spares = 2, set[int]()
+        run = SimpleNamespace(
+            config=SimpleNamespace(data=SimpleNamespace(workers=2)),
+            launch=self.launch,
+            worker=lambda slot: RoleSpec(f"worker-{slot}", "", Path("log")),
+            display=SimpleNamespace(say=lambda text: None),
+        )
+        self.learning = Learning(run, SimpleNamespace(model=self, role_restarted=lambda restart: None))  # type: ignore[arg-type]
+        self.supervisor = self.learning._supervisor
+        for slot in range(2):
+            self.supervisor.start(run.worker(slot))
+
+    def launch(self, spec: RoleSpec) -> Process:
+        self.launched.append(spec.name)
+        return Process(spec.name)
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers
+
+    def worker_lines(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(worker=worker, is_spare=worker in self.spares) for worker in range(4)]
+
+    def turn(self) -> list[str]:
+        """Which roles are started in one turn of the run."""
+        self.launched.clear()
+        self.supervisor.poll()
+        self.learning._match_workers()
+        return self.launched.copy()
+
+
+def test_a_job_that_is_scaled_gets_the_workers_that_it_is_to_have() -> None:
+    run = Scaled()
+    assert run.turn() == []
+    run.workers = 4
+    assert run.turn() == ["worker-2", "worker-3"]
+    assert run.turn() == []
+    run.workers, run.spares = 1, {1, 2, 3}
+    assert run.turn() == []
+    assert sorted(run.supervisor.handles()) == ["worker-0", "worker-1", "worker-2", "worker-3"], "they are ending"
+    run.workers = 2
+    assert run.turn() == ["worker-1"], "one that served nothing is started again"
+    assert sorted(run.supervisor.handles()) == ["worker-0", "worker-1"]
+
+
+def test_a_worker_that_a_drill_has_taken_from_the_supervisor_is_not_started_beside_it() -> None:
+    """The drill starts it itself; `doll drill` ended with "role 'worker-1' is running already"."""
+    run = Scaled()
+    spec, _ = run.supervisor.release("worker-1")
+    assert run.turn() == []
+    run.supervisor.start(spec)
+    assert run.turn() == []
