@@ -66,13 +66,13 @@ class Durability:
         self.max_unsaved = max(self._unsaved.values(), default=0)
 
     def ask(self) -> None:
-        """The next version is to be stored, whatever is due: what the engine decides beside updates is kept."""
+        """A checkpoint is due, also without another version: it keeps what the engine decides beside updates."""
         self._is_asked = True
 
     def is_due(self, version: int, now: float, *, final: bool) -> bool:
         """Whether `version`, the current one, is to be stored now; `final`: the job ends with it."""
         unsaved = version - self.version
-        if self._ordered is not None or not (unsaved or final):
+        if self._ordered is not None or not (unsaved or final or self._is_asked):
             return False
         overdue = now - self._ordered_at_s >= self._every_s
         return final or overdue or self._is_asked or self.max_unsaved >= self._crowded or unsaved >= self._every_updates

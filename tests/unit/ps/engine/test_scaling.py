@@ -82,8 +82,8 @@ def test_the_number_is_in_a_checkpoint_and_a_changed_job_file_counts_before_it()
     engine = engine_of()
     for worker in range(4):
         join(engine, worker)
-    engine.handle(Scale(workers=4, run_id="run"), 0.0)
-    snapshot = engine.snapshot(0.0)
+    actions = engine.handle(Scale(workers=4, run_id="run"), 0.0)
+    (snapshot,) = (action.snapshot for action in actions if isinstance(action, StoreCheckpoint))  # and no update
     assert (snapshot.num_workers, snapshot.job_workers, snapshot.assignment) == (4, 2, (0, 1, 2, 3))
     for workers, expected in ((2, 4), (3, 3)):
         settings = EngineSettings(
