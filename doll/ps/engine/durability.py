@@ -52,7 +52,7 @@ class Durability:
         # Of the checkpoint under way: its version, and the batches in it, by partition and by worker.
         self._ordered: tuple[int, tuple[int, ...], dict[int, int]] | None = None
         self._ordered_at_s = now
-        self._is_asked = False
+        self._is_asked = self._must_keep = False
 
     def applied(self, worker: Worker, count: int) -> None:
         """So many batches of this worker have been applied."""
@@ -66,20 +66,26 @@ class Durability:
         self.max_unsaved = max(self._unsaved.values(), default=0)
 
     def ask(self) -> None:
-        """A checkpoint is due, also without another version: it keeps what the engine decides beside updates."""
+        """A checkpoint of the next version is due, so that nothing is held back then."""
         self._is_asked = True
+
+    def keep(self) -> None:
+        """A checkpoint is due, also without another version: it keeps what the engine has decided beside updates."""
+        self._must_keep = True
 
     def is_due(self, version: int, now: float, *, final: bool) -> bool:
         """Whether `version`, the current one, is to be stored now; `final`: the job ends with it."""
         unsaved = version - self.version
-        if self._ordered is not None or not (unsaved or final or self._is_asked):
+        if self._must_keep and self._ordered is None:
+            return True
+        if self._ordered is not None or not (unsaved or final):
             return False
         overdue = now - self._ordered_at_s >= self._every_s
         return final or overdue or self._is_asked or self.max_unsaved >= self._crowded or unsaved >= self._every_updates
 
     def order(self, version: int, now: float) -> None:
         """A checkpoint of `version` is being stored."""
-        self._is_asked = False
+        self._is_asked = self._must_keep = False
         by_worker = {worker.number: worker.queue.applied for worker in self._owners}
         self._ordered = (version, tuple(partition.applied for partition in self._partitions), by_worker)
         self._ordered_at_s = now

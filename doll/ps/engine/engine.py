@@ -398,7 +398,7 @@ class Engine:
             self.counters["refused_content"] += 1
         elif event.workers != self.moves.num_workers:
             self._join_again(self.moves.plan(event.workers))
-            self._durability.ask()  # a later server is to know of it
+            self._durability.keep()  # a later server is to know of it
 
     def _freeze(self, giver: Worker, partition: Partition) -> None:
         """Grant nothing more of a partition that is to move: what is computed of it may end behind its last batch."""
