@@ -794,10 +794,11 @@ class Engine:
         """A round that a checkpoint waits for ends with the batches that came, where the others have had nothing for a
         while.
 
-        Otherwise a stream that stops would keep what is in the model from becoming durable (docs/decisions/0035).
+        Otherwise a stream that stops would keep what is in the model from becoming durable (docs/decisions/0035). A
+        worker whose partitions are to move has nothing to give, and is not waited for.
         """
         is_waited_for = self._settling.is_under_way and not self.num_computing and self.num_held
-        is_dry = is_waited_for and self._now - self._last_held_at_s >= DRY_ROUND_S
+        is_dry = is_waited_for and (self.moves.frozen or self._now - self._last_held_at_s >= DRY_ROUND_S)
         return self.held_batches() if is_dry else ()
 
     def _report_changes(self) -> None:
