@@ -15,6 +15,7 @@ from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaExcep
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
 
 from doll.kafka.clients import error_of, kafka_problem, make_admin
+from doll.kafka.denials import is_denial
 from doll.kafka.facts import KafkaFacts, StreamFacts
 from doll.kafka.topic_plan import ActualTopic, plan_topics
 
@@ -27,13 +28,6 @@ _ASK_S: Final = 15.0
 _LATENCY_TRIES: Final = 5
 _MAX_GROUPS: Final = 100  # one request each
 _OLD_SHARE: Final = 0.5  # of the retention
-_DENIED: Final = frozenset(
-    {
-        KafkaError.TOPIC_AUTHORIZATION_FAILED,
-        KafkaError.GROUP_AUTHORIZATION_FAILED,
-        KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-    }
-)
 
 
 def ask_kafka(config: JobConfig, services: Services, timeout_s: float = 10.0) -> KafkaFacts:
@@ -97,7 +91,7 @@ class _Questions:
                 except KafkaException as exc:
                     if error_of(exc).code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                         continue
-                    if error_of(exc).code() in _DENIED:
+                    if is_denial(error_of(exc)):
                         self._denied.add(name)
                         self._facts.allowed["topic", name] = frozenset()
                         continue
@@ -129,7 +123,7 @@ class _Questions:
                 try:
                     operations = _operations(futures[name].result(_ASK_S).authorized_operations)
                 except KafkaException as exc:
-                    if error_of(exc).code() not in _DENIED:
+                    if not is_denial(error_of(exc)):
                         raise
                     operations = frozenset()
                 self._facts.allowed["group", prefix] = operations

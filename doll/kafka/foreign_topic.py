@@ -18,7 +18,9 @@ from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource, Res
 
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import error_of, make_admin, retry_while_leaderless, translate_errors
+from doll.kafka.denials import is_denial
 from doll.kafka.logins import principal_text
+from doll.kafka.permissions import Permission, allow_command
 from doll.kafka.topic_plan import batch_limit_bytes
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -31,7 +33,6 @@ log = get_logger(__name__)
 _TIMEOUT_S: Final = 15.0
 _ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
 _MISSING: Final = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
-_FORBIDDEN: Final = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 
 
 class MissingTopicError(ConfigError):
@@ -83,12 +84,12 @@ def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None 
         try:
             description = retry_while_leaderless(describe) if admin is None else describe()
         except KafkaException as exc:
-            code = error_of(exc).code()
-            if code in _MISSING:
+            error = error_of(exc)
+            if error.code() in _MISSING:
                 raise MissingTopicError(_missing(config, services, metadata)) from exc
-            if code in _FORBIDDEN:
+            if is_denial(error):
                 raise ConfigError(_forbidden(config, services, "describe")) from exc
-            if code == KafkaError._UNSUPPORTED_FEATURE and metadata is not None:  # before Kafka 2.8
+            if error.code() == KafkaError._UNSUPPORTED_FEATURE and metadata is not None:  # before Kafka 2.8
                 return _from_metadata(config, services, metadata)
             raise
         allowed, topic_id = description.authorized_operations, str(description.topic_id)
@@ -269,10 +270,8 @@ def _missing(config: JobConfig, services: Services, metadata: Any) -> str:
 
 def _forbidden(config: JobConfig, services: Services, what: str) -> str:
     name, user = config.topic("samples"), principal_text(config.kafka)
-    return (
-        f"Kafka at {services.kafka} does not allow {user} to {what} topic {name}: have its owner allow it: "
-        f"kafka-acls.sh --add --allow-principal {user} --operation Read --operation Describe --topic {name}"
-    )
+    command = allow_command([Permission("topic", name, operation) for operation in ("Read", "Describe")], user)
+    return f"Kafka at {services.kafka} does not allow {user} to {what} topic {name}: have its owner allow it: {command}"
 
 
 def _group_problem(config: JobConfig, services: Services) -> str:
@@ -287,11 +286,11 @@ def _group_problem(config: JobConfig, services: Services) -> str:
         try:
             admin.describe_consumer_groups([group], request_timeout=_TIMEOUT_S)[group].result()
         except KafkaException as exc:
-            if error_of(exc).code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+            if is_denial(error_of(exc)):
                 user = principal_text(config.kafka)
+                command = allow_command([Permission("group", prefix, "Read", is_prefix=True)], user)
                 return (
                     f"Kafka at {services.kafka} does not allow {user} to use the job's own groups, {prefix}*: allow "
-                    f"it: kafka-acls.sh --add --allow-principal {user} --operation Read --group {prefix} "
-                    "--resource-pattern-type prefixed"
+                    f"it: {command}"
                 )
     return ""

@@ -75,13 +75,15 @@ class Durability:
 
     def is_due(self, version: int, now: float, *, final: bool) -> bool:
         """Whether `version`, the current one, is to be stored now; `final`: the job ends with it."""
-        unsaved = version - self.version
-        if self._must_keep and self._ordered is None:
+        if self._ordered is not None:
+            return False
+        if final or self._must_keep:
             return True
-        if self._ordered is not None or not (unsaved or final):
+        unsaved = version - self.version
+        if not unsaved:
             return False
         overdue = now - self._ordered_at_s >= self._every_s
-        return final or overdue or self._is_asked or self.max_unsaved >= self._crowded or unsaved >= self._every_updates
+        return overdue or self._is_asked or self.max_unsaved >= self._crowded or unsaved >= self._every_updates
 
     def order(self, version: int, now: float) -> None:
         """A checkpoint of `version` is being stored."""

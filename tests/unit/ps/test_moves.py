@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from operator import gt
 
 import pytest
-import torch
 from channel_process import PLACES, POLICIES
 from channel_world import World
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.records.control import Scale
 from fuzzing import SHARE
 
-pytestmark = pytest.mark.slow  # loads torch
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # loads torch
 
 RUNS = 300 if SHARE == 1.0 else 3
 DISORDERLY_STEPS, CALM_ROUNDS = 60, 120
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def calm(world: World) -> None:
