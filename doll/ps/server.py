@@ -469,10 +469,11 @@ class ParameterServer:
 class Signals:
     """SIGINT asks for the end of the job; SIGTERM only for the end of this process: a successor may continue."""
 
+    end_job = False
+    leave = False
+    leave_reason = "SIGTERM"
+
     def __init__(self) -> None:
-        self.end_job = False
-        self.leave = False
-        self.leave_reason = "SIGTERM"
         signal.signal(signal.SIGINT, self._on_sigint)
         signal.signal(signal.SIGTERM, self._on_sigterm)
 

@@ -86,7 +86,6 @@ class Rig:
     def __init__(self, turns: int = 3) -> None:
         self.server, self.channel = Server(turns), Channel()
         self.signals = object.__new__(Signals)  # without its handlers
-        self.signals.end_job = self.signals.leave = False
         self.heartbeat = Heartbeat("ps")
         self.now = 100.0
 

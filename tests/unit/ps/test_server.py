@@ -109,7 +109,7 @@ def test_weights_are_there_before_the_grant_and_only_the_newest_are_kept(rig: Ri
         rig.update()
     assert seen == [True] * 12
     kept = [key for key in rig.blobs.keys() if ":w:1:" in key]  # noqa: SIM118 - not a dict
-    assert kept == [f"doll:unit:w:1:{version}" for version in (2, 3, 4, 5)]  # blobs.keep_versions
+    assert kept == [f"doll:{{unit}}:w:1:{version}" for version in (2, 3, 4, 5)]  # blobs.keep_versions
     pointer = rig.blobs.get(latest_key("unit"))
     assert pointer is not None
     latest = decode_latest(pointer)

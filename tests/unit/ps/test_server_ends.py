@@ -165,7 +165,7 @@ def test_a_successor_goes_on_from_the_checkpoint_and_does_the_rest_again() -> No
     assert [record.served[0].next_batch for record in successor.outbox.of(Welcome)] == [1, 1]
     successor.update(2.0)
     assert successor.optimizer.weights.tobytes() == weights.tobytes()  # momentum went with the checkpoint
-    assert all(grant.key.startswith("doll:unit:w:2:") for grant in successor.outbox.of(Grant))
+    assert all(grant.key.startswith("doll:{unit}:w:2:") for grant in successor.outbox.of(Grant))
     successor.server.close()
 
 
