@@ -52,6 +52,8 @@ def test_a_copy_loads_decodes_its_source_and_computes_a_gradient(name: str, tmp_
         job.write_text(job.read_text().replace("../../../shared/data", str(SHARED_DATA)))
     config = job_config.load(job)
     task = load_task(config)
+    if config.data.format is not None:
+        pytest.skip("its records need a registry: see the example's own test")
     records = _records(config, 100)
     for record in records:
         sample = task.decode(record)
