@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from doll.errors import ConfigError
@@ -32,8 +31,6 @@ KAFKA_KEY_PASSWORD_ENV: Final = "DOLL_KAFKA_KEY_PASSWORD"
 REDIS_USER_ENV: Final = "DOLL_REDIS_USERNAME"
 REDIS_PASSWORD_ENV: Final = "DOLL_REDIS_PASSWORD"
 REDIS_CA_ENV: Final = "DOLL_REDIS_CA"
-_FILE_SUFFIX: Final = "_FILE"
-_MAX_SECRET_BYTES: Final = 64_000
 REDIS_CERT_ENV: Final = "DOLL_REDIS_CERT"
 REDIS_KEY_ENV: Final = "DOLL_REDIS_KEY"
 REDIS_SENTINEL_USER_ENV: Final = "DOLL_REDIS_SENTINEL_USERNAME"
@@ -63,27 +60,6 @@ class Services:
     redis: str
     blobs: str = ""
     control: str = ""
-
-
-def secret(name: str) -> str | None:
-    """The secret of $`name`, else of the file that $`name`_FILE names, without its last line break; None without both.
-
-    Raises:
-        ConfigError: both are set, or the file cannot be read.
-    """
-    value, path = os.environ.get(name) or None, os.environ.get(name + _FILE_SUFFIX) or None
-    if path is None:
-        return value
-    if value is not None:
-        raise ConfigError(f"expected {name} or {name}{_FILE_SUFFIX}, got both: unset one")
-    try:
-        data = Path(path).read_bytes()
-        if len(data) > _MAX_SECRET_BYTES:
-            raise ConfigError(f"{name}{_FILE_SUFFIX}: expected a secret in {path}, got {len(data)} bytes")
-        return data.decode().removesuffix("\n").removesuffix("\r") or None
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "it is not text"
-        raise ConfigError(f"{name}{_FILE_SUFFIX}: cannot read {path}: {reason}") from None
 
 
 def kafka_address(config: JobConfig) -> str | None:

@@ -116,7 +116,7 @@ class AvroReader(FieldReader):
             raise SampleError(
                 f"{name} is not in the registry at {self._registry.url} ({exc}): was the record written with another?"
             ) from exc
-        schema = _parsed(written, name)
+        schema = parsed_schema(written, name)
         if self._resolved is None and (lacking := missing(self.record, schema)):
             raise SampleError(_lacks(name, lacking, schema, self.record))
         return reader_of(schema, self._resolved)
@@ -133,7 +133,7 @@ class AvroReader(FieldReader):
                 f"{', '.join(self._registry.similar_subjects(self._subject)) or 'no subjects'}"
             ) from exc
         try:
-            schema = _parsed(registered, name)
+            schema = parsed_schema(registered, name)
             problem = _lacks(name, lacking, schema, self.record) if (lacking := missing(self.record, schema)) else ""
         except SampleError as exc:
             problem = str(exc)
@@ -160,7 +160,7 @@ class PlainAvroReader(FieldReader):
         """
         super().__init__(record)
         try:
-            schema = _parsed(RegisteredSchema(text, "AVRO"), name)
+            schema = parsed_schema(RegisteredSchema(text, "AVRO"), name)
             if lacking := missing(record, schema):
                 raise SampleError(_lacks(name, lacking, schema, record))
         except SampleError as exc:
@@ -240,7 +240,7 @@ def _lacks(name: str, lacking: Collection[str], schema: Any, record: type[msgspe
     )
 
 
-def _parsed(registered: RegisteredSchema, name: str) -> Any:
+def parsed_schema(registered: RegisteredSchema, name: str) -> Any:
     """The schema of a record, ready for use.
 
     Raises:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
+from doll.credentials import secret
 from doll.errors import ConfigError, RetryLater
 from doll.records.bounded import MalformedError, json_value, short
 
@@ -24,6 +25,7 @@ USER_ENV: Final = "DOLL_REGISTRY_USERNAME"
 PASSWORD_ENV: Final = "DOLL_REGISTRY_PASSWORD"
 TOKEN_ENV: Final = "DOLL_REGISTRY_TOKEN"
 CA_ENV: Final = "DOLL_REGISTRY_CA"
+_ACCEPTED: Final = "application/vnd.schemaregistry.v1+json, application/json"
 _TIMEOUT_S: Final = 5.0
 _MAX_ANSWER_BYTES: Final = 4_000_000
 _MAX_REASON_CHARS: Final = 200
@@ -51,16 +53,16 @@ class RegistryClient:
         """
         Args:
             url: of the registry, without credentials.
-            environment: where credentials come from.
+            environment: where credentials come from. Those in files are read for each question, so they may change.
 
         Raises:
-            ConfigError: the certificate authority's file cannot be read.
+            ConfigError: a file of credentials or of the certificate authority cannot be read.
         """
         self.url = url
-        self._headers = {"Accept": "application/vnd.schemaregistry.v1+json, application/json"}
-        self._headers |= _authorization(environment)
+        self._environment = environment
+        _authorization(environment)
         handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
-        if (ca_file := environment.get(CA_ENV)) is not None:
+        if ca_file := environment.get(CA_ENV):
             try:
                 handlers.append(urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file)))
             except (OSError, ssl.SSLError) as exc:
@@ -102,7 +104,11 @@ class RegistryClient:
         return RegisteredSchema(text, str(answer.get("schemaType") or "AVRO"), tuple(dict.fromkeys(references)))
 
     def _get(self, path: str, kind: type = dict) -> Any:
-        request = urllib.request.Request(self.url + path, headers=self._headers)
+        try:
+            headers = {"Accept": _ACCEPTED, **_authorization(self._environment)}
+        except ConfigError as exc:  # it could be read at the start
+            raise RetryLater(str(exc)) from None
+        request = urllib.request.Request(self.url + path, headers=headers)
         try:
             with self._opener.open(request, timeout=_TIMEOUT_S) as response:
                 body, status = response.read(_MAX_ANSWER_BYTES + 1), response.status
@@ -150,10 +156,12 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _authorization(environment: Mapping[str, str]) -> dict[str, str]:
-    if token := environment.get(TOKEN_ENV):
+    if token := secret(TOKEN_ENV, environment):
+        if not (token.isascii() and token.isprintable()):  # urllib's own error would repeat it
+            raise ConfigError(f"{TOKEN_ENV}: expected printable characters of ASCII, got others")
         return {"Authorization": f"Bearer {token}"}
-    if user := environment.get(USER_ENV):
-        pair = f"{user}:{environment.get(PASSWORD_ENV, '')}".encode()
+    if user := secret(USER_ENV, environment):
+        pair = f"{user}:{secret(PASSWORD_ENV, environment) or ''}".encode()
         return {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
     return {}
 

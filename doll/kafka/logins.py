@@ -20,6 +20,7 @@ from confluent_kafka import KafkaError
 from cryptography import x509
 
 from doll.config.connections import WITH_PASSWORD
+from doll.credentials import secret
 from doll.errors import ConfigError
 from doll.services import (
     KAFKA_CA_ENV,
@@ -31,7 +32,6 @@ from doll.services import (
     KAFKA_PASSWORD_ENV,
     KAFKA_TOKEN_CA_ENV,
     KAFKA_USER_ENV,
-    secret,
 )
 from doll.telemetry import get_logger
 

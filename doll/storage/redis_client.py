@@ -11,6 +11,7 @@ from redis.backoff import ExponentialBackoff
 from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
+from doll.credentials import secret
 from doll.errors import ConfigError
 from doll.services import (
     REDIS_CA_ENV,
@@ -24,7 +25,6 @@ from doll.services import (
     REDIS_USER_ENV,
     Services,
     parse_redis,
-    secret,
 )
 from doll.storage.redis_places import cluster_pool, reason_of, sentinel_pool
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from doll.credentials import secret
 from doll.errors import ConfigError
-from doll.services import RedisPlace, Services, parse_redis, redis_address, resolve, secret
+from doll.services import RedisPlace, Services, parse_redis, redis_address, resolve
 from job_files import job
 
 

@@ -15,16 +15,20 @@ from doll.kafka.topic_plan import (
     find_problems,
     plan_topics,
 )
+from doll.records.bounded import short
 from doll.run.doctor.report import Check, Result
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
+    from doll.formats.registry_facts import RegistryFacts
     from doll.kafka.facts import KafkaFacts, StreamFacts
     from doll.provisioner.fleets.ec2.quota_facts import QuotaFacts
     from doll.storage.redis_facts import RedisFacts
 
 _STATUS_BYTES_PER_WORKER: Final = 256  # tests/unit/records/test_sizes.py
 _SLOW_S: Final = 0.05
+_SLOW_REGISTRY_S: Final = 1.0
+_SHOWN_CHARS: Final = 120
 _MAX_SKEW_S: Final = 2.0
 _DAY_S: Final = 86_400.0
 _CERTIFICATE_WARNING_S: Final = 14 * _DAY_S
@@ -291,6 +295,29 @@ def check_store(facts: StoreFacts) -> Iterator[Check]:
     else:
         room = "" if facts.free_bytes is None else f", {facts.free_bytes / 1e9:.1f} GB free"
         yield Check(name, "ok", f"{facts.versions} checkpoints{room}")
+
+
+def check_registry(facts: RegistryFacts) -> Iterator[Check]:
+    """All about the schema registry but its address."""
+    if facts.refusal:
+        yield Check("worker: registry", "failed", facts.refusal)
+        return
+    slow = facts.latency_s > _SLOW_REGISTRY_S
+    todo = "run near it: a worker waits for it with each new schema" if slow else ""
+    yield Check("worker: registry", "warning" if slow else "ok", f"{1000 * facts.latency_s:.1f} ms", todo)
+    if facts.subject is None:
+        yield Check("worker: subject", "unknown", "none is named: schemas are looked at with the first record",
+                    "name it: data.format.subject")  # fmt: skip
+        return
+    name = f"worker: subject {facts.subject}"
+    if facts.missing:
+        known = f"; there is {', '.join(facts.similar)}" if facts.similar else ""
+        yield Check(name, "failed", f"{facts.missing}{known}",
+                    "correct data.format.subject or version, or register the schema")  # fmt: skip
+    elif facts.unusable:
+        yield Check(name, "failed", facts.unusable, "correct data.format.subject, or its schema")
+    else:
+        yield Check(name, "ok", f"fields {short(', '.join(facts.fields), _SHOWN_CHARS)}")
 
 
 def check_quotas(facts: Sequence[QuotaFacts]) -> Iterator[Check]:

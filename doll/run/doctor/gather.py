@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from doll.config.fleets import Ec2FleetConfig
+from doll.config.format import AvroFormat
 from doll.errors import ConfigError, DollError
 from doll.kafka.diagnosis import ask_kafka
 from doll.kafka.logins import client_certificate, principal_text
@@ -22,6 +24,7 @@ from doll.run.doctor.checks import (
     check_own_certificate,
     check_quotas,
     check_redis,
+    check_registry,
     check_store,
     needs_redis,
 )
@@ -50,6 +53,8 @@ def examine(target: Target, roles: Sequence[Role] = ROLES) -> Report:
     checks = [*_kafka(target.config, services, roles)]
     if needs_redis(roles):
         checks += _redis(target.config, services)
+    if "worker" in roles and isinstance(section := target.config.data.format, AvroFormat):
+        checks += _schemas(section, target.config)
     if "server" in roles or "evaluator" in roles:
         checks += check_store(_ask_store(target.config, target.run.path))
     if "provisioner" in roles and isinstance(target.config.fleet, Ec2FleetConfig):
@@ -102,6 +107,29 @@ def _redis(config: JobConfig, services: Services) -> Iterator[Check]:
     yield from _addresses("Redis", addresses, REDIS_CA_ENV if place.tls else None)
     facts = ask_redis(services, config.job)
     yield from check_redis(facts, facts.asked_s)
+
+
+def _schemas(section: AvroFormat, config: JobConfig) -> Iterator[Check]:
+    """What decodes the stream's Avro records."""
+    from doll.formats.registry import CA_ENV
+    from doll.formats.registry_diagnosis import ask_registry, fields_of  # loads fastavro
+
+    if section.registry is None:
+        assert section.schema_file is not None
+        name = f"worker: schema {section.schema_file}"
+        try:
+            yield Check(name, "ok", f"fields {', '.join(fields_of(config.path(section.schema_file)))}")
+        except ConfigError as exc:
+            yield Check(name, "failed", str(exc), "correct data.format.schema_file, or the file")
+        return
+    place = urlsplit(section.registry)
+    is_tls = place.scheme == "https"
+    has_port = place.netloc.rpartition(":")[2].isdigit()
+    address = place.netloc if has_port else f"{place.netloc}:{443 if is_tls else 80}"
+    connected = [*_addresses("Registry", [address], CA_ENV if is_tls else None)]
+    yield from connected
+    if all(check.result != "failed" for check in connected):
+        yield from check_registry(ask_registry(section))
 
 
 def _ask_store(config: JobConfig, run_folder: Path) -> StoreFacts:

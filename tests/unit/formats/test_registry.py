@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from doll.errors import ConfigError, RetryLater
@@ -118,3 +120,29 @@ def test_similar_subjects_are_named(registry: FakeRegistry) -> None:
     registry.answers["/subjects"] = (200, ["clicks-value", "orders-value", "x"])
     assert RegistryClient(registry.url, {}).similar_subjects("click-value")[0] == "clicks-value"
     assert RegistryClient(registry.url, {}).similar_subjects("????") == ["clicks-value", "orders-value", "x"]
+
+
+def test_a_password_in_a_file_may_change_and_may_be_gone_for_a_while(registry: FakeRegistry, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("old\n")
+    environment = {"DOLL_REGISTRY_USERNAME": "me", "DOLL_REGISTRY_PASSWORD_FILE": str(file)}
+    client = RegistryClient(registry.url, environment)
+    registry.add(1, "int")
+    sent = []
+    for password in ("old", "new"):
+        file.write_text(f"{password}\n")
+        client.by_id(1)
+        sent.append(base64.b64decode(registry.asked[-1][1]["Authorization"].removeprefix("Basic ")))
+    assert sent == [b"me:old", b"me:new"]
+    file.unlink()
+    with pytest.raises(RetryLater, match="DOLL_REGISTRY_PASSWORD_FILE: cannot read"):
+        client.by_id(1)
+    with pytest.raises(ConfigError, match="DOLL_REGISTRY_PASSWORD_FILE: cannot read"):
+        RegistryClient(registry.url, environment)
+
+
+@pytest.mark.parametrize("token", ["hush\nhush", "hüsh"])
+def test_a_token_that_is_no_header_is_refused_without_repeating_it(token: str) -> None:
+    with pytest.raises(ConfigError, match="DOLL_REGISTRY_TOKEN: expected printable characters of ASCII") as caught:
+        RegistryClient("http://127.0.0.1:1", {"DOLL_REGISTRY_TOKEN": token})
+    assert token[:2] not in str(caught.value)

@@ -1,0 +1,34 @@
+"""Secrets from the environment: in a variable, or in a file that one names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from doll.errors import ConfigError
+
+_FILE_SUFFIX: Final = "_FILE"
+_MAX_SECRET_BYTES: Final = 64_000
+
+
+def secret(name: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The secret of $`name`, else of the file that $`name`_FILE names, without its last line break; None without both.
+
+    Raises:
+        ConfigError: both are set, or the file cannot be read.
+    """
+    value, path = environment.get(name) or None, environment.get(name + _FILE_SUFFIX) or None
+    if path is None:
+        return value
+    if value is not None:
+        raise ConfigError(f"expected {name} or {name}{_FILE_SUFFIX}, got both: unset one")
+    try:
+        data = Path(path).read_bytes()
+        if len(data) > _MAX_SECRET_BYTES:
+            raise ConfigError(f"{name}{_FILE_SUFFIX}: expected a secret in {path}, got {len(data)} bytes")
+        return data.decode().removesuffix("\n").removesuffix("\r") or None
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not text"
+        raise ConfigError(f"{name}{_FILE_SUFFIX}: cannot read {path}: {reason}") from None
