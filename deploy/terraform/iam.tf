@@ -142,6 +142,16 @@ data "aws_iam_policy_document" "control" {
     resources = ["${module.storage.bucket_arn}/job/*", "${module.storage.bucket_arn}/ca/*"]
   }
 
+  dynamic "statement" {
+    for_each = var.schema_registry_login ? [module.secrets.schema_registry_arn] : []
+
+    content {
+      sid       = "SchemaRegistry"
+      actions   = ["secretsmanager:GetSecretValue"]
+      resources = [statement.value]
+    }
+  }
+
   statement {
     sid       = "Heartbeat"
     actions   = ["s3:PutObject"]
@@ -177,6 +187,16 @@ data "aws_iam_policy_document" "worker" {
     sid       = "Job"
     actions   = ["s3:GetObject"]
     resources = ["${module.storage.bucket_arn}/job/*", "${module.storage.bucket_arn}/ca/*"]
+  }
+
+  dynamic "statement" {
+    for_each = var.schema_registry_login ? [module.secrets.schema_registry_arn] : []
+
+    content {
+      sid       = "SchemaRegistry"
+      actions   = ["secretsmanager:GetSecretValue"]
+      resources = [statement.value]
+    }
   }
 
   source_policy_documents = [data.aws_iam_policy_document.boot.json, data.aws_iam_policy_document.iam_client.json]

@@ -61,6 +61,7 @@ module "storage" {
   name               = var.name
   force_destroy      = var.force_destroy
   log_retention_days = var.log_retention_days
+  authorities        = var.schema_registry_ca == null ? {} : { registry = var.schema_registry_ca }
 }
 
 module "secrets" {
@@ -71,26 +72,29 @@ module "secrets" {
     aws.passwords = aws.passwords
   }
 
-  name           = var.name
-  kms_key_arn    = module.storage.kms_key_arn
-  kafka_mode     = var.kafka_mode
-  producer_user  = local.producer_user
-  cache_mode     = var.cache_mode
-  cache_password = module.cache.password
+  name                  = var.name
+  kms_key_arn           = module.storage.kms_key_arn
+  kafka_mode            = var.kafka_mode
+  producer_user         = local.producer_user
+  cache_mode            = var.cache_mode
+  schema_registry_login = var.schema_registry_login
+  cache_password        = module.cache.password
 }
 
 module "network" {
   source = "./modules/network"
 
-  name               = var.name
-  vpc_cidr           = var.vpc_cidr
-  zones              = local.zones
-  nat_mode           = var.nat_mode
-  kafka_client_port  = local.kafka_client_port
-  producer_port      = local.producer_port
-  producer_cidrs     = var.producer_cidrs
-  flow_log_group_arn = module.storage.flow_log_group_arn
-  flow_log_role_arn  = module.storage.flow_log_role_arn
+  name                  = var.name
+  vpc_cidr              = var.vpc_cidr
+  zones                 = local.zones
+  nat_mode              = var.nat_mode
+  kafka_client_port     = local.kafka_client_port
+  producer_port         = local.producer_port
+  producer_cidrs        = var.producer_cidrs
+  schema_registry_cidrs = var.schema_registry_cidrs
+  schema_registry_port  = var.schema_registry_port
+  flow_log_group_arn    = module.storage.flow_log_group_arn
+  flow_log_role_arn     = module.storage.flow_log_role_arn
   endpoint_services = [
     "ec2", "ecr.api", "ecr.dkr", "kms", "logs", "monitoring", "secretsmanager", "sqs", "ssm", "ssmmessages",
   ]
@@ -177,26 +181,29 @@ module "control" {
 }
 
 locals {
-  # Services whose certificates are signed by the stack's own authorities.
+  # Services whose certificates are signed by the stack's own authorities, or by one that the caller names.
   authorities = concat(
     var.kafka_mode == "self_managed" ? ["kafka"] : [],
     var.cache_mode == "self_managed" ? ["cache"] : [],
+    var.schema_registry_ca != null ? ["registry"] : [],
   )
 
   environment = merge(
     {
-      DOLL_KAFKA                 = module.kafka.bootstrap
-      DOLL_REDIS                 = module.cache.url
-      DOLL_BOOT_CERT_AUTHORITIES = join(" ", local.authorities)
-      DOLL_BOOT_BUCKET           = module.storage.bucket
-      DOLL_BOOT_IMAGE            = local.image
-      DOLL_BOOT_KAFKA_IMAGE      = var.kafka_mode == "self_managed" ? var.kafka_image : ""
-      DOLL_BOOT_CACHE_IMAGE      = var.cache_mode == "self_managed" ? var.cache_image : ""
-      DOLL_BOOT_CACHE_MB         = tostring(var.cache_memory_mb)
-      DOLL_BOOT_LOG_GROUP        = module.storage.roles_log_group.name
+      DOLL_KAFKA                      = module.kafka.bootstrap
+      DOLL_REDIS                      = module.cache.url
+      DOLL_BOOT_CERT_AUTHORITIES      = join(" ", local.authorities)
+      DOLL_BOOT_BUCKET                = module.storage.bucket
+      DOLL_BOOT_IMAGE                 = local.image
+      DOLL_BOOT_KAFKA_IMAGE           = var.kafka_mode == "self_managed" ? var.kafka_image : ""
+      DOLL_BOOT_CACHE_IMAGE           = var.cache_mode == "self_managed" ? var.cache_image : ""
+      DOLL_BOOT_CACHE_MB              = tostring(var.cache_memory_mb)
+      DOLL_BOOT_LOG_GROUP             = module.storage.roles_log_group.name
+      DOLL_BOOT_SCHEMA_REGISTRY_LOGIN = var.schema_registry_login ? "yes" : ""
     },
     contains(local.authorities, "kafka") ? { DOLL_KAFKA_CA = "/run/doll/ca/kafka.pem" } : {},
     contains(local.authorities, "cache") ? { DOLL_REDIS_CA = "/run/doll/ca/cache.pem" } : {},
+    contains(local.authorities, "registry") ? { DOLL_REGISTRY_CA = "/run/doll/ca/registry.pem" } : {},
   )
 
   settings = {

@@ -11,27 +11,28 @@ output "settings" {
 output "names" {
   description = "Names and ids of resources."
   value = {
-    bucket               = module.storage.bucket
-    repository           = module.storage.repository_url
-    clients_secret       = module.secrets.clients_name
-    producer_secret      = module.secrets.producer_name
-    producer_policy      = one(aws_iam_policy.producer[*].arn)
-    producer_bootstrap   = module.kafka.producer_bootstrap
-    control_instance     = module.control.instance_id
-    kafka_instances      = module.kafka.instance_ids
-    launch_template      = module.workers.launch_template_id
-    producer_group       = module.network.security_group_ids.producer
-    vpc                  = module.network.vpc_id
-    private_subnets      = module.network.private_subnet_ids
-    notices_queue        = module.observability.queue_url
-    alarm_topic          = module.observability.alarm_topic_arn
-    dashboard            = module.observability.dashboard
-    log_group            = module.storage.roles_log_group.name
-    control_role         = module.control.role_name
-    authority_in_bucket  = [for name in local.authorities : "ca/${name}.pem"]
-    worker_ami           = coalesce(var.worker_ami_id, local.ami[var.worker_instance_types[0]])
-    worker_architecture  = local.arm64[var.worker_instance_types[0]] ? "linux/arm64" : "linux/amd64"
-    control_architecture = local.arm64[var.control_instance_type] ? "linux/arm64" : "linux/amd64"
+    bucket                 = module.storage.bucket
+    repository             = module.storage.repository_url
+    clients_secret         = module.secrets.clients_name
+    producer_secret        = module.secrets.producer_name
+    schema_registry_secret = module.secrets.schema_registry_name
+    producer_policy        = one(aws_iam_policy.producer[*].arn)
+    producer_bootstrap     = module.kafka.producer_bootstrap
+    control_instance       = module.control.instance_id
+    kafka_instances        = module.kafka.instance_ids
+    launch_template        = module.workers.launch_template_id
+    producer_group         = module.network.security_group_ids.producer
+    vpc                    = module.network.vpc_id
+    private_subnets        = module.network.private_subnet_ids
+    notices_queue          = module.observability.queue_url
+    alarm_topic            = module.observability.alarm_topic_arn
+    dashboard              = module.observability.dashboard
+    log_group              = module.storage.roles_log_group.name
+    control_role           = module.control.role_name
+    authority_in_bucket    = [for name in local.authorities : "ca/${name}.pem"]
+    worker_ami             = coalesce(var.worker_ami_id, local.ami[var.worker_instance_types[0]])
+    worker_architecture    = local.arm64[var.worker_instance_types[0]] ? "linux/arm64" : "linux/amd64"
+    control_architecture   = local.arm64[var.control_instance_type] ? "linux/arm64" : "linux/amd64"
   }
 }
 

@@ -282,6 +282,47 @@ variable "elasticache_node_type" {
   }
 }
 
+# --- schema registry, of jobs with data.format.registry ---
+
+variable "schema_registry_login" {
+  description = "The schema registry asks for a log-in: hosts wait for the secret doll/NAME/schema-registry, in which you put it (README.md, Schema registry)."
+  type        = bool
+  default     = false
+}
+
+variable "schema_registry_ca" {
+  description = "Certificates of the authority that signed the schema registry's certificate, PEM; null: a public one, or no TLS."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.schema_registry_ca == null || try(startswith(trimspace(var.schema_registry_ca), "-----BEGIN CERTIFICATE-----"), false)
+    error_message = "Expected PEM that begins with -----BEGIN CERTIFICATE-----: of certificates, never of a key."
+  }
+}
+
+variable "schema_registry_cidrs" {
+  description = "Address ranges of a schema registry whose port is not 443, to which workers and the control host may connect."
+  type        = list(string)
+  default     = []
+
+  validation {
+    condition     = alltrue([for cidr in var.schema_registry_cidrs : can(cidrnetmask(cidr)) && try(tonumber(split("/", cidr)[1]) > 0, false)])
+    error_message = "Expected IPv4 ranges such as 10.1.0.0/16, and not the whole internet."
+  }
+}
+
+variable "schema_registry_port" {
+  description = "Port of the schema registry in schema_registry_cidrs. 443 is always open."
+  type        = number
+  default     = 8081
+
+  validation {
+    condition     = var.schema_registry_port > 0 && var.schema_registry_port < 65536
+    error_message = "Expected a port, 1 to 65535."
+  }
+}
+
 # --- control host ---
 
 variable "control_instance_type" {

@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "DOLL_BOOT_IMAGE": IMAGE,
     "DOLL_BOOT_KAFKA_IMAGE": "apache/kafka:4.1.1",
     "DOLL_BOOT_LOG_GROUP": "/doll/t/roles",
+    "DOLL_BOOT_SCHEMA_REGISTRY_LOGIN": "",
     "DOLL_KAFKA": "10.0.0.11:9092",
     "DOLL_REDIS": "rediss://10.0.0.10:6379/0",
 }

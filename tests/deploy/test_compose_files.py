@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from compose_files import ALERTS, DASHBOARD, FILE, IN_FOREIGN_IMAGES, METRIC, project, stages
+from doll.formats.registry import CA_ENV, PASSWORD_ENV, TOKEN_ENV, USER_ENV
 from doll.local import compose, kafka_broker
 from doll.process.memory import HUGE_PAGES_ENV
 from fake_engine import fake_docker_engine
@@ -86,7 +87,16 @@ def test_containers_have_no_more_rights_than_they_need() -> None:
         for volume in service.get("volumes", []):
             if isinstance(volume, dict) and volume["type"] == "bind":
                 assert volume["read_only"], name
-    assert not re.search(r"(?i)password|secret|token", FILE.read_text().replace("there is no password to keep", ""))
+    without_names = re.sub(r"^  DOLL_REGISTRY_[A-Z_]+:$", "", FILE.read_text(), flags=re.MULTILINE)
+    assert not re.search(r"(?i)password|secret|token", without_names.replace("there is no password to keep", ""))
+
+
+def test_only_who_asks_the_schema_registry_gets_its_variables_and_their_values_are_not_in_the_file() -> None:
+    read = {USER_ENV, PASSWORD_ENV, f"{PASSWORD_ENV}_FILE", TOKEN_ENV, f"{TOKEN_ENV}_FILE", CA_ENV}
+    for name, service in project()["services"].items():
+        given = {key: value for key, value in service.get("environment", {}).items() if "REGISTRY" in key}
+        wanted = read if name in {"worker", "provisioner", "doll"} else set()
+        assert given == dict.fromkeys(wanted), name
 
 
 def test_one_service_builds_the_image_and_all_others_wait_for_it_and_pull_nothing() -> None:

@@ -77,6 +77,49 @@ def test_a_worker_starts_with_settings_and_secrets_and_powers_off_when_it_has_en
     assert (host.root / "var/lib/doll/job/task.py").read_text() == "# a task\n"
 
 
+def test_only_workers_and_the_commands_of_people_get_the_log_in_of_a_schema_registry(
+    make_host: Callable[..., Host], account: Path
+) -> None:
+    environment = account / "parameters/doll/t/environment"
+    environment.write_text(environment.read_text().replace("REGISTRY_LOGIN=", "REGISTRY_LOGIN=yes"))
+    login = "DOLL_REGISTRY_USERNAME=me\nDOLL_REGISTRY_PASSWORD=reg1stry-hush\n"
+    (account / "secrets/doll/t/schema-registry").write_text(login)
+    worker, control = make_host("worker"), make_host("control")
+    outputs = [worker.run("worker"), control.run("control"), control.run("role", "ps"), control.run("doll", "doctor")]
+    assert [code for code, _ in outputs] == [0, 0, 0, 0], outputs
+    given = {
+        run.split("--name ")[1].split()[0].rstrip("0123456789"): re.findall(r"--env-file (\S+)", run)
+        for host in (worker, control)
+        for run in host.calls_of("docker run")
+    }
+    assert given.keys() == {"doll-worker", "doll-ps", "doll-command-"}
+    for name, files in given.items():
+        assert [Path(file).name for file in files] == [
+            "environment", "secrets", *(["schema-registry"] if name != "doll-ps" else [])
+        ], name  # fmt: skip
+    file = worker.root / "run" / "doll" / "schema-registry"
+    assert file.read_text() == login
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert "reg1stry-hush" not in "\n".join([*worker.calls, *control.calls, *(output for _, output in outputs)])
+
+
+def test_a_worker_waits_for_the_log_in_of_a_schema_registry(make_host: Callable[..., Host], account: Path) -> None:
+    environment = account / "parameters/doll/t/environment"
+    environment.write_text(environment.read_text().replace("REGISTRY_LOGIN=", "REGISTRY_LOGIN=yes"))
+    host = make_host()
+    worker = host.start("worker")
+    try:
+        assert worker.stdout is not None
+        assert any("retrying in 0.05 s: fetch_secret" in line for line in worker.stdout)
+        assert not host.calls_of("docker run")
+        (account / "secrets/doll/t/schema-registry").write_text("DOLL_REGISTRY_TOKEN=hush\n")
+        assert "hush" not in worker.communicate(timeout=240)[0]
+        assert worker.returncode == 0
+    finally:
+        worker.kill()
+    assert len(host.calls_of("docker run")) == 1
+
+
 @pytest.mark.parametrize(("code", "tries"), [(1, 5), (2, 1), (3, 1)])
 def test_a_worker_that_fails_is_tried_again_unless_the_job_file_is_wrong(
     make_host: Callable[..., Host], code: int, tries: int

@@ -92,7 +92,7 @@ def test_containers_get_variables_that_the_code_reads() -> None:
     secrets = captured(r"<<-ENV(.*?)^  ENV", (TERRAFORM / "modules" / "secrets" / "main.tf").read_text())
     given = set(re.findall(r"\b(DOLL_[A-Z_]+) *=", stack))
     boots = {name for name in given if name.startswith("DOLL_BOOT_")}
-    assert {"DOLL_KAFKA", "DOLL_KAFKA_CA", "DOLL_REDIS", "DOLL_REDIS_CA"} == given - boots
+    assert {"DOLL_KAFKA", "DOLL_KAFKA_CA", "DOLL_REDIS", "DOLL_REDIS_CA", "DOLL_REGISTRY_CA"} == given - boots
     assert set(re.findall(r"\b(DOLL_[A-Z_]+)=", secrets)) == set(SECRETS)
     assert set(ENVIRONMENT) <= given, "the hosts of these tests are not those of the stack"
     own = set(re.findall(r"--env \"(DOLL_[A-Z_]+)=", SCRIPTS["common"]))

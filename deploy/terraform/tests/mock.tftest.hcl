@@ -109,11 +109,13 @@ variables {
 override_module {
   target = module.secrets
   outputs = {
-    clients_arn   = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/clients-abcdef"
-    clients_name  = "doll/test/clients"
-    producer_arn  = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/producer-abcdef"
-    producer_name = "doll/test/producer"
-    msk_arn       = "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef"
+    clients_arn          = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/clients-abcdef"
+    clients_name         = "doll/test/clients"
+    producer_arn         = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/producer-abcdef"
+    producer_name        = "doll/test/producer"
+    schema_registry_arn  = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/schema-registry-abcdef"
+    schema_registry_name = "doll/test/schema-registry"
+    msk_arn              = "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef"
     authority_arns = {
       kafka = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/kafka-authority-abcdef"
       cache = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/cache-authority-abcdef"
@@ -145,6 +147,10 @@ run "msk_is_the_default" {
   assert {
     condition     = !contains(keys(output.environment), "DOLL_KAFKA_CA")
     error_message = "MSK's certificates come from a public authority"
+  }
+  assert {
+    condition     = !contains(keys(output.environment), "DOLL_REGISTRY_CA") && output.environment.DOLL_BOOT_SCHEMA_REGISTRY_LOGIN == ""
+    error_message = "hosts wait for a schema registry that nobody has named"
   }
   assert {
     condition     = output.environment.DOLL_BOOT_IMAGE == "123456789012.dkr.ecr.us-east-1.amazonaws.com/doll-test:v1"
@@ -211,6 +217,27 @@ run "serverless_and_all_that_is_optional" {
   expect_failures = [check.serverless_needs_iam_login]
 }
 
+run "a_schema_registry_with_all_that_it_may_need" {
+  variables {
+    schema_registry_login = true
+    schema_registry_ca    = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
+    schema_registry_cidrs = ["10.1.0.0/16"]
+    schema_registry_port  = 8443
+  }
+  assert {
+    condition     = output.environment.DOLL_REGISTRY_CA == "/run/doll/ca/registry.pem" && output.environment.DOLL_BOOT_CERT_AUTHORITIES == "cache registry"
+    error_message = "workers do not verify the registry by the authority that was given"
+  }
+  assert {
+    condition     = output.environment.DOLL_BOOT_SCHEMA_REGISTRY_LOGIN == "yes" && output.names.schema_registry_secret == "doll/test/schema-registry"
+    error_message = "hosts do not wait for the registry's log-in"
+  }
+  assert {
+    condition     = !strcontains(jsonencode(output.environment), "DOLL_REGISTRY_USERNAME") && !strcontains(jsonencode(output.environment), "BEGIN CERT")
+    error_message = "a log-in or a certificate is among the settings"
+  }
+}
+
 # --- invalid values ---
 
 run "wrong_values" {
@@ -228,10 +255,14 @@ run "wrong_values" {
     control_instance_type = "xlarge"
     alarm_email           = "nobody"
     log_retention_days    = 2
+    schema_registry_ca    = "-----BEGIN PRIVATE KEY-----"
+    schema_registry_cidrs = ["0.0.0.0/0"]
+    schema_registry_port  = 0
   }
   expect_failures = [
     var.name, var.image_tag, var.region, var.zone_count, var.vpc_cidr, var.producer_cidrs, var.worker_instance_types,
     var.worker_ami_id, var.cache_mode, var.control_instance_type, var.alarm_email, var.log_retention_days,
+    var.schema_registry_ca, var.schema_registry_cidrs, var.schema_registry_port,
   ]
 }
 

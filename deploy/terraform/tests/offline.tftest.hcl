@@ -55,11 +55,13 @@ override_data {
 override_module {
   target = module.secrets
   outputs = {
-    clients_arn   = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/clients-abcdef"
-    clients_name  = "doll/test/clients"
-    producer_arn  = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/producer-abcdef"
-    producer_name = "doll/test/producer"
-    msk_arn       = "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef"
+    clients_arn          = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/clients-abcdef"
+    clients_name         = "doll/test/clients"
+    producer_arn         = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/producer-abcdef"
+    producer_name        = "doll/test/producer"
+    schema_registry_arn  = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/schema-registry-abcdef"
+    schema_registry_name = "doll/test/schema-registry"
+    msk_arn              = "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef"
     authority_arns = {
       kafka = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/kafka-authority-abcdef"
       cache = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/cache-authority-abcdef"
@@ -86,6 +88,9 @@ run "msk_and_all_that_is_optional" {
     create_spot_service_linked_role = true
     producer_cidrs                  = ["10.1.0.0/16"]
     worker_ami_id                   = "ami-0123456789abcdef0"
+    schema_registry_login           = true
+    schema_registry_ca              = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
+    schema_registry_cidrs           = ["10.1.0.0/16", "10.2.0.0/16"]
   }
 }
 

@@ -307,6 +307,23 @@ resource "aws_vpc_security_group_egress_rule" "https" {
   description       = "AWS services and image registries"
 }
 
+# Workers ask for schemas, and `doll doctor` does on the control host.
+resource "aws_vpc_security_group_egress_rule" "schema_registry" {
+  for_each = {
+    for pair in setproduct(["control", "worker"], var.schema_registry_cidrs) : join(" ", pair) => {
+      group = local.reach_aws[pair[0]]
+      cidr  = pair[1]
+    }
+  }
+
+  security_group_id = each.value.group
+  cidr_ipv4         = each.value.cidr
+  ip_protocol       = "tcp"
+  from_port         = var.schema_registry_port
+  to_port           = var.schema_registry_port
+  description       = "Schema registry"
+}
+
 resource "aws_vpc_security_group_ingress_rule" "endpoints" {
   count = length(local.endpoints) > 0 ? 1 : 0
 

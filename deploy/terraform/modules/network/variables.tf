@@ -38,6 +38,16 @@ variable "producer_cidrs" {
   type        = list(string)
 }
 
+variable "schema_registry_cidrs" {
+  description = "Address ranges of a schema registry whose port is not 443."
+  type        = list(string)
+}
+
+variable "schema_registry_port" {
+  description = "Its port."
+  type        = number
+}
+
 variable "flow_log_group_arn" {
   description = "Log group of the VPC's flow logs."
   type        = string

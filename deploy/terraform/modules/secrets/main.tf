@@ -105,3 +105,14 @@ resource "aws_secretsmanager_secret" "authority" {
   kms_key_id              = var.kms_key_arn
   recovery_window_in_days = 0
 }
+
+# Written by the operator: the registry is somebody else's. Terraform never has its value.
+resource "aws_secretsmanager_secret" "schema_registry" {
+  # checkov:skip=CKV2_AWS_57: the registry's owner decides when its log-in changes
+  count = var.schema_registry_login ? 1 : 0
+
+  name                    = "doll/${var.name}/schema-registry"
+  description             = "Log-in at the schema registry, as a docker env file: DOLL_REGISTRY_USERNAME and DOLL_REGISTRY_PASSWORD, or DOLL_REGISTRY_TOKEN"
+  kms_key_id              = var.kms_key_arn
+  recovery_window_in_days = 0
+}

@@ -27,3 +27,13 @@ output "authority_arns" {
   description = "Secrets of the stack's certificate authorities: kafka, cache."
   value       = { for key, secret in aws_secretsmanager_secret.authority : key => secret.arn }
 }
+
+output "schema_registry_arn" {
+  description = "Secret with the log-in at the schema registry; null if it needs none."
+  value       = one(aws_secretsmanager_secret.schema_registry[*].arn)
+}
+
+output "schema_registry_name" {
+  description = "Its name."
+  value       = one(aws_secretsmanager_secret.schema_registry[*].name)
+}

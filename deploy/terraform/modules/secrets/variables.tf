@@ -28,3 +28,8 @@ variable "cache_password" {
   type        = string
   sensitive   = true
 }
+
+variable "schema_registry_login" {
+  description = "The schema registry asks for a log-in."
+  type        = bool
+}

@@ -164,6 +164,16 @@ resource "aws_s3_bucket_policy" "this" {
   depends_on = [aws_s3_bucket_public_access_block.this]
 }
 
+# Hosts fetch it at boot, like those of the stack's own authorities, which their hosts write.
+resource "aws_s3_object" "authority" {
+  for_each = var.authorities
+
+  bucket     = aws_s3_bucket.this.id
+  key        = "ca/${each.key}.pem"
+  content    = each.value
+  kms_key_id = aws_kms_key.this.arn
+}
+
 # --- images ---
 
 resource "aws_ecr_repository" "this" {

@@ -12,3 +12,8 @@ variable "log_retention_days" {
   description = "Days for which CloudWatch keeps logs."
   type        = number
 }
+
+variable "authorities" {
+  description = "Certificates (PEM) of authorities outside the stack, by name: ca/NAME.pem in the bucket."
+  type        = map(string)
+}

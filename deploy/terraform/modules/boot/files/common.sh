@@ -2,7 +2,8 @@
 # Functions of every host's boot scripts. Sourced by the other scripts, which cloud-init writes to /opt/doll.
 #
 # Settings come from two SSM parameters: `environment` (a docker env file) and `settings` (`--set` lines for doll).
-# Passwords come from one secret, also a docker env file, and are written to a folder in memory that only root can read.
+# Passwords come from one secret, also a docker env file (and the schema registry's from another), and are written to a folder
+# in memory that only root can read.
 # So user data contains neither, and a host picks up changes when its services restart.
 
 set -euo pipefail
@@ -92,9 +93,12 @@ get_settings() {
   insist fetch_secret clients "$run/secrets"
 }
 
-# Prerequisites of run_doll. At the first apply, image and job are pushed after the hosts have started, so it waits for them.
+# Prerequisites of run_doll. At the first apply, image and job are pushed after the hosts have started, so it waits for them,
+# and for the log-in of the schema registry, if there is to be one.
 get_doll() {
   insist fetch_authorities
+  rm -f "$run/schema-registry"
+  if [ -n "$(setting DOLL_BOOT_SCHEMA_REGISTRY_LOGIN)" ]; then insist fetch_secret schema-registry "$run/schema-registry"; fi
   insist pull "$(setting DOLL_BOOT_IMAGE)"
   insist fetch_job
   mkdir -p "$state/run"
@@ -103,8 +107,10 @@ get_doll() {
 
 # name of the container, port of its probes, arguments of doll: run it in the foreground. Exit code: the command's.
 run_doll() {
-  local name=$1 port=$2 line job
+  local name=$1 port=$2 line job files=(--env-file "$run/environment" --env-file "$run/secrets")
   shift 2
+  # Only workers ask the schema registry, and the commands of people: `doll doctor`.
+  if [[ -f $run/schema-registry && $name =~ ^doll-(worker$|command-) ]]; then files+=(--env-file "$run/schema-registry"); fi
   # Each job has its own checkpoints: those of another job would be refused.
   job=$(sed -n "s/^job: *[\"']\{0,1\}\([A-Za-z0-9_-]*\).*/\1/p" "$state/job/job.yaml")
   local sets=(--set "checkpoint.folder=s3://$(setting DOLL_BOOT_BUCKET)/checkpoints/${job:?expected job: NAME in job.yaml}")
@@ -115,7 +121,7 @@ run_doll() {
   docker rm --force "$name" > /dev/null 2>&1 || true
   # Containers share the host's network: the metadata service is one hop away, and no port is published.
   docker run --rm --init --name "$name" --network host --user "$uid:$uid" --read-only --tmpfs /tmp --cap-drop ALL \
-    --security-opt no-new-privileges --env-file "$run/environment" --env-file "$run/secrets" \
+    --security-opt no-new-privileges "${files[@]}" \
     --env "AWS_REGION=$AWS_REGION" --env "DOLL_HEALTH_PORT=$port" \
     --volume "$state/job:/job:ro" --volume "$run/ca:/run/doll/ca:ro" --volume "$state/run:/var/lib/doll" \
     --log-driver awslogs --log-opt "awslogs-group=$(setting DOLL_BOOT_LOG_GROUP)" \
