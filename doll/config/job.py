@@ -75,6 +75,8 @@ class JobConfig(Section):
                 "control.kind: local: expected workers on the parameter server's machine (fleet.kind: processes), got "
                 f"fleet.kind: {self.fleet.kind}; set control.kind to auto or redis"
             )
+        if self.source is not None and (problem := self.source.format_problem(self.data.format)):
+            raise ValueError(f"data.format: {problem}")
         self._check_topic()
         rates, asks_kafka = self.arrivals.rate_per_s, self.data.asks_kafka
         if isinstance(rates, list) and not asks_kafka and len(rates) != (streams := self.data.num_partitions):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from doll.config.format import CsvFormat, FormatSection, JsonFormat
 from doll.config.section import Section
 from doll.config.variants import Variants
 
@@ -52,6 +53,21 @@ class SourceSection(Section, ABC):
         a file without it would be sent again from its start.
         """
 
+    def format_problem(self, given: FormatSection | None) -> str:
+        """Why `data.format` does not decode what this source sends; "" where it does, or the task decides."""
+        return ""
+
+
+def _require_different(names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        raise ValueError(f"columns: expected different names, got {', '.join(names)}")
+
+
+def _not_json(given: FormatSection | None) -> str:
+    if given is None or isinstance(given, JsonFormat):
+        return ""
+    return f"expected none, or {{kind: json}}, because the source sends JSON objects; got kind: {given.kind}"
+
 
 class DigitsSource(SourceSection):
     """The handwritten digits of scikit-learn, each under a random affine and perspective transform."""
@@ -78,14 +94,32 @@ class IdxSource(SourceSection):
 
 
 class CsvSource(SourceSection):
-    """The lines of a CSV file in order, unchanged; sample i goes to stream i mod N."""
+    """The lines of a CSV file in order, unchanged or with some of its columns; sample i goes to stream i mod N."""
 
     kind: Literal["csv"]
     path: Path
     header: bool = False
     """the first line is a header and not a sample"""
+    columns: list[str] = Field(default_factory=list)
+    """send lines of these columns only, in this order: names of the header. Default: the lines as they are"""
+    delimiter: str = Field(default=",", min_length=1, max_length=1)
+    """character between two cells, with `columns`"""
     repeat: bool = False
     """start again at the end of the file"""
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if self.columns and not self.header:
+            raise ValueError("columns: expected header: true, a file whose first line names its columns")
+        _require_different(self.columns)
+        return self
+
+    def format_problem(self, given: FormatSection | None) -> str:
+        if self.columns and isinstance(given, CsvFormat) and (given.columns, given.delimiter) != (
+            self.columns, self.delimiter
+        ):  # fmt: skip
+            return f"expected columns {', '.join(self.columns)} and delimiter {self.delimiter!r}, as the source has"
+        return ""
 
     def position_identity(self) -> list[Any] | None:
         return ["csv", str(self.path), self.header]
@@ -101,6 +135,56 @@ class JsonlSource(SourceSection):
 
     def position_identity(self) -> list[Any] | None:
         return ["jsonl", str(self.path)]
+
+
+class ParquetSource(SourceSection):
+    """The rows of Parquet files in order, as JSON objects; row i goes to stream i mod N. Dates and times become text
+    (ISO 8601), bytes base64, NaN null. It needs `doll-online[parquet]`."""
+
+    kind: Literal["parquet"]
+    path: Path
+    """a file, or a folder whose files `*.parquet` follow each other in the order of their names"""
+    columns: list[str] = Field(default_factory=list)
+    """names of the columns that are read; default: all"""
+    repeat: bool = False
+    """start again at the end of the last file"""
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        _require_different(self.columns)
+        return self
+
+    def format_problem(self, given: FormatSection | None) -> str:
+        return _not_json(given)
+
+    def position_identity(self) -> list[Any] | None:
+        return ["parquet", str(self.path)]
+
+
+class DatasetSource(SourceSection):
+    """The rows of a data set of Hugging Face that `Dataset.save_to_disk` has written, as those of Parquet files. It
+    needs `doll-online[datasets]`."""
+
+    kind: Literal["dataset"]
+    path: Path
+    """the folder that was given to `save_to_disk`"""
+    split: str | None = None
+    """which data set of a `DatasetDict`, such as `train`"""
+    columns: list[str] = Field(default_factory=list)
+    """names of the columns that are read; default: all"""
+    repeat: bool = False
+    """start again at the end"""
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        _require_different(self.columns)
+        return self
+
+    def format_problem(self, given: FormatSection | None) -> str:
+        return _not_json(given)
+
+    def position_identity(self) -> list[Any] | None:
+        return ["dataset", str(self.path), self.split]
 
 
 class TextSource(SourceSection):
@@ -207,8 +291,8 @@ class SyntheticSource(SourceSection):
 
 
 sources = Variants(
-    "kind", DigitsSource, IdxSource, CsvSource, JsonlSource, StdinSource, CriteoSource, SyntheticClicksSource,
-    RatingsSource, SyntheticRatingsSource, SyntheticSource, TextSource,
+    "kind", DigitsSource, IdxSource, CsvSource, JsonlSource, ParquetSource, DatasetSource, StdinSource, CriteoSource,
+    SyntheticClicksSource, RatingsSource, SyntheticRatingsSource, SyntheticSource, TextSource,
 )  # fmt: skip
 
 SourceConfig = Annotated[SourceSection, sources]

@@ -45,15 +45,25 @@ def read_file(
     return itertools.chain(lines, again)
 
 
+def read_header(path: Path) -> bytes:
+    """The line that `read_file` leaves out with `header`.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return next(_all(path, _LONGEST_BYTES), b"")
+
+
 def _lines(path: Path, header: bool, max_bytes: int) -> Iterator[bytes]:
+    return filter(None, itertools.islice(_all(path, max_bytes), int(header), None))
+
+
+def _all(path: Path, max_bytes: int) -> Iterator[bytes]:
+    """The lines of a file, also blank ones."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            cut = _cut(cast("BinaryIO", file), max_bytes)
-            if header:
-                next(cut, None)
-            for line in cut:
-                if line := line.rstrip(b"\r\n"):
-                    yield line[: max_bytes + 1]
+            for line in _cut(cast("BinaryIO", file), max_bytes):
+                yield line.rstrip(b"\r\n")[: max_bytes + 1]
     except (OSError, EOFError, zlib.error) as exc:
         raise ConfigError(
             f"{path}: expected a readable file of lines: {getattr(exc, 'strerror', None) or exc}"

@@ -90,7 +90,7 @@ def missing_files(config: JobConfig) -> list[tuple[str, Path]]:
     for key in ("path", "images", "labels"):
         named_files.append((f"source.{key}", getattr(config.source, key, None)))
     return [
-        (key, config.path(path)) for key, path in named_files if path is not None and not config.path(path).is_file()
+        (key, config.path(path)) for key, path in named_files if path is not None and not config.path(path).exists()
     ]
 
 

@@ -16,9 +16,11 @@ from doll.config import JobConfig
 from doll.config.source import (
     CriteoSource,
     CsvSource,
+    DatasetSource,
     DigitsSource,
     IdxSource,
     JsonlSource,
+    ParquetSource,
     RatingsSource,
     SourceSection,
     StdinSource,
@@ -97,13 +99,50 @@ def _open_lines(
     from doll.records import lines
 
     path, count = config.path(source.path), config.data.num_partitions
-    header, longest = isinstance(source, CsvSource) and source.header, config.data.max_record_bytes
+    has_header, longest = isinstance(source, CsvSource) and source.header, config.data.max_record_bytes
 
     def behind(skip: int) -> Iterator[bytes]:
-        return lines.read_file(path, header=header, repeat=source.repeat, skip=skip, max_bytes=longest)
+        return lines.read_file(path, header=has_header, repeat=source.repeat, skip=skip, max_bytes=longest)
 
     # Each stream reads the file for itself: streams of different rates need no buffer between them.
-    return [itertools.islice(behind(first), 0, None, count) for first in start.first_places]
+    streams: list[Iterator[bytes]] = [itertools.islice(behind(first), 0, None, count) for first in start.first_places]
+    if not (isinstance(source, CsvSource) and source.columns):
+        return streams
+    from doll.producers.sources import csv_columns
+
+    picked = csv_columns.Picked(path, lines.read_header(path), source.columns, source.delimiter)
+    return [
+        csv_columns.records(picked, stream, itertools.count(first + 1, count))
+        for stream, first in zip(streams, start.first_places, strict=True)
+    ]
+
+
+def _open_parquet(config: JobConfig, source: ParquetSource, start: StreamStarts) -> list[Iterator[bytes]]:
+    try:
+        from doll.producers.sources import parquet, table_rows
+    except ImportError as exc:
+        raise _lacks_extra(source.kind, "pyarrow", "parquet") from exc
+    files = parquet.ParquetFiles(config.path(source.path), source.columns)
+    return [
+        table_rows.records(files, first, len(start.positions), source.repeat, config.data.max_record_bytes)
+        for first in start.first_places
+    ]
+
+
+def _open_dataset(config: JobConfig, source: DatasetSource, start: StreamStarts) -> list[Iterator[bytes]]:
+    try:
+        from doll.producers.sources import huggingface, table_rows
+    except ImportError as exc:
+        raise _lacks_extra(source.kind, "datasets", "datasets") from exc
+    rows = huggingface.DatasetRows(config.path(source.path), source.split, source.columns)
+    return [
+        table_rows.records(rows, first, len(start.positions), source.repeat, config.data.max_record_bytes)
+        for first in start.first_places
+    ]
+
+
+def _lacks_extra(kind: str, package: str, extra: str) -> ConfigError:
+    return ConfigError(f"source.kind: {kind} needs the package {package} (pip install 'doll-online[{extra}]')")
 
 
 def _open_criteo(config: JobConfig, source: CriteoSource, start: StreamStarts) -> list[Iterator[bytes]]:
@@ -210,6 +249,8 @@ OPENERS: dict[type[SourceSection], Callable[[JobConfig, Any, StreamStarts], list
     IdxSource: _open_idx,
     CsvSource: _open_lines,
     JsonlSource: _open_lines,
+    ParquetSource: _open_parquet,
+    DatasetSource: _open_dataset,
     CriteoSource: _open_criteo,
     SyntheticClicksSource: _open_synthetic_clicks,
     RatingsSource: _open_ratings,

@@ -1,0 +1,158 @@
+"""Rows of Arrow's tables as JSON objects, dealt out to the streams of a job: row i goes to stream i mod N."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+import pyarrow as pa
+
+from doll.errors import ConfigError
+from doll.records.bounded import short
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+BLOCK_ROWS: Final = 1024
+_MOST_LOGGED: Final = 20  # rows of each stream
+_SHOWN_CHARS: Final = 200
+_encode: Final = msgspec.json.Encoder(decimal_format="number").encode
+
+
+class TableRows(Protocol):
+    """Rows that can be read from any one on."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def blocks(self, first: int) -> Iterator[tuple[int, str, int, Any]]:
+        """Tables that follow each other, the first with row `first` in it.
+
+        Returns:
+            For each: its first row, the file that it is from, its first row in that file, and the table.
+
+        Raises:
+            ConfigError: a file is damaged.
+        """
+
+
+def records(rows: TableRows, first: int, step: int, repeat: bool, max_bytes: int) -> Iterator[bytes]:
+    """Every `step`-th row from `first` on, counted over all repetitions, as a JSON object.
+
+    A row that cannot be read is logged, and its record says why: a worker refuses it, and it is kept as a dead letter.
+
+    Args:
+        repeat: begin again at the end.
+        max_bytes: of a longer record one byte more than that is kept, so that a check of the length refuses it.
+
+    Raises:
+        ConfigError: a file is damaged, or has fewer rows than before.
+    """
+    place, reached, logged = first, -1, 0
+    while repeat or place < rows.count:
+        if place == reached:
+            raise ConfigError(f"source.path: expected {rows.count} rows, got fewer: was a file changed meanwhile?")
+        begin, reached = place - place % rows.count, place  # of this pass
+        for at, file, at_in_file, table in rows.blocks(place - begin):
+            own = range(place - begin - at, len(table), step)
+            if not own:
+                continue
+            for index, value in zip(own, _values(table.take(list(own))), strict=True):
+                if isinstance(value, _Unreadable):
+                    row = at_in_file + index
+                    reason = f"{file}, row {row}, column {value.column}: {value.reason}"
+                    if logged < _MOST_LOGGED:
+                        log.warning("row_unusable", file=file, row=row, column=value.column, reason=value.reason)
+                    logged += 1
+                    yield reason.encode()
+                else:
+                    yield value[: max_bytes + 1]
+            place += step * len(own)
+
+
+class _Unreadable:
+    def __init__(self, column: str, reason: str) -> None:
+        self.column, self.reason = column, reason
+
+
+def _values(table: Any) -> Sequence[bytes | _Unreadable]:
+    names = table.column_names
+    try:
+        return [_encode(dict(zip(names, row, strict=True))) for row in zip(*map(_column, table.columns), strict=True)]
+    except Exception:  # text that is not UTF-8, a date that Python has not: which row's, is looked for
+        return [_value(table.slice(row, 1)) for row in range(len(table))]
+
+
+def _value(table: Any) -> bytes | _Unreadable:
+    cells = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            (cells[name],) = _column(column)
+            _encode(cells[name])
+        except Exception as exc:
+            return _Unreadable(name, short(f"{type(exc).__name__}: {exc}", _SHOWN_CHARS))
+    return _encode(cells)
+
+
+def _column(column: Any) -> list[Any]:
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    while isinstance(array.type, pa.BaseExtensionType):
+        array = array.storage
+    plain = _plain(array.type)
+    values: list[Any] = (array if plain == array.type else array.cast(plain, safe=False)).to_pylist()
+    return values
+
+
+def _plain(kind: Any) -> Any:
+    """The type of the same values that Python and JSON have: times to a microsecond, floats of 32 or 64 bits.
+
+    Raises:
+        TypeError: they have none.
+    """
+    types = pa.types
+    if types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    if types.is_time64(kind):
+        return pa.time64("us")
+    if types.is_duration(kind):
+        return pa.duration("us")
+    if types.is_float16(kind):
+        return pa.float32()
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
+    if types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)), kind.list_size)
+    if types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
+    if types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
+    if isinstance(kind, pa.BaseExtensionType) or types.is_union(kind) or types.is_interval(kind):
+        raise TypeError(f"values of Arrow's type {kind} have no form in JSON")
+    return kind
+
+
+def check_columns(origin: str, schema: Any, columns: Sequence[str]) -> None:
+    """Check that the columns are there, and can be written as JSON.
+
+    Args:
+        origin: where the schema is from.
+        columns: none: all of the schema.
+
+    Raises:
+        ConfigError: one is not so.
+    """
+    if lacking := [name for name in columns if name not in schema.names]:
+        raise ConfigError(
+            f"{origin}: has no column {', '.join(lacking)} (source.columns); it has "
+            f"{short(', '.join(schema.names), _SHOWN_CHARS)}"
+        )
+    if twice := sorted({name for name in columns or schema.names if schema.names.count(name) > 1}):
+        raise ConfigError(f"{origin}: names column {', '.join(twice)} twice: which one is meant cannot be told")
+    for name in columns or schema.names:
+        kind = schema.field(name).type
+        try:
+            _plain(kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind)
+        except TypeError as exc:
+            raise ConfigError(f"{origin}: column {name}: {exc}: leave it out by source.columns") from None
