@@ -98,7 +98,7 @@ class DataConfig(Section):
     """partitions of the samples topic, each a stream of its own; a worker serves any number of them [data.workers;
     with data.topic: as many as that topic has when the job begins]"""
     batch_size: PositiveInt = Field(default=64, le=10_000_000)
-    """b: samples per batch"""
+    """b: samples per batch; records, where a task makes several samples of one (`Task.max_samples_per_record`)"""
     samples_per_record: PositiveInt = 1
     """m: samples packed in one Kafka record; divides batch_size"""
     start: Start = "earliest"

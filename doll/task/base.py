@@ -55,17 +55,22 @@ class Sample(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What `Task.decode_many` makes of n records, where some are skipped: they are counted, and are no dead letters.
+    """What `Task.decode_many` makes of n records, where some are skipped, or some give several samples.
+
+    Skipped records are counted, and are no dead letters.
 
     Attributes:
-        x, y: shapes (k, *input_shape) and (k, ...), of the k records that are not skipped, in order.
+        x, y: shapes (k, *input_shape) and (k, ...), of all samples, in the order of their records.
         skipped: for each reason, which records are skipped for it: booleans, shape (n,). Where two reasons name a
             record, the first counts.
+        counts: how many samples each record gives, whole numbers, shape (n,): 0 where it is skipped, else 1 to
+            `Task.max_samples_per_record`. None: 1 where it is not skipped.
     """
 
     x: npt.NDArray[Any]
     y: npt.NDArray[Any]
     skipped: Mapping[str, npt.NDArray[np.bool_]] = {}
+    counts: npt.NDArray[np.integer[Any]] | None = None
 
 
 class Task:
@@ -79,27 +84,33 @@ class Task:
             records of a batch have.
         num_classes: number of classes. A target outside 0 .. num_classes - 1 is dead-lettered. None: regression, or
         unchecked.
+        max_samples_per_record: how many samples a record may give; a record that gives more is dead-lettered. It bounds
+            the memory of a batch, whose records are counted, and not its samples.
         whole_records: whether `decode_many` reads keys, headers or timestamps of its `Records`. They cost time and
             memory only where this is set. A task that overrides `decode_record` has them.
     """
 
     input_shape: tuple[int, ...] | None = None
     num_classes: int | None = None
+    max_samples_per_record: int = 1
     whole_records: bool = False
 
     def build_model(self) -> torch.nn.Module:
         """A fresh model. It is called after the job's seed is set, so every process builds the same one."""
         raise NotImplementedError(f"{type(self).__name__} must define build_model()")
 
-    def decode(self, record: bytes) -> Sample:
+    def decode(self, record: bytes) -> Sample | list[Sample]:
         """The sample in one Kafka record's value. Any exception dead-letters it, with its message as the reason.
+
+        A list of samples where `max_samples_per_record` is above 1; one that is empty counts the record as skipped. If
+        one of them cannot be used, the whole record is dead-lettered.
 
         Two exceptions do not: `doll.SkipRecord` counts the record as skipped, with its message as the reason; on
         `doll.RetryLater` the worker waits, shows its message in `doll status`, and decodes the batch again.
         """
         raise NotImplementedError(f"{type(self).__name__} must define decode(record)")
 
-    def decode_record(self, record: Record) -> Sample:
+    def decode_record(self, record: Record) -> Sample | list[Sample]:
         """Optional, in place of `decode`, for a task that needs a record's key, headers, timestamp or offset."""
         return self.decode(record.value)
 
@@ -130,7 +141,7 @@ class Task:
         Returns:
             Arrays: x of shape (n, *input_shape) and y of shape (n, ...), in the order of `values`. Row i must be what
             `decode(values[i])` gives, of a type that does not depend on the other records. `Samples` where some
-            records are skipped.
+            records are skipped, or give several samples.
 
         Raises:
             BadRecordsError: some of the records are bad.
@@ -284,6 +295,8 @@ def load_task(config: JobConfig) -> Task:
         raise
     except Exception as exc:  # the user's constructor may raise anything
         raise ConfigError(f"task.args: {spec} does not take {config.task.args}: {described(exc)}") from exc
+    if not (isinstance(most := task.max_samples_per_record, int) and most >= 1):
+        raise ConfigError(f"task.class: {spec}: expected max_samples_per_record of 1 or more, got {most!r}")
     _set_format(config, task)
     return task
 
@@ -351,9 +364,9 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def stack(samples: Iterable[Sample]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def stack(samples: Iterable[Sample | list[Sample]]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """x of shape (n, ...) and y of shape (n, ...); (0, ...) arrays for no samples."""
-    rows = list(samples)
+    rows = [sample for made in samples for sample in (made if isinstance(made, list) else [made])]
     if not rows:
         return np.zeros((0,), np.float32), np.zeros((0,), np.float32)
     return as_features(np.stack([as_features(row.x) for row in rows])), np.stack([as_target(row.y) for row in rows])

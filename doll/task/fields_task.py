@@ -78,7 +78,8 @@ class FieldsTask(Task):
                 objects for all other types.
 
         Returns:
-            Arrays: x of shape (n, *input_shape) and y of shape (n, ...); or `Samples` where some records are skipped.
+            Arrays: x of shape (n, *input_shape) and y of shape (n, ...); or `Samples` where some records are skipped,
+            or give several samples.
         """
         raise NotImplementedError(f"{type(self).__name__} must define samples(columns)")
 
@@ -89,10 +90,10 @@ class FieldsTask(Task):
     def decodes_records(self) -> bool:
         return self.whole_records
 
-    def decode(self, record: bytes) -> Sample:
+    def decode(self, record: bytes) -> Sample | list[Sample]:
         return self._one(Records([record]))
 
-    def decode_record(self, record: Record) -> Sample:
+    def decode_record(self, record: Record) -> Sample | list[Sample]:
         return self._one(Records.of(record))
 
     def decode_many(self, values: Sequence[bytes]) -> Samples | tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -102,11 +103,15 @@ class FieldsTask(Task):
     def _reader(self) -> FieldReader:
         return _json_reader(self.record) if self.reader is None else self.reader
 
-    def _one(self, records: Records) -> Sample:
-        x, y, *skipped = self._arrays([self._reader.read_one(records[0])], records)
-        for reason, mask in (skipped[0] if skipped else {}).items():
-            if mask[0]:
-                raise SkipRecord(reason)
+    def _one(self, records: Records) -> Sample | list[Sample]:
+        made = self._arrays([self._reader.read_one(records[0])], records)
+        x, y = made[:2]
+        if isinstance(made, Samples):
+            for reason, mask in made.skipped.items():
+                if mask[0]:
+                    raise SkipRecord(reason)
+            if made.counts is not None:
+                return list(map(Sample, x, y))
         return Sample(x[0], y[0])
 
     def _arrays(
@@ -115,7 +120,7 @@ class FieldsTask(Task):
         columns = {name: _column(list(map(get, events)), dtype) for name, get, dtype in _fields(self.record)}
         made = self.samples(Columns(columns, records if isinstance(records, Records) else Records(records)))
         x, y = np.asarray(made[0]), np.asarray(made[1])
-        return Samples(x, y, made.skipped) if isinstance(made, Samples) else (x, y)
+        return made._replace(x=x, y=y) if isinstance(made, Samples) else (x, y)
 
 
 class JsonTask(FieldsTask):

@@ -26,7 +26,7 @@ from doll.producers.position import position_headers, source_name
 from doll.records import control as records
 from doll.records import packing
 from doll.services import Services
-from doll.task.base import load_task
+from doll.task.base import load_task, stack
 from paths import ROOT
 from waiting import WAIT_TIMEOUT_S, until
 
@@ -323,7 +323,7 @@ def test_the_python_example_of_the_documentation_runs(
     task = load_task(config)
     streams = _read(config, services)
     assert [len(stream) for stream in streams] == [500, 500]
-    assert {task.decode(value).y for stream in streams for value in stream} == {0, 1}
+    assert {*stack(task.decode(value) for stream in streams for value in stream)[1].tolist()} == {0, 1}
 
 
 def test_a_stream_pauses_while_its_worker_is_down(services: Services, job_name: str, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ Pair: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 class Part(NamedTuple):
     """Samples that were decoded in one call and passed every check: x of shape (k, ...), y of shape (k, ...).
 
-    `places`, int64, shape (k,), rising: which samples of the batch they are.
+    `places`, int64, shape (k,), rising: which values of the batch they come from; a value may give several.
     """
 
     places: npt.NDArray[np.int64]
@@ -212,8 +212,9 @@ def _halving(
         if part is not None:
             successes += 1
             bulk.parts += [part] if len(part.places) else []
-            if len(part.places) < len(here):
-                others = np.setdiff1d(here, part.places, assume_unique=True)
+            covered = part.places if task.max_samples_per_record == 1 else np.unique(part.places)
+            if len(covered) < len(here):
+                others = np.setdiff1d(here, covered, assume_unique=True)
                 left.append(np.array([at for at in others.tolist() if at not in bulk.skipped], np.int64))
         else:
             failures += 1
@@ -245,7 +246,10 @@ def _checked_part(
     else:
         reasons = {}
     x, y = as_features(x), as_target(y)
-    count = len(here) - len(reasons)
+    counts = made.counts if isinstance(made, Samples) else None
+    if counts is not None and not _are_counts(counts, len(here), task.max_samples_per_record, reasons):
+        return None
+    count = len(here) - len(reasons) if counts is None else int(counts.sum())
     if x.dtype.kind not in NUMERIC_KINDS or y.dtype.kind not in NUMERIC_KINDS or not len(x) == len(y) == count:
         return None
     if task.input_shape is not None and x.shape[1:] != task.input_shape:
@@ -254,6 +258,9 @@ def _checked_part(
         return None
     if reasons:
         skipped.update((int(here[at]), reason) for at, reason in reasons.items())
+    if counts is not None:
+        here = np.repeat(here, counts)
+    elif reasons:
         here = np.delete(here, list(reasons))
     tests = [np.isfinite(array) for array in (x, y) if array.dtype.kind == "f"]
     if task.num_classes is not None:
@@ -265,7 +272,20 @@ def _checked_part(
     good = np.ones(len(here), np.bool_)
     for test in tests:
         good &= test.reshape(len(here), -1).all(axis=1)
+    if counts is not None:
+        good = ~np.isin(here, here[~good])  # a value gives all its samples or none
     return Part(here[good], x[good], y[good])
+
+
+def _are_counts(counts: Any, length: int, most: int, reasons: Mapping[int, str]) -> bool:
+    """Whether these say how many samples each of `length` values gives: none exactly where it is skipped."""
+    return (
+        isinstance(counts, np.ndarray)
+        and counts.dtype.kind in "iu"
+        and counts.shape == (length,)
+        and 0 <= int(counts.min(initial=0)) <= int(counts.max(initial=0)) <= most
+        and np.flatnonzero(counts == 0).tolist() == sorted(reasons)
+    )
 
 
 def _skips(skipped: Mapping[str, npt.NDArray[np.bool_]], count: int) -> dict[int, str] | None:

@@ -24,7 +24,8 @@ from doll.task.records import Envelope, record_of
 
 MAX_REASON_CHARS = 500
 TOMBSTONE = "tombstone"
-_Row = tuple[int, npt.NDArray[Any], npt.NDArray[Any]]  # place in the batch, x, y
+NO_SAMPLE = "no sample"
+_Row = tuple[int, npt.NDArray[Any], npt.NDArray[Any]]  # which value of the batch it comes from, x, y
 
 
 class RawRecords(NamedTuple):
@@ -195,7 +196,7 @@ def _one_by_one(
                 sample = task.decode_record(record)
             else:
                 sample = task.decode(samples[place])
-            rows.append((place, *_check(task, sample)))
+            rows += [(place, *_check(task, item)) for item in _several(task, sample)]
         except NOT_OF_RECORDS:
             raise
         except SkipRecord as exc:
@@ -206,10 +207,28 @@ def _one_by_one(
     return rows
 
 
+def _several(task: Task, made: Sample | list[Sample]) -> list[Sample]:
+    """The samples that one value gives.
+
+    Raises:
+        SampleError: they are more than the task may give.
+        SkipRecord: there is none.
+    """
+    most = task.max_samples_per_record
+    if not isinstance(made, list) or (most == 1 and not (made and isinstance(made[0], Sample))):
+        return [cast(Sample, made)]
+    if len(made) > most:
+        raise SampleError(f"gives {len(made)} samples: expected at most {most} (max_samples_per_record of the task)")
+    if not made:
+        raise SkipRecord(NO_SAMPLE)
+    return made
+
+
 def _combined(
     parts: Sequence[Part], rows: list[_Row], reasons: dict[int, str]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """x, y and places of all usable samples, in order; `reasons` gets why samples do not suit the others."""
+    """x and y of all usable samples, in order, and which values they come from; `reasons` gets why values do not suit
+    the others."""
     if len(parts) == 1 and not rows:
         return parts[0].x, parts[0].y, parts[0].places
     forms = {(part.x.dtype, part.x.shape[1:], part.y.dtype, part.y.shape[1:]) for part in parts}
@@ -217,6 +236,7 @@ def _combined(
     if len(forms) > 1:  # what most of the batch have decides, as if all of it had been decoded one by one
         rows = rows + [row for part in parts for row in zip(part.places.tolist(), part.x, part.y, strict=True)]
         rows = _same_kind(_same_shape(sorted(rows, key=lambda row: row[0]), reasons), reasons)
+        rows = [row for row in rows if row[0] not in reasons]  # of a value whose other samples do not suit
         parts = []
     if rows:
         places = np.array([place for place, _, _ in rows], np.int64)
@@ -225,7 +245,7 @@ def _combined(
     if not parts:
         return np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64)
     places = np.concatenate([part.places for part in parts])
-    order = np.argsort(places)
+    order = np.argsort(places, kind="stable")  # several samples of one value stay in order
     x, y = (np.concatenate(arrays) for arrays in ([p.x for p in parts], [p.y for p in parts]))
     return x[order], y[order], places[order]
 

@@ -18,7 +18,7 @@ from doll.consumers.compute.task_steps import OwnSteps
 from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.model.flat_model import build
 from doll.producers import sources
-from doll.task.base import as_features, load_task
+from doll.task.base import Sample, as_features, load_task
 from paths import EXAMPLES, SHARED_DATA
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -57,6 +57,7 @@ def test_a_copy_loads_decodes_its_source_and_computes_a_gradient(name: str, tmp_
     records = _records(config, 100)
     for record in records:
         sample = task.decode(record)
+        assert isinstance(sample, Sample)
         assert as_features(sample.x).shape == task.input_shape
         assert task.num_classes is None or 0 <= int(sample.y) < task.num_classes  # type: ignore[arg-type]
     task.decode = None  # type: ignore[method-assign, assignment]  # in bulk, or not at all

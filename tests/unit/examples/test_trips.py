@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from doll.consumers.intake.decoding import RawRecords, decode_records
-from doll.task.base import stack
+from doll.task.base import Sample, stack
 from examples.trips.fill import trips
 from examples.trips.task import Fares, made_up
 from paths import SHARED_DATA
@@ -28,6 +28,7 @@ TRIP = {
 
 def test_a_trip_is_its_zones_its_distance_and_its_time() -> None:
     sample = Fares().decode(json.dumps(TRIP).encode())
+    assert isinstance(sample, Sample)
     assert np.asarray(sample.x)[:4] == pytest.approx([130, 196, 0.506, np.log1p(5.06)], rel=1e-6)
     assert float(np.asarray(sample.y)) == pytest.approx(2.33)
 

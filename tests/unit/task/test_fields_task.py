@@ -197,3 +197,12 @@ def test_a_reader_of_ones_own_may_be_set() -> None:
     task = Fields()
     task.reader = Fixed(Event)
     assert decoded(task, b"abc", b"d").x.tolist() == [[3], [1]]
+
+
+class GivesNothing(Fields):
+    max_samples_per_record = 0
+
+
+def test_a_task_whose_records_give_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected max_samples_per_record of 1 or more, got 0"):
+        task_of("GivesNothing")

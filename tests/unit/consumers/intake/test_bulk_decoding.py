@@ -71,7 +71,7 @@ class Shop(JsonTask):
         self.calls += 1
         return super().decode_many(values)
 
-    def decode(self, record: bytes) -> Sample:
+    def decode(self, record: bytes) -> Sample | list[Sample]:
         self.singles += 1
         return super().decode(record)
 
