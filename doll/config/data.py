@@ -95,8 +95,8 @@ class DataConfig(Section):
     """a topic that exists and belongs to somebody else: the job only reads it, with all its partitions, and has no
     source; default: a samples topic of the job's own, `doll.<job>.samples`"""
     partitions: PositiveInt | None = Field(default=None, le=100_000)
-    """partitions of the samples topic, each a stream of its own; a worker serves any number of them [data.workers;
-    with data.topic: as many as that topic has when the job begins]"""
+    """partitions of the samples topic when the job begins, each a stream of its own; a worker serves any number of
+    them, and those that are added later are read as well [data.workers; with data.topic: as many as that topic has]"""
     batch_size: PositiveInt = Field(default=64, le=10_000_000)
     """b: samples per batch; records, where a task makes several samples of one (`Task.max_samples_per_record`)"""
     samples_per_record: PositiveInt = 1

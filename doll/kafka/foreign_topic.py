@@ -3,8 +3,8 @@
 The job reads it and nothing else: no call here creates, changes or writes anything. Two permissions are needed on it,
 Read and Describe; how it is set up is looked at where DescribeConfigs is allowed too.
 
-How many partitions it has is asked once, when the job begins. Its owner may add some while the job runs: these are not
-read, and named.
+How many partitions it has is asked when the job begins. Its owner may add some while the job runs, which the server
+learns from `doll.kafka.topic_watch`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ForeignTopic:
 
 
 def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None = None) -> ForeignTopic:
-    """Ask Kafka about `data.topic`.
+    """Ask Kafka about `data.topic`, or about the job's own samples topic.
 
     Args:
         admin: of whoever asks again and again, of a Kafka that gives topics ids. Without it a topic that Kafka does not
@@ -141,8 +141,7 @@ def require(config: JobConfig, services: Services) -> list[str]:
         raise ConfigError(problem)
     if problem := without_leader(topic):
         raise ServiceUnavailableError(problem)
-    notes = [added(config, topic), too_long(config, topic)]
-    return [note for note in notes if note]
+    return [note] if (note := too_long(config, topic)) else []
 
 
 def require_own_topic(config: JobConfig, what: str) -> None:
@@ -177,7 +176,8 @@ def with_partitions(
     """`config` with the number of partitions that the job reads; as it is, where the topic is the job's own.
 
     Args:
-        recorded: how many the job has read since it began, where that is known.
+        recorded: how many the job reads by now, where that is known. Of a list of `arrivals.rate_per_s` for those that
+            there were when it began, the length counts.
         begins: the job begins now, so that `data.partitions` must be what the topic has.
 
     Raises:
@@ -195,6 +195,8 @@ def with_partitions(
             f"{data.partitions}: correct the key, or remove it, and Kafka is asked"
         )
     rates = config.arrivals.rate_per_s
+    if isinstance(rates, list) and recorded:
+        count = min(count, len(rates))
     if isinstance(rates, list) and len(rates) != count:
         raise ConfigError(
             f"arrivals.rate_per_s: expected one rate, or {count}, one for each partition of topic {data.topic}, got "
@@ -233,17 +235,6 @@ def without_leader(topic: ForeignTopic) -> str:
     return (
         f"topic {topic.name}: no leader for {which}{more}: nobody can read these until one of their brokers is back; "
         "start it. Nothing is lost"
-    )
-
-
-def added(config: JobConfig, topic: ForeignTopic) -> str:
-    """What to know if the topic has more partitions than the job reads."""
-    first = config.data.num_partitions
-    if topic.partitions <= first:
-        return ""
-    return (
-        f"topic {topic.name} has {topic.partitions} partitions by now, and this job reads the first {first}, which "
-        f"there were when it began: records of {first} to {topic.partitions - 1} are not learned; a new job reads them"
     )
 
 

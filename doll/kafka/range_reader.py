@@ -10,7 +10,15 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from doll.errors import RecordError, ServiceUnavailableError
 from doll.kafka.clients import make_consumer, translate_errors
-from doll.kafka.reader import Message, Partition, as_message, end_of_unreadable, partition_bounds, unreadable
+from doll.kafka.reader import (
+    Message,
+    Partition,
+    as_message,
+    count_partitions,
+    end_of_unreadable,
+    partition_bounds,
+    unreadable,
+)
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
 from doll.records.control import decode
 from doll.services import Services
@@ -48,6 +56,11 @@ class RangeReader:
     def bounds(self, topic: str, partition: int) -> tuple[int, int]:
         """First offset that is kept, and one above the last."""
         return partition_bounds(self._consumer, self._services.kafka, topic, partition, self._stall_s)
+
+    def num_partitions(self, topic: str) -> int:
+        """How many partitions the topic has by now; 0: it does not exist."""
+        with translate_errors(self._services.kafka, f"say how many partitions {topic} has"):
+            return count_partitions(self._consumer, topic, self._stall_s)
 
     def records(self, topic: str, kinds: tuple[type, ...], bounds: tuple[int, int] | None = None) -> Iterator[Any]:
         """All control records of a topic with one partition, from its beginning to its present end, or in `bounds`."""

@@ -253,22 +253,35 @@ class Reader:
         """As `partition_bounds`, of any partition."""
         return partition_bounds(self._ends_client(), self._address, *partition, self._lookup_s)
 
-    def partition_ends(self, topic: str, partitions: int, timeout_s: float = 1.0) -> list[int] | None:
-        """The end (high watermark) of each partition of any topic; None where a broker does not answer in time."""
+    def partition_ends(
+        self, topic: str, partitions: int | None = None, timeout_s: float = 1.0
+    ) -> list[int] | None:  # fmt: skip
+        """The end (high watermark) of each partition of any topic; None where a broker does not answer in time.
+
+        Args:
+            partitions: how many; None: all that there are by now, of a topic that exists.
+        """
         client = self._ends_client()
         try:
-            return [
+            count = count_partitions(client, topic, timeout_s) if partitions is None else partitions
+            ends = [
                 int(client.get_watermark_offsets(TopicPartition(topic, number), timeout=timeout_s, cached=False)[1])
-                for number in range(partitions)
+                for number in range(count)
             ]
         except KafkaException:
             return None
+        return ends or None
 
     def _ends_client(self) -> Any:
         """Made when it is needed: most readers never look an end up once they read."""
         if self._lookup is None:
             self._lookup = self._make_lookup()
         return self._lookup
+
+
+def count_partitions(consumer: Any, topic: str, timeout_s: float) -> int:
+    """How many partitions a topic has by now; 0: it does not exist. Raises KafkaException."""
+    return len(consumer.list_topics(topic, timeout=timeout_s).topics[topic].partitions)
 
 
 def unreadable(error: Any) -> bool:
@@ -368,7 +381,7 @@ class JobRecords(Reader):
 
     def __init__(self, config: JobConfig, services: Services, positions: Mapping[str, int]) -> None:
         self._samples = config.topic("samples")
-        self._num_partitions, self._slots = config.data.num_partitions, config.data.workers
+        self._slots = config.data.workers
 
         def start(partition: Partition, low: int, high: int) -> int:
             # Outside of what is kept: retention has deleted it, or the topic is a new one of the same name.
@@ -392,5 +405,5 @@ class JobRecords(Reader):
     def sample_ends(self, timeout_s: float = 1.0) -> list[int] | None:
         """The ends of the partitions of samples, those of each worker together; None where a broker does not answer in
         time. Of two answers, the difference is what has come for each worker."""
-        ends = self.partition_ends(self._samples, self._num_partitions, timeout_s)
+        ends = self.partition_ends(self._samples, timeout_s=timeout_s)
         return None if ends is None else [sum(ends[slot :: self._slots]) for slot in range(self._slots)]

@@ -60,12 +60,13 @@ def describe_samples(
 
     Args:
         expected_id: Kafka's id of the topic that the model was learned from; "" where it is not known.
-        read_until: per partition, the offset behind the last record that the model has learned.
+        read_until: of each partition that the job reads, the offset behind the last record that the model has learned;
+            None: of a job that begins.
 
     Raises:
         ReplacedSamplesError: the topic was deleted and created again, or cut short; the message says what to do.
     """
-    name, num = config.topic("samples"), config.data.num_partitions
+    name = config.topic("samples")
     topic_id = topics.topic_id(config, services, "samples")
     if not topic_id:
         log.warning(
@@ -73,8 +74,8 @@ def describe_samples(
             hint="a topic that is deleted and created again is noticed only while it is shorter than before",
         )  # fmt: skip
     refuse_replaced_topic(name, expected_id, topic_id)
-    reach = read_until or [0] * num
-    bounds = [bounds_reaching(name, partition, reach[partition], bounds_of) for partition in range(num)]
+    reach = read_until or [0] * config.data.num_partitions
+    bounds = [bounds_reaching(name, partition, offset, bounds_of) for partition, offset in enumerate(reach)]
     return SampleLog(name, topic_id, tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
 
 

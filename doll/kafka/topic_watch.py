@@ -1,8 +1,9 @@
-"""Watches a samples topic that belongs to somebody else while a job learns from it.
+"""Watches the samples topic while a job learns from it.
 
-Its owner may delete it, create it again, have it compacted, take the permission back or add partitions, and brokers may
-fail. What makes the job's offsets mean other records, or takes records before they are learned, ends the server, which
-saves a checkpoint first. What passes is logged, once.
+Partitions may be added to any: the server is told how many there are. The owner of a topic of somebody else may also
+delete it, create it again, have it compacted or take the permission back, and brokers may fail. What makes the job's
+offsets mean other records, or takes records before they are learned, ends the server, which saves a checkpoint first.
+What passes is logged, once.
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ class TopicWatch:
     Args:
         expected_id: Kafka's id of the topic that the model is learned from.
         on_problem: called once, from a thread of the watch.
+        on_partitions: called from there after each look, with the number of partitions.
     """
 
     def __init__(
-        self, config: JobConfig, services: Services, expected_id: str, on_problem: Callable[[], object], *,
-        every_s: float = EVERY_S,
+        self, config: JobConfig, services: Services, expected_id: str, on_problem: Callable[[], object],
+        on_partitions: Callable[[int], object], *, every_s: float = EVERY_S,
     ) -> None:  # fmt: skip
         self.problem: DollError | None = None
         self._config, self._services = config, services
         self._expected_id = expected_id
         self._on_problem = on_problem
+        self._on_partitions = on_partitions
+        self._is_own = config.data.topic is None  # what else may happen to it is found by those who read it
         self._every_s = every_s
         self._admin: AdminClient | None = None
         self._missed = 0
@@ -80,23 +84,26 @@ class TopicWatch:
             self._missed += 1
             name = self._config.topic("samples")
             what = f"topic {name} was deleted while the job was learning from it; {TRUNCATED_ADVICE}"
-            return ReplacedSamplesError(what) if self._missed >= _LOOKS else None
+            return ReplacedSamplesError(what) if self._missed >= _LOOKS and not self._is_own else None
         except ServiceUnavailableError:  # the clients have logged it
             return None
         except ConfigError as exc:  # its owner may allow it again
-            self._say("permission", str(exc))
+            if not self._is_own:
+                self._say("permission", str(exc))
             return None
         self._missed = 0
         return self._judge(topic)
 
     def _judge(self, topic: ForeignTopic) -> DollError | None:
         if replaced := replaced_topic(topic.name, self._expected_id, topic.topic_id):
-            return ReplacedSamplesError(f"{replaced}; {TRUNCATED_ADVICE}")
+            return None if self._is_own else ReplacedSamplesError(f"{replaced}; {TRUNCATED_ADVICE}")
+        self._on_partitions(topic.partitions)
+        if self._is_own:
+            return None
         if problem := foreign_topic.compacted(self._config, topic):
             return ConfigError(f"{problem}. Then go on with the job: nothing is lost that was not removed already")
         self._say("permission", foreign_topic.unreadable(self._config, self._services, topic))
         self._say("leader", foreign_topic.without_leader(topic))
-        self._say("partitions", foreign_topic.added(self._config, topic))
         return None
 
     def _say(self, kind: str, problem: str) -> None:

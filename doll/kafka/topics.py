@@ -101,10 +101,14 @@ class TopicInfo:
     high: tuple[int, ...]  # offset of the next record, for each partition
 
 
-def ensure(config: JobConfig, services: Services) -> list[str]:
+def ensure(config: JobConfig, services: Services, *, begins: bool = False) -> list[str]:
     """Create the topics that are missing, wait until they can be written, check the others, and allow the external
     producers' user to write samples. It may be repeated. A samples topic that belongs to somebody else is only checked,
     and before anything is created.
+
+    Args:
+        begins: the job begins with it: its own samples topic must have as many partitions as the job file says. Later
+            it may have more.
 
     Returns:
         What is unwise about the topics, a sentence each; it is logged too.
@@ -124,7 +128,8 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
     places = config.data.places
     lacks = existing.get(commands, places) < places  # there was place for fewer workers before
     # Before anything is made that would have to be deleted again.
-    _refuse_mismatch(config, {name: count for name, count in existing.items() if not (lacks and name == commands)})
+    fixed = {name: count for name, count in existing.items() if not (lacks and name == commands)}
+    _refuse_mismatch(config, fixed, begins=begins)
     if lacks:
         _add_partitions(admin, services, commands, places)
     _create(admin, config, services, [topic for topic in plan_topics(config) if topic.name not in existing])
@@ -238,7 +243,7 @@ def _settings_of(admin: AdminClient, topics: Mapping[str, Any], timeout_s: float
 
 
 def check(config: JobConfig, services: Services) -> None:
-    """Return if every topic of the job exists with exactly its number of partitions.
+    """Return if every topic of the job exists with its number of partitions. To samples some may have been added.
 
     Raises:
         ConfigError: a topic has another number of partitions, or `data.topic` does not exist.
@@ -303,12 +308,15 @@ def _has_controller(metadata: Any) -> bool:
     return metadata.controller_id in metadata.brokers
 
 
-def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
-    """Return if those topics of the job that exist have the right number of partitions; `commands` may have more."""
+def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int], *, begins: bool = False) -> None:
+    """Return if those topics of the job that exist have the right number of partitions; `commands` may have more, and
+    so may samples of a job that has begun."""
     samples, commands = config.topic("samples"), config.topic("commands")
     for topic in plan_topics(config):
         actual = existing.get(topic.name, topic.partitions)
         if actual == topic.partitions or (topic.name == commands and actual >= config.data.least_places):
+            continue
+        if topic.name == samples and actual > topic.partitions and not begins:
             continue
         mismatch = f"topic {topic.name}: expected {topic.partitions} partitions, found {actual}"
         other_name = f"choose another `job` name (--set job={config.job}-2)"

@@ -42,7 +42,7 @@ def audit(
 
     Raises:
         ServiceUnavailableError: Kafka does not answer, or the job has no topics there.
-        ConfigError: the samples topic has another number of partitions than the job file has workers.
+        ConfigError: the samples topic has fewer partitions than the job began with.
         CheckpointError: the newest checkpoint is of another job, unreadable, or does not fit the job file.
     """
     topics.check(config, services)
@@ -65,7 +65,7 @@ def _audit_once(
         ledger, generation = build_ledger(config, reader, checkpoint, location)
         for letter in generation.letters(reader.records(dead, (DeadLetter,))):
             ledger.add_dead_letter(letter)
-        bounds = [reader.bounds(samples, n) for n in range(config.data.num_partitions)]
+        bounds = [reader.bounds(samples, n) for n in range(ledger.num_partitions)]
         lows, ends = [low for low, _ in bounds], [high for _, high in bounds]
         loss_allowed = config.data.on_data_loss == "skip"
         report = ledger.report(ends, lows=lows, loss_allowed=loss_allowed)
@@ -130,24 +130,30 @@ class _GenerationUpdates:
 def _durable(
     config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, records: _GenerationUpdates, location: str
 ) -> DurableModel:
-    """What the checkpoint holds; without one, nothing since the origins that the first server recorded."""
-    num, per_batch = config.data.num_partitions, config.data.records_per_batch
+    """What the checkpoint holds; without one, nothing since the origins that the first server recorded.
+
+    Of partitions that were added since, it holds nothing: the server has not learned of them yet, or a checkpoint that
+    knows of them is to come.
+    """
+    samples, per_batch = config.topic("samples"), config.data.records_per_batch
     if checkpoint is None:
         first = next((record for record in records if isinstance(record, TermStarted)), None)
-        low = (reader.bounds(config.topic("samples"), n)[0] for n in range(num))
-        origins = tuple(low) if first is None else first.origins
-        return DurableModel(
-            term=0, version=0, applied=(0,) * num, origins=origins, records_per_batch=per_batch, location=location
-        )
-    counts = read_counts(config, checkpoint.state)
-    return DurableModel(
-        term=checkpoint.term,
-        version=checkpoint.version,
-        applied=counts.applied,
-        origins=counts.origins,
-        records_per_batch=counts.records_per_batch,
-        location=location,
-    )
+        if first is None:
+            origins = tuple(reader.bounds(samples, number)[0] for number in range(config.data.num_partitions))
+        else:
+            origins = first.origins
+        durable = DurableModel(
+            term=0, version=0, applied=(0,) * len(origins), origins=origins, records_per_batch=per_batch,
+            location=location,
+        )  # fmt: skip
+    else:
+        counts = read_counts(config, checkpoint.state)
+        durable = DurableModel(
+            term=checkpoint.term, version=checkpoint.version, applied=counts.applied, origins=counts.origins,
+            records_per_batch=counts.records_per_batch, location=location,
+        )  # fmt: skip
+    added = (0,) * (reader.num_partitions(samples) - len(durable.origins))  # offsets at which they begin
+    return dataclasses.replace(durable, applied=durable.applied + added, origins=durable.origins + added)
 
 
 def _present_records(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]:

@@ -354,6 +354,10 @@ class Ledger:
             if self._held_back.get(partition, (until, 0))[0] < until:
                 del self._held_back[partition]
 
+    @property
+    def num_partitions(self) -> int:
+        return len(self._accounts)
+
     def add_dead_letter(self, letter: DeadLetter) -> None:
         """Add one dead letter, in any order; the same may come twice, after a crash."""
         if not 0 <= letter.partition < len(self._accounts):

@@ -211,18 +211,19 @@ def replay(
 
 def _planned(config: JobConfig, services: Services, chosen: Sequence[DeadRecord], again: bool) -> list[Replay]:
     with RangeReader(config, services) as reader:
+        num_partitions = reader.num_partitions(config.topic("samples"))
         return [
             Replay(dead, skip_reason=skip_reason)
-            if (skip_reason := _skip_reason(config, dead, again))
+            if (skip_reason := _skip_reason(num_partitions, dead, again))
             else _with_payload(config, reader, dead)
             for dead in chosen
         ]
 
 
-def _skip_reason(config: JobConfig, dead: DeadRecord, again: bool) -> str:
+def _skip_reason(num_partitions: int, dead: DeadRecord, again: bool) -> str:
     letter = dead.letter
-    if not 0 <= letter.partition < config.data.num_partitions:
-        return f"it names partition {letter.partition}, the job has {config.data.num_partitions}"
+    if not 0 <= letter.partition < num_partitions:
+        return f"it names partition {letter.partition}, the job has {num_partitions}"
     match dead.state:
         case "pending":
             return "its batch is not in a checkpoint yet, and may still be learned: try again later"

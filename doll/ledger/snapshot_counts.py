@@ -41,19 +41,21 @@ def count_partitions(state: bytes) -> int | None:
 
 
 def read_counts(config: JobConfig, state: bytes) -> SnapshotCounts:
-    """How much of each stream a checkpoint with this engine state holds.
+    """How much of each stream a checkpoint with this engine state holds. It may be of more partitions than the job
+    began with.
 
     Raises:
-        CheckpointError: it does not say so, or is of another number of workers or batch size than the job file.
+        CheckpointError: it does not say so, or is of fewer partitions or another batch size than the job file.
     """
-    num, per_batch = config.data.num_partitions, config.data.records_per_batch
+    least, per_batch = config.data.num_partitions, config.data.records_per_batch
     try:
         counts = msgspec.msgpack.decode(state, type=SnapshotCounts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise CheckpointError(f"the newest checkpoint holds no engine state that this build reads: {exc}") from exc
-    if (len(counts.applied), len(counts.origins), counts.records_per_batch) != (num, num, per_batch):
+    num = len(counts.origins)
+    if len(counts.applied) != num or num < least or counts.records_per_batch != per_batch:
         raise CheckpointError(
-            f"the newest checkpoint is of {len(counts.applied)} streams with {counts.records_per_batch} records per "
-            f"batch, the job file says {num} and {per_batch}: use the job file that the job ran with"
+            f"the newest checkpoint is of {len(counts.applied)} partitions with {counts.records_per_batch} records per "
+            f"batch, the job file says {least} and {per_batch}: use the job file that the job ran with"
         )
     return counts

@@ -108,11 +108,11 @@ class ValidUpdates:
                 f"term {record.term} began again from version {record.resumed_version}, but the newest checkpoint "
                 f"is of version {durable.version}, term {durable.term}"
             )
-        recorded = (record.origins, record.records_per_batch)
-        if recorded != (durable.origins, durable.records_per_batch):
+        is_prefix = record.origins == durable.origins[: len(record.origins)]  # partitions may have been added since
+        if not is_prefix or record.records_per_batch != durable.records_per_batch:
             self.problems.append(
-                f"term {record.term} began with origins {list(recorded[0])} and {recorded[1]} records per batch, the "
-                f"checkpoint has {list(durable.origins)} and {durable.records_per_batch}"
+                f"term {record.term} began with origins {list(record.origins)} and {record.records_per_batch} records "
+                f"per batch, the checkpoint has {list(durable.origins)} and {durable.records_per_batch}"
             )
 
     def _finish(self, finished: Finished | None, later_update: Update | None) -> None:

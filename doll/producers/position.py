@@ -64,7 +64,7 @@ def find_positions(config: JobConfig, services: Services) -> list[int]:
     if not name:
         return [0 for _ in streams]
     origins = read_lineage(config, services).origins
-    if len(origins) != config.data.num_partitions:  # nobody serves the job yet
+    if len(origins) < config.data.num_partitions:  # nobody serves the job yet
         origins = tuple(0 for _ in streams)
     topic = config.topic("samples")
     with RangeReader(config, services) as reader:

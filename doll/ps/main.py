@@ -127,8 +127,10 @@ def _run(
         channel_report=channel.report, publish_workers=worker_count.set,
     )  # fmt: skip
     watch = None
-    if config.data.topic is not None and start.samples_id:
-        watch = TopicWatch(config, services, start.samples_id, signals.stop_for_the_topic)
+    if engine.start.samples_id:
+        watch = TopicWatch(
+            config, services, engine.start.samples_id, signals.stop_for_the_topic, signals.note_partitions
+        )  # fmt: skip
         watch.start()
     log.info("started", term=term, version=engine.version, policy=engine.policy.name, parameters=model.num_parameters)
     try:
@@ -161,10 +163,11 @@ def _open(config: JobConfig, services: Services, run_folder: Path) -> tuple[Flat
     """The model, its fingerprint and the checkpoint store, on services that answer and topics that exist."""
     torch.set_num_threads(1)
     require_services(config, services)
-    topics.ensure(config, services)
+    store = open_store(config, run_folder)
+    topics.ensure(config, services, begins=not store.versions())
     topics.check(config, services)
     model = build(config, load_task(config))
-    return model, fingerprint(config, model), open_store(config, run_folder)
+    return model, fingerprint(config, model), store
 
 
 def _admit(

@@ -472,6 +472,7 @@ class Signals:
     end_job = False
     leave = False
     leave_reason = "SIGTERM"
+    partitions = 0  # of the samples topic, when it was looked at last
 
     def __init__(self) -> None:
         signal.signal(signal.SIGINT, self._on_sigint)
@@ -488,6 +489,10 @@ class Signals:
         self.leave_reason = "the samples topic"
         self.leave = True
 
+    def note_partitions(self, partitions: int) -> None:
+        """The samples topic has so many partitions by now; from another thread."""
+        self.partitions = partitions
+
 
 def serve(
     server: ParameterServer, channel: ControlChannel, signals: Signals, lease_s: float, heartbeat: Heartbeat
@@ -501,6 +506,7 @@ def serve(
         DivergedError: the model diverged.
     """
     engine = server.engine
+    partitions = len(engine.start.origins)
     looped_s = checked_s = time.monotonic()
     while engine.finished is None:
         incoming = channel.poll(_POLL_S)
@@ -524,6 +530,10 @@ def serve(
                 server.send_rows(event)
             else:
                 server.feed(event)
+        if signals.partitions > partitions and engine.stopping is None:
+            partitions = signals.partitions
+            server.feed(ev.TopicGrew(partitions=partitions))
+            log.info("partitions_added", partitions=partitions)
         if signals.end_job:
             server.feed(ev.StopRequested(reason="interrupted"))
         if signals.leave:

@@ -115,9 +115,9 @@ def status_of(target: Target) -> JobStatus | EndedRun:
         for record in _of_this_run(target, [entry.record for entry in tail.read_history()]):
             model.feed(record)
             heartbeats.feed(record)
-        low = [tail.bounds(Partition(config.topic("samples"), n))[0] for n in range(config.data.num_partitions)]
-    for partition, first in enumerate(low):
-        next_offset = model.next_offsets.get(partition, first)
+        low = {number: tail.bounds(Partition(config.topic("samples"), number))[0] for number in model.next_offsets}
+    for partition, first in sorted(low.items()):
+        next_offset = model.next_offsets[partition]
         if next_offset < first and model.history.finished is None:
             model.add_lost(partition, next_offset, first)
     snapshot = model.snapshot(time.monotonic())

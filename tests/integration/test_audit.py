@@ -243,7 +243,7 @@ def test_what_hinders_an_audit_is_said(job: Job, services: Services) -> None:
     with pytest.raises(ConfigError, match="expected 3 partitions, found 2"):
         audit(wider, services, job.store)
     job.save(1, 1, 1, 0, records_per_batch=4)
-    with pytest.raises(CheckpointError, match="of 2 streams with 4 records per batch, the job file says 2 and 8"):
+    with pytest.raises(CheckpointError, match="of 2 partitions with 4 records per batch, the job file says 2 and 8"):
         job.audit()
     with pytest.raises(CheckpointError, match=r"expected a checkpoint of job 'other'"):
         audit(job.config, services, job.store.handle("other"))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from doll.kafka import topics
 from doll.records.control import Finished
 from doll.services import Services
 from owners_topic import OwnersTopic, samples
@@ -152,18 +151,6 @@ def test_a_start_is_decided_once(
 # --- what its owner may do ------------------------------------------------------------------------------------------
 
 
-def _learning(owner: OwnersTopic, make_pipeline: Callable[..., Any], *overrides: str) -> Any:
-    owner.create(2)
-    for partition in range(2):
-        owner.fill(partition, samples(64))
-    job = make_pipeline(f"data.topic={owner.name}", "data.partitions=2", *overrides)
-    job.launch("ps", "ps_role")
-    for worker in range(2):
-        job.start_worker(worker)
-    job.until(lambda: job.version >= 2, "two updates")
-    return job
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -216,20 +203,6 @@ def test_what_was_deleted_before_it_was_read_is_counted_as_lost(
     job.role("ps").terminate()
     report = job.audit()
     assert (report.ok, report.lost, report.lost_ranges[0][:]) == (True, 11, (0, 0, 11))
-
-
-def test_partitions_that_are_added_are_named_and_the_job_goes_on(
-    owner: OwnersTopic, make_pipeline: Callable[..., Any]
-) -> None:
-    job = _learning(owner, make_pipeline)
-    owner.add_partitions(3)
-    job.until(lambda: "records of 2 to 2 are not learned" in job.log("ps"), "the log names it", 60)
-    for partition in range(2):
-        owner.fill(partition, samples(64))
-    job.kill("worker-0")  # its successor finds three partitions
-    job.until(lambda: job.version >= 6, "more updates")
-    job.assert_audit_ok()
-    topics.check(job.config, job.services)
 
 
 def test_it_waits_for_nothing_where_the_job_has_finished(owner: OwnersTopic, make_pipeline: Callable[..., Any]) -> None:

@@ -49,15 +49,24 @@ from msgspec import structs
 
 _GRANT_TIMEOUT_S: Final = 35.0  # above the default
 _LEASE_S: Final = 9.0
+_GROWTH: Final = (0.0, 0.0, 0.03)  # of a step: the topics of a third of the worlds grow
+_MOST_ADDED: Final = 3
+_LOOK: Final = 0.03
 
 
 class World(worlds.World[Process]):
     """One server at a time, `WORKERS` workers at first and up to `PLACES` later, and what goes wrong between them.
 
+    Partitions are added to the topic, and a server learns of them later, each one anew.
+
     Attributes:
+        partitions: of the topic, by now.
+        growth: how probable a step adds one.
         welcomed: of each worker: the session of the Welcome that this server has sent.
         counts: of what has happened.
     """
+
+    grows = True
 
     def __init__(self, policy: str, seed: int, *, has_tables: bool = False) -> None:
         super().__init__(
@@ -65,7 +74,9 @@ class World(worlds.World[Process]):
             max_pending=12,
         )  # fmt: skip
         self.rng = random.Random(seed)
-        self.partitions = self.rng.choice((WORKERS, WORKERS, WORKERS + 2, 3 * WORKERS))
+        self.partitions = self._partitions_at_start = self.rng.choice((WORKERS, WORKERS, WORKERS + 2, 3 * WORKERS))
+        self._topic_rng = random.Random(-1 - seed)
+        self.growth = self._topic_rng.choice(_GROWTH) if self.grows else 0.0
         self.config, self.task = job_of(policy, has_tables=has_tables)
         self.blobs = MemoryBlobs(lambda: 0.0)
         self.saved: Checkpoint | None = None
@@ -107,7 +118,7 @@ class World(worlds.World[Process]):
         parts = make_parts(self.config.training, build(self.config, self.task))
         self.host = LocalModelHost(self.config, self.term, parts.updater, self.blobs, parts.tables)
         if self.saved is None:
-            start = Start(self.term, self.now, (0,) * self.partitions)
+            start = Start(self.term, self.now, (0,) * self._partitions_at_start)
         else:
             start = Start.resume(self.term, self.now, self.saved)
         return make_engine(self.config, start, self.host)
@@ -303,6 +314,7 @@ class World(worlds.World[Process]):
     def step(self) -> None:
         """Something happens."""
         self.now += 0.01
+        self.change_topic()
         process = self.rng.choice(self.live())
         core = process.core
         match self.rng.choices(_STEPS, cum_weights=_CUM_WEIGHTS)[0]:
@@ -339,6 +351,20 @@ class World(worlds.World[Process]):
                 self.scale()
             case "lease":
                 self.pass_time(_LEASE_S, [item for item in self.live() if item is not process])
+
+    def change_topic(self) -> None:
+        """Perhaps its owner adds partitions, or the server looks at it."""
+        chance = self._topic_rng.random()
+        if chance < self.growth and self.partitions < self._partitions_at_start + _MOST_ADDED:
+            self.partitions += 1
+        elif chance > 1.0 - _LOOK:
+            self.look_at_topic()
+
+    def look_at_topic(self) -> None:
+        """The server's watch says how many partitions there are."""
+        known = len(self.engine.snapshot(self.now).origins)
+        self.handle(ev.TopicGrew(partitions=self.partitions))
+        self.counts["partitions added"] += len(self.engine.snapshot(self.now).origins) - known
 
     def scale(self) -> None:
         """The job is to have another number of workers; processes come for them, some of them before."""
@@ -419,6 +445,8 @@ def play(policy: str, seed: int, world_class: type[World] = World) -> World:
     if policy == "isp":  # it settles before each checkpoint, and begins again where a process is lost
         length *= 2
     world = world_class(policy, seed, has_tables=has_tables)
+    if world.growth:  # until what is added is learned
+        length *= 2
     for _ in range(length):
         world.step()
     world.counts += world.engine.counters + world.expected.counts

@@ -118,6 +118,7 @@ class ExpectedModel:
                 assert batch.batch == included[worker], "of each worker in its order"
                 included[worker] += 1
             for learned in item.batches:
+                applied += [0] * (learned.partition + 1 - len(applied))  # it was added to the topic
                 assert learned.number == applied[learned.partition], "of each partition in its order"
                 applied[learned.partition] += 1
             for number, grant_id in named:

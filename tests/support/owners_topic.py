@@ -17,7 +17,7 @@ from confluent_kafka.admin import (
     OffsetSpec,
     ResourceType,
 )
-from waiting import WAIT_TIMEOUT_S
+from waiting import WAIT_TIMEOUT_S, until
 
 
 def samples(count: int) -> list[bytes]:
@@ -34,8 +34,11 @@ class OwnersTopic:
     def __init__(self, address: str, name: str) -> None:
         self._address, self.name = address, name
         self.admin = AdminClient({"bootstrap.servers": address})
-        self._producer = Producer({"bootstrap.servers": address, "enable.idempotence": True})
+        self._producer = self._new_producer()
         self.partitions = 0
+
+    def _new_producer(self) -> Producer:
+        return Producer({"bootstrap.servers": self._address, "enable.idempotence": True})
 
     def create(self, partitions: int, settings: Mapping[str, str] | None = None, **more: Any) -> None:
         self.partitions = partitions
@@ -48,6 +51,9 @@ class OwnersTopic:
 
     def add_partitions(self, total: int) -> None:
         self.admin.create_partitions([NewPartitions(self.name, total)])[self.name].result(60)
+        until(lambda: len(self.admin.list_topics(self.name).topics[self.name].partitions) == total, "the partitions")
+        self._producer = self._new_producer()  # the one before knows of the others only, for minutes
+        self.partitions = total
 
     def set(self, **settings: str) -> None:
         entries = [

@@ -188,10 +188,10 @@ class ProgressModel:
             self.next_offsets = dict(enumerate(record.origins))
         elif isinstance(record, Update):
             for member in record.members:
-                self.next_offsets[member.worker] = member.hi
+                self.next_offsets[member.partition] = member.hi
                 self._worker_rates.add(member.worker, record.time_s, member.n_samples)
                 for lo, hi in member.lost:
-                    self.add_lost(member.worker, lo, hi)
+                    self.add_lost(member.partition, lo, hi)
         if self.history.restarts > restarts:
             self.add_event(f"parameter server resumed from version {self.history.version}", None)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from doll.ps.engine.events import EngineSnapshot
+from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import Partition
 
 
@@ -23,7 +24,8 @@ def first_assignment(num_partitions: int, num_workers: int) -> tuple[int, ...]:
 def reassigned(current: Sequence[int], num_workers: int) -> tuple[int, ...]:
     """The assignment to `num_workers` workers with the fewest moves by which no worker has two more than another.
 
-    It is its own: assigned again to as many workers, nothing moves.
+    It is its own: assigned again to as many workers, nothing moves. A partition of a worker from `num_workers` on is
+    given to another.
 
     >>> reassigned((0, 1, 2, 0, 1), 2)
     (0, 1, 0, 0, 1)
@@ -91,6 +93,28 @@ def for_workers(snapshot: EngineSnapshot, num_workers: int, max_workers: int) ->
         processes=snapshot.processes + ("",) * new,
         incarnations=snapshot.incarnations + (0,) * new,
         restarts=snapshot.restarts + (0,) * new,
+    )
+
+
+def as_they_stand(
+    snapshot: EngineSnapshot, partitions: Sequence[Partition], owners: Sequence[Worker], workers: Sequence[Worker]
+) -> EngineSnapshot:
+    """`snapshot` with what is known of each partition and of each worker now.
+
+    Args:
+        owners: the worker that serves each partition.
+    """
+    return msgspec.structs.replace(
+        snapshot,
+        assignment=tuple(worker.number for worker in owners),
+        origins=tuple(partition.origin for partition in partitions),
+        applied=tuple(partition.applied for partition in partitions),
+        leader_epochs=tuple(partition.leader_epoch for partition in partitions),
+        by_worker=tuple(worker.applied for worker in workers),
+        sessions=tuple(worker.session for worker in workers),
+        processes=tuple(worker.process for worker in workers),
+        incarnations=tuple(worker.incarnation for worker in workers),
+        restarts=tuple(worker.restarts for worker in workers),
     )
 
 

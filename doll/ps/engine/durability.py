@@ -101,7 +101,8 @@ class Durability:
         self._ordered = None
         self.version = version
         advanced: dict[Worker, tuple[dict[int, int], int]] = {}
-        for partition, worker, until in zip(self._partitions, self._owners, applied, strict=True):
+        # The checkpoint knows nothing of partitions that were added since.
+        for partition, worker, until in zip(self._partitions, self._owners, applied, strict=False):
             if (count := until - partition.durable) > 0:
                 partition.durable = until
                 worker.queue.pending -= count

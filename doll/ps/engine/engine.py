@@ -26,7 +26,7 @@ from typing import Final
 import msgspec
 
 from doll.errors import IllegalEventError
-from doll.ps.engine.assignment import first_assignment, for_workers, partitions_by_worker, require_fit
+from doll.ps.engine.assignment import as_they_stand, first_assignment, for_workers, partitions_by_worker, require_fit
 from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, LatePush, PushedSet
 from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.events import (
@@ -51,6 +51,7 @@ from doll.ps.engine.events import (
     StopRequested,
     StoreCheckpoint,
     Tick,
+    TopicGrew,
 )
 from doll.ps.engine.grants import Grants
 from doll.ps.engine.membership import Membership, Worker
@@ -268,16 +269,9 @@ class Engine:
     def snapshot(self, now: float) -> EngineSnapshot:
         """What a checkpoint keeps of the engine."""
         return msgspec.structs.replace(
-            self.start,
+            as_they_stand(self.start, self._partitions, self._owners, self._workers),
             version=self.version,
             num_workers=self.moves.num_workers,
-            assignment=tuple(worker.number for worker in self._owners),
-            applied=tuple(partition.applied for partition in self._partitions),
-            by_worker=tuple(worker.applied for worker in self._workers),
-            sessions=tuple(worker.session for worker in self._workers),
-            processes=tuple(worker.process for worker in self._workers),
-            incarnations=tuple(worker.incarnation for worker in self._workers),
-            restarts=tuple(worker.restarts for worker in self._workers),
             samples_total=self.samples_total,
             elapsed_s=self._elapsed_s(now),
             counters=dict(self.counters),
@@ -285,7 +279,6 @@ class Engine:
             policy_state=self.policy.state(),
             empty_updates=self.empty_updates,
             refusals=self.refusals.state(),
-            leader_epochs=tuple(partition.leader_epoch for partition in self._partitions),
         )
 
     def check_invariants(self) -> None:
@@ -343,6 +336,8 @@ class Engine:
                 self._on_grants_lost(event)
             case CheckpointStored():
                 self._on_stored(event)
+            case TopicGrew() if self.stopping is None:  # else the next server takes them up
+                self._join_again(self.moves.add_partitions(event.partitions, self._now))
             case Tick():
                 self._on_tick()
             case StopRequested():

@@ -64,6 +64,12 @@ class CheckpointStored(Record, frozen=True):
     version: int
 
 
+class TopicGrew(Record, frozen=True):
+    """The samples topic has so many partitions by now. Those that the job does not know are read from offset 0."""
+
+    partitions: int
+
+
 class Tick(Record, frozen=True):
     """Time has passed. Leases and timeouts expire only here, so that a replay does the same."""
 
@@ -76,7 +82,7 @@ class StopRequested(Record, frozen=True):
 
 Event = (
     Join | Announce | Skip | Push | Nack | Alive | Leave | Evaluated | Scale
-    | GradientFetched | GradientLost | GrantsLost | CheckpointStored | Tick | StopRequested
+    | GradientFetched | GradientLost | GrantsLost | CheckpointStored | TopicGrew | Tick | StopRequested
 )  # fmt: skip
 
 # --- actions --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ A partition moves between two batches: nothing of it is being computed, no gradi
 back no part of a step. Until then none of its batches is granted; what was being computed of it is computed again by
 the worker that takes it, which reads on from what is durable. It moves only to a worker that is here: until then its
 worker keeps it. Both workers join again, by a Hello, and their Welcomes say what they serve now
-(docs/decisions/0073).
+(docs/decisions/0073). So does a worker that gets a partition which was added to the topic (docs/decisions/0075).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Moves:
     """
 
     def __init__(
-        self, workers: Sequence[Worker], owners: list[Worker], partitions: Sequence[Partition], num_workers: int, *,
+        self, workers: Sequence[Worker], owners: list[Worker], partitions: list[Partition], num_workers: int, *,
         members: Membership, grants: Grants, settling: Settling, durability: Durability,
     ) -> None:  # fmt: skip
         """
         Args:
             workers: all for which there is place.
-            owners: the worker that serves each partition, for all parts of the engine.
+            owners: the worker that serves each partition, for all parts of the engine, as are `partitions`.
         """
         self._workers = workers
         self._owners = owners
@@ -61,6 +61,32 @@ class Moves:
         kept = self.frozen - self.targets.keys()
         self.frozen -= kept
         return sorted({owners[number] for number in kept})
+
+    def add_partitions(self, count: int, now: float) -> list[int]:
+        """The samples topic has `count` partitions by now: those that are new begin at offset 0, and a checkpoint that
+        knows of them is due. Workers that must join again: they serve a new one, or keep one that was to move."""
+        first, met = len(self._partitions), set[int]()
+        if count <= first:
+            return []
+        wanted = reassigned([*(worker.number for worker in self._owners), *[self.num_workers] * (count - first)],
+                            self.num_workers)  # fmt: skip
+        for number in range(first, count):
+            partition, worker = Partition(number, 0, 0), self._taker(self._workers[wanted[number]])
+            self._partitions.append(partition)
+            self._owners.append(worker)
+            worker.queue.partitions[number] = partition
+            self._members.note_partitions(worker, now)
+            self._grants.note_change(worker)
+            met.add(worker.number)
+        self._durability.keep()
+        return sorted(met.union(self.plan(self.num_workers)))
+
+    def _taker(self, wanted: Worker) -> Worker:
+        """Who serves a partition that is new: not who has never been here, where another serves already."""
+        serving = [worker for worker in self._workers[: self.num_workers] if worker.queue.partitions]
+        if wanted.is_here or wanted in serving or not serving:
+            return wanted
+        return min(serving, key=lambda worker: (len(worker.queue.partitions), worker.number))
 
     def carry_out(self, now: float, freeze: Callable[[Worker, Partition], None]) -> list[int]:
         """Move the partitions that can move now. Workers that must join again: what they may compute has changed.

@@ -46,7 +46,7 @@ class RunFollower:
         now_s = time.monotonic()
         if not self.model.rate_is_stated and now_s - self._read_ends_at_s > READ_ENDS_EVERY_S:
             self._read_ends_at_s = now_s
-            ends = self._tail.partition_ends(self._run.config.topic("samples"), self._run.config.data.num_partitions)
+            ends = self._tail.partition_ends(self._run.config.topic("samples"))
             if ends is not None:
                 self.model.observe_ends(time.monotonic(), ends)
         self._run.display.show(self._snapshot)

@@ -131,11 +131,11 @@ def _services_of(
             if (taken := taken_health_ports(config)) is not None:
                 say(f"warning: {taken}")
             store, place = open_store(config, folder.path), checkpoint_location(config, folder.path)
+            recorded = recorded_partitions(store)
             if config.data.topic is not None:
-                recorded = recorded_partitions(store)
                 config = with_partitions(config, stack.services, recorded=recorded, begins=recorded is None)
                 folder.write_job(config)
-            for warning in topics.ensure(config, stack.services):
+            for warning in topics.ensure(config, stack.services, begins=recorded is None):
                 say(f"warning: {warning}")
             seen = admit(config, stack.services, store, place, ANY_TERM if fresh else 0)
             after_term = seen.newest_term if fresh else 0

@@ -34,6 +34,7 @@ from doll.kafka.reader import Partition
 from doll.local.kafka_broker import LocalKafka
 from doll.records.refusals import UnreadValue
 from doll.services import Services
+from owners_topic import OwnersTopic
 from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
@@ -542,3 +543,16 @@ def test_what_is_read_changes_and_deliveries_say_what_they_are_for(readings: Rea
     readings.write(2, b"last")
     readings.read_until(lambda: [value for _, value in records[2]] == [b"2/1", b"2/2", b"2/3", b"last"])
     until(lambda: reader.log_end(2) == 5, "the end of its log")
+
+
+def test_a_partition_that_was_added_since_is_read_at_once(make_rig: Callable[..., Rig]) -> None:
+    """By itself, the library would learn of it with its next look at the topic, minutes later."""
+    rig = make_rig()
+    rig.write(b"x")
+    rig.read(0)
+    topic = OwnersTopic(rig.services.kafka, rig.partition.topic)
+    topic.add_partitions(3)
+    topic.fill(2, [b"a", b"b"])
+    rig.reader.change((), [ReadFrom(2, 0)])
+    chunk = rig.take_until(Chunk)
+    assert (chunk.partition, chunk.values[0]) == (2, b"a")

@@ -78,8 +78,6 @@ def test_what_is_wrong_with_it_is_one_line_with_the_remedy() -> None:
     assert "--add-config cleanup.policy=delete" in foreign_topic.compacted(foreign(), topic)
     assert foreign_topic.compacted(foreign("data.on_data_loss=skip"), topic) == ""
     assert "no leader for partition 3 (copies on brokers 1, 2)" in foreign_topic.without_leader(topic)
-    assert "records of 12 to 13 are not learned" in foreign_topic.added(foreign(), topic)
-    assert "data.partitions" not in foreign_topic.added(foreign(partitions=14), topic)
     long = ForeignTopic("clicks", 12, settings={"max.message.bytes": "60000000"})
     assert "raise data.max_record_bytes to 30000000" in foreign_topic.too_long(foreign(), long)
     assert foreign_topic.too_long(foreign("data.max_record_bytes=30000000"), long) == ""
@@ -122,6 +120,10 @@ def test_kafka_says_how_many_partitions_there_are(services: Services, job_name: 
     config = with_partitions(open_job, services)
     assert (config.data.num_partitions, config.data.workers) == (5, 3)
     assert with_partitions(open_job, services, recorded=4).data.num_partitions == 4
+    rated = foreign("arrivals.rate_per_s=[1, 2, 3]", topic=owner.name, partitions=None, name=job_name)
+    assert with_partitions(rated, services, recorded=5).data.num_partitions == 3, "when it began"
+    with pytest.raises(ConfigError, match=r"arrivals\.rate_per_s: expected one rate, or 5, .* got 3"):
+        with_partitions(rated, services)
     with pytest.raises(ConfigError, match=r"data\.partitions: expected 5, .* got 4: correct the key, or remove it"):
         with_partitions(foreign(topic=owner.name, partitions=4), services, begins=True)
     with pytest.raises(ConfigError, match=r"data\.partitions: expected at most 5, .* got 12"):

@@ -6,6 +6,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+from doll.config import JobConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import foreign_topic, topic_watch
 from doll.kafka.foreign_topic import ForeignTopic, MissingTopicError
@@ -54,8 +55,12 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def watch(on_problem: Any = lambda: None, every_s: float = 1.0) -> TopicWatch:
-    return TopicWatch(CONFIG, Services("nowhere:9092", ""), "first", on_problem, every_s=every_s)
+def watch(
+    on_problem: Any = lambda: None, on_partitions: Any = lambda count: None, *, every_s: float = 1.0,
+    config: JobConfig = CONFIG,
+) -> TopicWatch:  # fmt: skip
+    services = Services("nowhere:9092", "")
+    return TopicWatch(config, services, "first", on_problem, on_partitions, every_s=every_s)
 
 
 def test_a_topic_that_is_away_twice_was_deleted(kafka: Kafka) -> None:
@@ -85,18 +90,41 @@ def test_what_passes_is_said_when_it_begins_and_when_it_ends(kafka: Kafka, logge
     leaderless = ForeignTopic("clicks", 2, "first", leaderless=((1, (4,)),))
     kafka.answers = [
         leaderless, leaderless, SOUND, ConfigError("not allowed"), ForeignTopic("clicks", 2, "first", may_read=False),
-        SOUND, ForeignTopic("clicks", 3, "first"),
+        SOUND,
     ]  # fmt: skip
     it = watch()
-    assert [it.look() for _ in range(7)] == [None] * 7
+    assert [it.look() for _ in range(6)] == [None] * 6
     starts = ("topic clicks: no leader for partition 1", "samples_topic_is_back", "not allowed")
     more = (
         "Kafka at nowhere:9092 does not allow User:ANONYMOUS to read",
         "samples_topic_is_back",
-        "topic clicks has 3",
     )
-    assert len(logged) == 6
+    assert len(logged) == 5
     assert all(line.startswith(start) for line, start in zip(logged, (*starts, *more), strict=True))
+
+
+def test_the_number_of_partitions_is_told_of_the_topic_that_the_job_learns_from(kafka: Kafka) -> None:
+    counts: list[int] = []
+    kafka.answers = [SOUND, ForeignTopic("clicks", 3, "first"), ServiceUnavailableError("away"), SOUND]
+    it = watch(on_partitions=counts.append)
+    assert [it.look() for _ in range(4)] == [None] * 4
+    assert counts == [2, 3, 2]
+    kafka.answers = [ForeignTopic("clicks", 4, "second")]
+    assert it.look() is not None
+    assert counts == [2, 3, 2]
+
+
+def test_of_its_own_topic_a_job_is_told_nothing_else(kafka: Kafka, logged: list[str]) -> None:
+    """What happens to it is found by those who read it."""
+    counts: list[int] = []
+    away = MissingTopicError("away")
+    kafka.answers = [
+        ForeignTopic("doll.unit.samples", 3, "first", leaderless=((1, (4,)),)), ConfigError("not allowed"), away, away,
+        ForeignTopic("doll.unit.samples", 5, "second", settings={"cleanup.policy": "compact"}),
+    ]  # fmt: skip
+    it = watch(on_partitions=counts.append, config=job(workers=2))
+    assert [it.look() for _ in range(5)] == [None] * 5
+    assert (counts, logged) == ([3], [])
 
 
 def test_its_thread_tells_of_the_problem_once(kafka: Kafka) -> None:

@@ -55,7 +55,8 @@ class History:
 
 
 def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_end: bool = False) -> History:
-    """A sound history: groups are applied, saved, lost in crashes and done again; fenced servers still write."""
+    """A sound history: groups are applied, saved, lost in crashes and done again; fenced servers still write; some
+    partitions are added, which a later server knows only of a checkpoint."""
     origins = tuple(rng.choice([0, 0, 17]) for _ in range(num))
     ends = [origin + rng.randint(0, rpb * steps) for origin in origins]
     fate: dict[tuple[int, int], str] = {}  # what becomes of each offset, the same whoever reads it
@@ -88,12 +89,13 @@ def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_
 
     term, voided = 1, 0
     saved_term, saved_version, saved_applied = 1, 0, [0] * num  # a server saves version 0 before it writes anything
-    version, applied = 0, [0] * num
+    version, applied, known = 0, [0] * num, rng.randint(1, num)
+    saved_known = known
     zombies: list[tuple[int, int, list[int]]] = []
-    records.append(TermStarted(term=1, resumed_version=0, origins=origins, records_per_batch=rpb, time_s=0.0))
+    records.append(TermStarted(term=1, resumed_version=0, origins=origins[:known], records_per_batch=rpb, time_s=0.0))
 
     def update(by: int, number: int, counts: list[int]) -> Update | None:
-        ready = [n for n in range(num) if origins[n] + (counts[n] + 1) * rpb <= ends[n]]
+        ready = [n for n in range(known) if origins[n] + (counts[n] + 1) * rpb <= ends[n]]
         if not ready:
             return None
         members = []
@@ -106,22 +108,26 @@ def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_
         return Update(term=by, version=number, members=tuple(members), n_samples=samples, loss=1.0)
 
     for _ in range(steps):
-        action = rng.choices(["update", "save", "crash", "zombie"], [12, 4, 1, 1])[0]
+        action = rng.choices(["update", "save", "crash", "zombie", "grow"], [12, 4, 1, 1, 1])[0]
         if action == "update":
             done = update(term, version + 1, applied)
             if done is not None:
                 version += 1
                 records.append(done)
         elif action == "save":
-            saved_term, saved_version, saved_applied = term, version, list(applied)
+            saved_term, saved_version, saved_applied, saved_known = term, version, list(applied), known
+        elif action == "grow":
+            known = min(known + 1, num)
         elif action == "crash":
             zombies.append((term, version, list(applied)))
             voided += version - saved_version
             term += rng.randint(1, 2)  # one that died before it wrote anything may lie between
-            version, applied = saved_version, list(saved_applied)
+            version, applied, known = saved_version, list(saved_applied), saved_known
             records.append(
-                TermStarted(term=term, resumed_version=version, origins=origins, records_per_batch=rpb, time_s=0.0)
-            )
+                TermStarted(
+                    term=term, resumed_version=version, origins=origins[:known], records_per_batch=rpb, time_s=0.0
+                )
+            )  # fmt: skip
         elif zombies:
             old_term, old_version, old_applied = zombies.pop()
             done = update(old_term, old_version + 1, old_applied)

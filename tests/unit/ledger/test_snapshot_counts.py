@@ -34,3 +34,13 @@ def test_a_checkpoint_of_another_batch_size_is_refused() -> None:
     state = {"version": 3, "applied": [2, 1], "origins": [10, 0], "records_per_batch": 8}
     with pytest.raises(CheckpointError, match="8 records per batch, the job file says 2 and 4"):
         read_counts(CONFIG, checkpoint(**state).state)
+
+
+def test_a_checkpoint_may_be_of_more_partitions_than_the_job_began_with_and_not_of_fewer() -> None:
+    state = {"version": 3, "records_per_batch": 4}
+    more = read_counts(CONFIG, checkpoint(applied=[2, 1, 5], origins=[10, 0, 0], **state).state)
+    assert more.read_until == (18, 4, 20)
+    with pytest.raises(CheckpointError, match="of 1 partitions with 4 records per batch, the job file says 2 and 4"):
+        read_counts(CONFIG, checkpoint(applied=[2], origins=[10], **state).state)
+    with pytest.raises(CheckpointError, match="of 2 partitions"):
+        read_counts(CONFIG, checkpoint(applied=[2, 1], origins=[10, 0, 0], **state).state)

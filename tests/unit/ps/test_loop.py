@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from doll.errors import CheckpointError, FencedError
 from doll.process.health import Heartbeat
 from doll.ps.channels.control_channel import ControlChannel, Incoming
-from doll.ps.engine.events import GrantsLost, StopRequested
+from doll.ps.engine.events import GrantsLost, StopRequested, TopicGrew
 from doll.ps.server import ParameterServer, Signals, deliver, serve
 from doll.records.control import Join, Leave, Nack, Stop, encode
 
@@ -46,6 +47,8 @@ class Channel:
 class Engine:
     def __init__(self) -> None:
         self.finished: str | None = None
+        self.stopping: str | None = None
+        self.start = SimpleNamespace(origins=(0, 0))
         self.counters: Counter[str] = Counter()
         self.version = 3
 
@@ -198,3 +201,19 @@ def test_sigterm_ends_the_wait_for_the_last_records(rig: Rig) -> None:
     rig.signals.leave = True
     rig.deliver()
     assert rig.channel.flushes == 1
+
+
+def test_partitions_that_were_added_are_told_to_the_engine_once() -> None:
+    rig = Rig(turns=6)
+    looks = iter([2, 2, 4, 4, 3, 4])  # as many as it began with; a broker that does not know of all yet
+    rig.channel.on_poll = lambda: rig.signals.note_partitions(next(looks))
+    rig.serve()
+    assert rig.server.fed == [TopicGrew(partitions=4)]
+
+
+def test_a_job_that_ends_takes_up_no_partition() -> None:
+    rig = Rig(turns=2)
+    rig.server.engine.stopping = "updates"
+    rig.signals.note_partitions(4)
+    rig.serve()
+    assert rig.server.fed == []

@@ -52,6 +52,8 @@ def test_each_partition_goes_on_with_the_workers_that_there_are(policy: str) -> 
             world.step()
         workers = world.rng.randrange(1, PLACES + 1)
         world.handle(Scale(workers=workers, run_id=""))
+        world.partitions += seed % 3
+        world.look_at_topic()
         for worker in range(PLACES):
             if not world.processes[worker]:
                 world.start_process(worker)
@@ -71,7 +73,8 @@ def test_each_partition_goes_on_with_the_workers_that_there_are(policy: str) -> 
                 break
         else:
             pytest.fail(f"{policy}, seed {seed}: from {before} to {after}")
-        counts += engine.counters
+        counts += engine.counters + world.counts
+    assert counts["partitions added"]
     assert counts["requeued_moved"] or RUNS < 50
 
 

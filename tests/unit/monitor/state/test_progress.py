@@ -289,6 +289,15 @@ def test_lost_records_are_noted_once_and_counted(running: ProgressModel) -> None
     assert running.next_offsets[1] == 56
 
 
+def test_offsets_are_of_partitions_whichever_worker_serves_them(running: ProgressModel) -> None:
+    """Partition 7 was added since the job began."""
+    member = Member(worker=1, partition=7, batch=0, lo=0, hi=8, n_samples=6, base_version=50, lost=((0, 2),))
+    before = dict(running.next_offsets)
+    running.feed(Update(term=1, version=51, members=(member,), n_samples=6, loss=1.0))
+    assert running.next_offsets == before | {7: 8}
+    assert running.snapshot(20.0).lost == ((7, 0, 2),)
+
+
 def test_machines_and_money_are_shown_in_both_views() -> None:
     config = load(EXAMPLES / "digits" / "market.yaml")
     snapshot = ProgressModel(config, 0.0).snapshot(10.0)

@@ -80,19 +80,27 @@ def test_topics_that_do_not_exist_are_fine_where_they_can_be_created() -> None:
 
 def test_wrong_topics_are_named() -> None:
     facts = good_kafka()
-    facts.partitions["doll.j.samples"] = 3
+    facts.partitions["doll.j.samples"] = 1
     facts.topics["doll.j.updates"] = ActualTopic({"cleanup.policy": "compact"}, 1, 1)
     facts.topics["doll.j.events"] = ActualTopic({"max.message.bytes": "1048588"}, 1, 1)
     del facts.partitions["doll.j.dead"], facts.topics["doll.j.dead"]
     facts.allowed["topic", "doll.j.dead"] = frozenset()
     facts.leaderless = ["doll.j.metrics/0"]
     checks = judged(facts)
-    assert checks["topic doll.j.samples"].detail == "3 partitions, expected 2"
+    assert checks["topic doll.j.samples"].detail == "1 partitions, expected 2"
     assert checks["topic doll.j.updates: settings"].result == "failed"
     assert checks["topic doll.j.events: settings"].result == "warning"
     assert "max.message.bytes=33554432" in checks["topic doll.j.events: settings"].todo
     assert "may not see it" in checks["topic doll.j.dead"].detail
     assert checks["partition doll.j.metrics/0"].result == "failed"
+
+
+def test_a_job_that_has_begun_may_have_got_more_partitions_of_samples() -> None:
+    facts = good_kafka()
+    facts.partitions["doll.j.samples"] = 3
+    check = judged(facts)["topic doll.j.samples"]
+    assert (check.result, check.detail) == ("warning", "3 partitions, the job file says 2")
+    assert "a new job needs data.partitions: 3" in check.todo
 
 
 def test_a_topic_of_somebody_else_is_looked_at_and_never_created() -> None:
