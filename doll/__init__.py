@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "BadRecordsError", "FieldsTask", "GreyImageTask", "JsonTask", "Record", "Records", "RetryLater", "Sample",
-    "Samples", "SkipRecord", "Task", "TextTask", "__version__",
+    "BadRecordsError", "ConfigError", "DollError", "FieldsTask", "GreyImageTask", "JsonTask", "Record", "Records",
+    "RetryLater", "Run", "RunFailedError", "Sample", "Samples", "SkipRecord", "Task", "TextTask", "__version__",
+    "compare", "open", "plan", "simulate", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from doll.errors import BadRecordsError, RetryLater, SkipRecord
+    from doll.api.planning import compare, plan, simulate
+    from doll.api.run import Run, RunFailedError
+    from doll.api.train import open_run as open
+    from doll.api.train import train
+    from doll.errors import BadRecordsError, ConfigError, DollError, RetryLater, SkipRecord
     from doll.task.base import Sample, Samples, Task
     from doll.task.fields_task import FieldsTask, JsonTask
     from doll.task.images import GreyImageTask
@@ -22,22 +27,32 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "BadRecordsError": "errors",
+    "ConfigError": "errors",
+    "DollError": "errors",
     "FieldsTask": "task.fields_task",
     "GreyImageTask": "task.images",
     "JsonTask": "task.fields_task",
     "Record": "task.records",
     "Records": "task.records",
     "RetryLater": "errors",
+    "Run": "api.run",
+    "RunFailedError": "api.run",
     "Sample": "task.base",
     "Samples": "task.base",
     "SkipRecord": "errors",
     "Task": "task.base",
     "TextTask": "task.text",
+    "compare": "api.planning",
+    "open": "api.train",
+    "plan": "api.planning",
+    "simulate": "api.planning",
+    "train": "api.train",
 }
 
 
 def __getattr__(name: str) -> Any:
     # `Task` needs numpy and, when it is used, torch; `import doll` must stay free of both.
     if name in _MODULES:
-        return getattr(importlib.import_module(f"doll.{_MODULES[name]}"), name)
+        attribute = "open_run" if name == "open" else name
+        return getattr(importlib.import_module(f"doll.{_MODULES[name]}"), attribute)
     raise AttributeError(f"module 'doll' has no attribute {name!r}")

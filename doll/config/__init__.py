@@ -17,6 +17,7 @@ from doll.config.loader import dump as dump
 from doll.config.loader import load as load
 from doll.config.loader import parse as parse
 from doll.config.provision import PlanConfig as PlanConfig
+from doll.config.source import FeedSource as FeedSource
 from doll.config.source import StdinSource as StdinSource
 from doll.config.training import AdagradConfig as AdagradConfig
 from doll.config.training import AdamConfig as AdamConfig

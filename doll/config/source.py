@@ -216,6 +216,17 @@ class StdinSource(SourceSection):
         return None
 
 
+class FeedSource(SourceSection):
+    """Records that a Python program gives while the job runs (`doll.train`); sample i goes to stream i mod N."""
+
+    kind: Literal["feed"]
+    socket: Path
+    """the Unix socket on which the program listens"""
+
+    def position_identity(self) -> list[Any] | None:
+        return ["feed", str(self.socket)]
+
+
 class CriteoSource(SourceSection):
     """The lines of a file of clicks in Criteo's format, each packed into 157 bytes; line i goes to stream i mod N."""
 
@@ -291,7 +302,8 @@ class SyntheticSource(SourceSection):
 
 
 sources = Variants(
-    "kind", DigitsSource, IdxSource, CsvSource, JsonlSource, ParquetSource, DatasetSource, StdinSource, CriteoSource,
+    "kind", DigitsSource, IdxSource, CsvSource, JsonlSource, ParquetSource, DatasetSource, StdinSource, FeedSource,
+    CriteoSource,
     SyntheticClicksSource, RatingsSource, SyntheticRatingsSource, SyntheticSource, TextSource,
 )  # fmt: skip
 

@@ -39,17 +39,25 @@ class StoredWeights(NamedTuple):
 
 
 def newest_weights(
-    config: JobConfig, run_folder: Path, model: FlatModel, *, beside: tuple[int, int] | None = None
+    config: JobConfig,
+    run_folder: Path,
+    model: FlatModel,
+    *,
+    version: int | None = None,
+    beside: tuple[int, int] | None = None,
 ) -> StoredWeights | None:
     """The newest checkpoint's weights; None if there is no checkpoint yet, or its (term, version) is `beside`.
 
+    Args:
+        version: in place of the newest, the checkpoint of this version.
+
     Raises:
-        CheckpointError: it belongs to another job or model, or all checkpoints are damaged.
+        CheckpointError: it belongs to another job or model, or all checkpoints are damaged, or none is of `version`.
     """
     store = open_store(config, run_folder)
     if beside is not None and beside in store.versions()[-1:]:
         return None
-    checkpoint = store.load_newest(fingerprint(config, model))
+    checkpoint = store.load_newest(fingerprint(config, model), version)
     if checkpoint is None:
         return None
     weights = checkpoint.tensors.get(WEIGHTS)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from doll.config import JobConfig
+from doll.config import FeedSource, JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import require_own_topic
@@ -20,6 +20,7 @@ from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import DELIVERED_TOTAL, LEFT, RATE_PER_S
 from doll.process.signals import stop_requested
 from doll.producers.arrivals import Pacer
+from doll.producers.feed import Feed
 from doll.producers.position import find_positions, position_headers, source_name
 from doll.producers.schedule import ScheduledSample, scheduled_samples
 from doll.producers.sender import SampleSender
@@ -72,27 +73,42 @@ def run_producer(
         on_finish(config, services, stopped.set) if until_finished else contextlib.nullcontext(),
     ):
         positions = find_positions(config, services)
-        feed = scheduled_samples(
-            config,
-            starts=_samples_in_topic(config, services),
-            positions=positions,
-            paused=(lambda stream: not workers.is_live(stream)) if workers else (lambda stream: False),
-        )
-        run = _Run(config, sender, stopped, heartbeat, workers, positions)
-        ended = False
-        try:
-            run.send_all(feed)
-            ended = True
-        finally:
-            sender.drain(run.stop_requested, _DRAIN_S)
-            run.report(time.monotonic(), last=ended)
-            sender.drain(run.stop_requested, _DRAIN_S)
-            counts = sender.counts
-            unsent = f", {run.unsent} read from the source and not sent" if run.unsent else ""
-            say(f"{counts.delivered} samples delivered, {counts.failed} failed{unsent}")
-            if run_folder is not None:
-                write_json(run_folder / "producer.json", {**dataclasses.asdict(counts), "unsent": run.unsent})
+        with _fed_by(config, positions, sender) as feed:
+            samples = scheduled_samples(
+                config,
+                starts=_samples_in_topic(config, services),
+                positions=positions,
+                feed=feed,
+                paused=(lambda stream: not workers.is_live(stream)) if workers else (lambda stream: False),
+            )
+            run = _Run(config, sender, stopped, heartbeat, workers, positions)
+            ended = False
+            try:
+                run.send_all(samples)
+                ended = True
+            finally:
+                sender.drain(run.stop_requested, _DRAIN_S)
+                run.report(time.monotonic(), last=ended)
+                sender.drain(run.stop_requested, _DRAIN_S)
+                counts = sender.counts
+                unsent = f", {run.unsent} read from the source and not sent" if run.unsent else ""
+                say(f"{counts.delivered} samples delivered, {counts.failed} failed{unsent}")
+                if run_folder is not None:
+                    write_json(run_folder / "producer.json", {**dataclasses.asdict(counts), "unsent": run.unsent})
+            if feed is not None and not counts.failed:
+                feed.acknowledge(now=True)
     return 1 if counts.failed or run.unsent else 0
+
+
+@contextlib.contextmanager
+def _fed_by(config: JobConfig, positions: Sequence[int], sender: SampleSender) -> Iterator[Feed | None]:
+    """The connection to the program that feeds the job, if its source is one."""
+    if not isinstance(config.source, FeedSource):
+        yield None
+        return
+    with Feed(config.path(config.source.socket), positions, config.data.max_record_bytes) as feed:
+        feed.settled = lambda: sender.settled
+        yield feed
 
 
 class LiveWorkers:
@@ -161,7 +177,7 @@ class _Run:
         self._heartbeat.set_waiting_for("Kafka" if self._sender.unreachable else "")
         return self._stop.is_set()
 
-    def send_all(self, feed: Iterator[ScheduledSample]) -> None:
+    def send_all(self, samples: Iterator[ScheduledSample]) -> None:
         self._heartbeat.expect("loop", within_s=_READ_S)
         self._heartbeat.set_waiting_for("")
         pacer = Pacer(time.monotonic())
@@ -169,7 +185,7 @@ class _Run:
         if self._limit is not None and taken >= self._limit:
             return
         try:
-            for time_s, stream, value in feed:
+            for time_s, stream, value in samples:
                 now_s = time.monotonic()
                 if value is None and self._workers is None:
                     pacer.idle(time_s, now_s)

@@ -6,9 +6,10 @@ import itertools
 import typing
 from collections.abc import Callable, Iterator, Sequence
 
-from doll.config import JobConfig, StdinSource
+from doll.config import FeedSource, JobConfig, StdinSource
 from doll.errors import ConfigError
 from doll.producers import arrivals, sources
+from doll.producers.feed import Feed
 from doll.records.bounded import MalformedError, read_text
 
 ScheduledSample = tuple[float, int, bytes | None]  # arrival time in seconds, stream, sample; None: nothing arrives then
@@ -23,6 +24,7 @@ def scheduled_samples(
     *,
     positions: Sequence[int] = (),
     pipe: int = _STDIN,
+    feed: Feed | None = None,
     paused: Callable[[int], bool] = lambda stream: False,
 ) -> Iterator[ScheduledSample]:
     """All samples of the job's source in the order of their arrival; ends when the source does.
@@ -33,18 +35,21 @@ def scheduled_samples(
         starts: samples that each stream holds already (see `sources.open_streams`).
         positions: samples of the job's file that were sent to each stream before; empty: none.
         pipe: file descriptor of standard input.
+        feed: the connection to the program, of a source of that kind.
         paused: whether nothing arrives at a stream now; its next sample comes when it does again. Of a Poisson stream
             that is the same as stopping its clock. Standard input cannot be paused.
 
     Raises:
         ConfigError: the source or the trace of gaps is not what was expected.
     """
-    if isinstance(config.source, StdinSource):
+    if isinstance(config.source, StdinSource | FeedSource):
         if len(set(config.rates_per_s())) > 1:
             raise ConfigError(
-                "arrivals.rate_per_s: lines of stdin go to the streams in turn: expected one rate for all"
+                f"arrivals.rate_per_s: records of {config.source.kind} go to the streams in turn: expected one rate "
+                "for all"
             )
-        return _from_pipe(config, arrivals.merge(arrival_times(config, starts)), pipe)
+        times = arrivals.merge(arrival_times(config, starts))
+        return _from_pipe(config, times, pipe) if feed is None else _in_time(times, feed.records())
     values = sources.open_streams(config, starts, positions)
     return _from_streams(arrivals.merge(arrival_times(config, starts)), values, paused)
 
@@ -99,12 +104,20 @@ def _from_streams(
 def _from_pipe(config: JobConfig, times: Iterator[tuple[float, int]], pipe: int) -> Iterator[ScheduledSample]:
     from doll.records import lines
 
-    waiting = lines.read_pipe(pipe, max_bytes=config.data.max_record_bytes)
     streams = itertools.cycle(range(config.data.num_partitions))
-    for time_s, _ in times:
-        stream = next(streams)
-        while (line := next(waiting, b"")) is None:
+    waiting = lines.read_pipe(pipe, max_bytes=config.data.max_record_bytes)
+    return _in_time(times, (line if line is None else (next(streams), line) for line in waiting))
+
+
+def _in_time(
+    times: Iterator[tuple[float, int]], records: Iterator[tuple[int, bytes] | None]
+) -> Iterator[ScheduledSample]:
+    """The records (stream, value) at these times, whatever stream these are of; None where none has come yet."""
+    for time_s, stream in times:
+        for record in records:
+            if record is not None:
+                yield time_s, *record
+                break
             yield time_s, stream, None
-        if not line:
+        else:
             return
-        yield time_s, stream, line

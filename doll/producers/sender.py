@@ -41,6 +41,7 @@ class SampleSender:
 
     def __init__(self, config: JobConfig, services: Services, say: Callable[[str], None]) -> None:
         self.counts = Counts()
+        self.settled = [0] * config.data.num_partitions  # samples of each stream, delivered or failed: the first ones
         self._config = config
         self._services = services
         self._say = say
@@ -68,7 +69,7 @@ class SampleSender:
             ServiceUnavailableError: the producer cannot go on (a fatal error of the idempotent producer).
         """
         publisher = self._connected()
-        on_delivery = functools.partial(self._on_delivery, samples)
+        on_delivery = functools.partial(self._on_delivery, stream, samples)
         while not publisher.try_send(
             self._samples_topic, value, partition=stream, on_delivery=on_delivery, headers=headers
         ):
@@ -132,7 +133,8 @@ class SampleSender:
             )
         return self._publisher
 
-    def _on_delivery(self, samples: int, delivery: Delivery) -> None:
+    def _on_delivery(self, stream: int, samples: int, delivery: Delivery) -> None:
+        self.settled[stream] += samples
         if not delivery.refusal:
             self.counts.delivered += samples
             if self._unreachable:

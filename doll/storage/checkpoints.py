@@ -208,25 +208,32 @@ class CheckpointStore(ABC):
     def _read(self, term: int, version: int) -> bytes:
         """The bytes of a checkpoint; FileNotFoundError where it was deleted since it was listed."""
 
-    def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
+    def load_newest(self, fingerprint: str | None, version: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that is whole, past damaged ones (with a warning); None without any checkpoint.
 
         Args:
             fingerprint: what the checkpoint must have, except what a resume may change; None accepts any, for tools
                 that only look.
+            version: look at the checkpoints of this version only.
 
         Raises:
             CheckpointError: it belongs to another job or fingerprint, or there are checkpoints but none is whole.
         """
         for _ in range(_READ_ATTEMPTS):
             with suppress(FileNotFoundError):
-                return self._newest_whole(fingerprint)
+                return self._newest_whole(fingerprint, version)
         raise CheckpointError(
             f"checkpoints vanish from {self.location} while they are read: is something else deleting them?"
         )
 
-    def _newest_whole(self, fingerprint: str | None) -> Checkpoint | None:
-        versions = self.versions()
+    def _newest_whole(self, fingerprint: str | None, wanted: int | None) -> Checkpoint | None:
+        held = self.versions()
+        versions = held if wanted is None else [item for item in held if item[1] == wanted]
+        if held and not versions:
+            raise CheckpointError(
+                f"{self.location}: expected a version that is kept "
+                f"({', '.join(str(version) for _, version in held)}), got {wanted}"
+            )
         for term, version in reversed(versions):
             name = checkpoint_name(term, version)
             try:

@@ -79,7 +79,9 @@ def test_the_search_finds_what_it_must() -> None:
 def test_no_module_of_doll_reads_what_could_run() -> None:
     modules = sorted((ROOT / "doll").rglob("*.py"))
     assert len(modules) > 50
-    assert {str(path): uses for path in modules if (uses := unsafe_uses(path.read_text(encoding="utf-8")))} == {}
+    unsafe = {path: uses for path in modules if (uses := unsafe_uses(path.read_text(encoding="utf-8")))}
+    # A task of a notebook, in the folder of its own run (ADR 78): tests/unit/api/test_shipping.py
+    assert [path.name for path in unsafe] == ["shipping.py"], unsafe
 
 
 class Trap:

@@ -50,12 +50,20 @@ _REACHABLE_S: Final = 5.0
 
 
 def run_up(
-    config: JobConfig, runs_folder: Path, *, hook: MakeHook | None = None, fresh: bool = False
+    config: JobConfig,
+    runs_folder: Path,
+    *,
+    hook: MakeHook | None = None,
+    fresh: bool = False,
+    folder: RunFolder | None = None,
+    display: Display | None = None,
 ) -> dict[str, Any]:
     """Run the job in a new folder of `runs_folder`.
 
     Args:
         fresh: begin a new generation on topics that hold an earlier run.
+        folder: that was made for this run already.
+        display: shows the progress; default: on standard error.
 
     Returns:
         The content of `report.json`; its `exit_code` is 0 done, 1 failed, 4 audit failed or records lost.
@@ -66,19 +74,24 @@ def run_up(
     """
     check_runnable(config)
     _check_topics(config, runs_folder, fresh=fresh)
-    folder = create(runs_folder, config.job, datetime.now())
+    folder = folder or create(runs_folder, config.job, datetime.now())
     config = _resolved(config, folder)
     with folder.locked():
         folder.write_job(config)
-        return run_in(folder, config, hook=hook, fresh=fresh)
+        return run_in(folder, config, hook=hook, fresh=fresh, display=display)
 
 
 def run_in(
-    folder: RunFolder, config: JobConfig, *, hook: MakeHook | None = None, fresh: bool = False
+    folder: RunFolder,
+    config: JobConfig,
+    *,
+    hook: MakeHook | None = None,
+    fresh: bool = False,
+    display: Display | None = None,
 ) -> dict[str, Any]:
     """Run the job in a folder that holds its resolved job file, from its checkpoints if it has any; the report."""
     follower: RunFollower | None = None
-    with Interrupts() as interrupts, make_display(config.stop) as display:
+    with Interrupts() as interrupts, display or make_display(config.stop) as display:
         display.say(f"job {config.job}: run folder {display_path(folder.path)}")
         accompanied_by = RunHook() if hook is None else hook(folder, display)
         try:

@@ -31,7 +31,8 @@ EXTREMES = (
 BESIDE: dict[str, dict[str, Any]] = {"version": {"registry": "http://host", "subject": "clicks"}}
 """What a section needs where a key that may be left out is given."""
 REQUIRED: dict[str, Any] = {
-    "images": "a", "labels": "a", "path": "a", "launch_template": "lt-0123456789", "launch_template_version": 1,
+    "images": "a", "labels": "a", "path": "a", "socket": "a",
+    "launch_template": "lt-0123456789", "launch_template_version": 1,
     "subnets": ["subnet-0123456789"], "instance_types": ["c7g.large"], "stages": 2,
 }  # fmt: skip
 # Waits of the system, which are never longer than 24 days, are in seconds; these are only compared with other times.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from doll.config import JobConfig, StdinSource
+from doll.config import FeedSource, JobConfig, StdinSource
 from doll.config.source import SourceSection
 from doll.config.source import sources as source_sections
 from doll.config.variants import Variants
@@ -94,4 +94,4 @@ def test_a_new_source_is_one_section_and_one_opener(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_source_but_the_pipe_has_an_opener() -> None:
-    assert set(sources.OPENERS) == set(source_sections.classes.values()) - {StdinSource}
+    assert set(sources.OPENERS) == set(source_sections.classes.values()) - {StdinSource, FeedSource}

@@ -1,0 +1,196 @@
+"""The program's end of a run's source: records go over a Unix socket, and are kept until Kafka has them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import select
+import shutil
+import socket
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from doll.errors import ConfigError, RecordError
+from doll.records import feed
+
+_POLL_S: Final = 0.1
+_KEPT_BYTES: Final = 64 << 20  # that Kafka has not acknowledged; then the program's iterator waits
+_READ_BYTES: Final = 1 << 16
+_SENT_AT_ONCE: Final = 256  # records
+
+
+class Feeder:
+    """Serves the records of an iterator. One thread asks the iterator, which may take its time, another one sends.
+
+    Sample i goes to stream i mod N. A producer that connects says how many samples each stream has, and gets the rest.
+
+    Attributes:
+        path: of the socket, in a folder that this user alone can read.
+        error: what the iterator raised, or what is wrong with a record; the source has ended with it.
+        taken: samples taken from the iterator.
+    """
+
+    def __init__(self, records: Iterator[bytes], streams: int, max_record_bytes: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="doll-feed-"))  # a run folder's path may be too long for a socket
+        self.path: Final = self._folder / "feed.sock"
+        self.error: BaseException | None = None
+        self.taken = 0
+        self._records = records
+        self._streams = streams
+        self._max_record_bytes = max_record_bytes
+        self._changed = threading.Condition()
+        self._kept: deque[bytes] = deque()  # frames; of samples from `_first` on
+        self._kept_bytes = 0
+        self._first = 0
+        self._ended = self._closed = False
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.path))
+        self._listener.listen(1)
+        self._listener.settimeout(_POLL_S)
+        threading.Thread(target=self._take_all, name="doll-source", daemon=True).start()
+        self._sender = threading.Thread(target=self._serve, name="doll-feed", daemon=True)
+        self._sender.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """End the threads, and remove the socket. An iterator that is asked for its next item is left with that."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._sender.join()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _take_all(self) -> None:
+        try:
+            for record in self._records:
+                if len(record) > self._max_record_bytes:
+                    raise ConfigError(
+                        f"source: sample {self.taken}: expected at most {self._max_record_bytes} bytes "
+                        f"(data.max_record_bytes), got {len(record)}"
+                    )
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or self._kept_bytes < _KEPT_BYTES)
+                    if self._closed:
+                        return
+                    frame = feed.frame(self.taken % self._streams, record)
+                    self.taken += 1
+                    self._kept.append(frame)
+                    self._kept_bytes += len(frame)
+                    self._changed.notify_all()
+        except BaseException as error:  # the program's iterator may raise anything; `error` gives it to the caller
+            self.error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def frames_from(self, at: int, positions: list[int]) -> tuple[int, bytes, bool]:
+        """The next frames that are there, after waiting for one for a moment.
+
+        Args:
+            at: number of the next sample.
+            positions: samples that each stream had when its producer connected.
+
+        Returns:
+            The number of the sample behind them; the frames of those that the streams do not have; whether the source
+            ends there.
+        """
+        with self._changed:
+            at = max(at, self._first)
+            if at == self._first + len(self._kept) and not self._ended:
+                self._changed.wait(_POLL_S)
+            begin = at - self._first
+            kept = list(itertools.islice(self._kept, begin, begin + _SENT_AT_ONCE))
+            ended = self._ended and begin + len(kept) == len(self._kept)
+        wanted = (
+            frame
+            for number, frame in enumerate(kept, at)
+            if positions[number % self._streams] <= number // self._streams
+        )
+        return at + len(kept), b"".join(wanted), ended
+
+    def release(self, line: bytes) -> list[int]:
+        """Forget what Kafka has, which a producer says; returns the samples of each stream.
+
+        Raises:
+            RecordError: it is no such line.
+        """
+        positions = feed.decode_positions(line, self._streams)
+        with self._changed:
+            while self._kept and positions[self._first % self._streams] > self._first // self._streams:
+                self._kept_bytes -= len(self._kept.popleft())
+                self._first += 1
+            self._changed.notify_all()
+        return positions
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            # What a producer that was killed leaves half done, the next one gets again.
+            with connection, contextlib.suppress(OSError, RecordError):
+                _Connection(self, connection).serve()
+
+
+class _Connection:
+    """One producer."""
+
+    def __init__(self, feeder: Feeder, connection: socket.socket) -> None:
+        self._feeder = feeder
+        self._connection = connection
+        self._connection.setblocking(False)
+        self._line = b""
+        self._positions: list[int] = []
+
+    def serve(self) -> None:
+        """Send until the producer has gone, or the feeder is closed.
+
+        Raises:
+            OSError: it has gone.
+            RecordError: it says what no producer says.
+        """
+        while not self._positions:
+            self._listen(_POLL_S)
+        begin, at, ended = self._positions, 0, False
+        while not ended:
+            at, frames, ended = self._feeder.frames_from(at, begin)
+            self._send(frames)
+            self._listen(0.0)
+        self._send(feed.frame(feed.END, b""))
+        while True:
+            self._listen(_POLL_S)
+
+    def _send(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self._connection.send(view) :]
+            except BlockingIOError:
+                select.select([self._connection], [self._connection], [], _POLL_S)
+                self._listen(0.0)
+
+    def _listen(self, timeout_s: float) -> None:
+        """Take in what the producer says."""
+        if self._feeder.closed:
+            raise ConnectionError("the feeder is closed")
+        readable, _, _ = select.select([self._connection], [], [], timeout_s)
+        if not readable:
+            return
+        data = self._connection.recv(_READ_BYTES)
+        if not data:
+            raise ConnectionError("the producer has gone")
+        *lines, self._line = (self._line + data).split(b"\n")
+        if lines:
+            self._positions = self._feeder.release(lines[-1])

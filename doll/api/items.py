@@ -1,0 +1,127 @@
+"""What a program gives as samples, as Kafka records."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from doll.errors import ConfigError
+from doll.task import pairs
+
+_CHUNK: Final = 4096  # rows of a frame of pandas that become dicts at once
+_EXPECTED: Final = (
+    "a pair (x, y) of numbers or arrays, bytes, a str, a dict, a dataclass or a msgspec.Struct for each sample"
+)
+
+
+class Items(NamedTuple):
+    """The samples of a program.
+
+    Attributes:
+        records: made one by one, as they are asked for.
+        are_pairs: they are pairs (x, y), for a task that does not decode records itself.
+    """
+
+    records: Iterator[bytes]
+    are_pairs: bool
+
+
+def items_of(source: Any) -> Items:
+    """The records of a source: any iterable, a DataFrame of pandas or polars, a dataset of torch.
+
+    The first item is taken at once, and says of which kind all are.
+
+    Raises:
+        ConfigError: it is not iterable, empty, or its first item is nothing that can be sent.
+    """
+    values = _values(source)
+    try:
+        first = next(values)
+    except StopIteration:
+        raise ConfigError("source: expected at least one sample, got none") from None
+    try:
+        encode = _encoder(first)
+        encode(first)
+    except TypeError as exc:
+        raise ConfigError(f"source: expected {_EXPECTED}; sample 0: {exc}") from exc
+    return Items(_records(itertools.chain([first], values), encode), encode is _pair)
+
+
+def _records(values: Iterator[Any], encode: Callable[[Any], bytes]) -> Iterator[bytes]:
+    for number, value in enumerate(values):
+        try:
+            record = encode(value)
+        except (TypeError, ValueError) as exc:
+            raise ConfigError(
+                f"source: expected {_EXPECTED}, each of the kind of the first; sample {number}: {exc}"
+            ) from exc
+        yield record
+
+
+def _values(source: Any) -> Iterator[Any]:
+    if hasattr(source, "iter_rows") and hasattr(source, "columns"):  # polars
+        return iter(source.iter_rows(named=True))
+    if hasattr(source, "iloc") and hasattr(source, "columns"):  # pandas
+        return _rows_of_pandas(source)
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping | str | bytes):
+        return (source[at] for at in range(len(source)))  # a list, an array, or a dataset of torch with indices
+    if isinstance(source, Iterable) and not isinstance(source, Mapping | str | bytes):
+        return iter(source)
+    raise ConfigError(
+        f"source: expected an iterable of samples, a DataFrame, a dataset, or a dict as in a job file "
+        f"({{'kind': 'csv', 'path': ...}}), got {type(source).__name__}"
+    )
+
+
+def _rows_of_pandas(frame: Any) -> Iterator[Any]:
+    for begin in range(0, len(frame), _CHUNK):
+        yield from frame.iloc[begin : begin + _CHUNK].to_dict("records")
+
+
+def _encoder(first: Any) -> Callable[[Any], bytes]:
+    if isinstance(first, bytes | bytearray | memoryview):
+        return _bytes
+    if isinstance(first, str):
+        return _text
+    if isinstance(first, Mapping | msgspec.Struct) or dataclasses.is_dataclass(first):
+        return _json
+    if isinstance(first, tuple | list) and len(first) == 2:
+        return _pair
+    raise TypeError(f"it is {type(first).__name__}")
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError(f"it is {type(value).__name__}")
+    return bytes(value)
+
+
+def _text(value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise TypeError(f"it is {type(value).__name__}")
+    return value.encode()
+
+
+def _json(value: Any) -> bytes:
+    if isinstance(value, str | bytes | int | float | list | tuple | None):
+        raise TypeError(f"it is {type(value).__name__}")
+    return msgspec.json.encode(value, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """A number or array of numpy, or a time, as JSON has it."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    raise TypeError(f"a field is {type(value).__name__}")
+
+
+def _pair(value: Any) -> bytes:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"it is {type(value).__name__}")
+    return pairs.encode(*value)

@@ -1,0 +1,369 @@
+"""A run, as a program sees it: its progress, its figures, its model, its audit; and its end."""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from doll import errors
+from doll.api.events import Event, decoder
+from doll.api.feeder import Feeder
+from doll.api.views import WIDTH, View, html, in_notebook, make_view
+from doll.errors import ConfigError, DollError
+from doll.local.processes import spawn, tail
+from doll.run.folder import RunFolder, display_path
+
+if TYPE_CHECKING:
+    import torch
+
+
+_LOG: Final = "run.log"
+_POLL_S: Final = 0.2
+_LAST_S: Final = 120.0  # for the last checkpoint, evaluation and audit, when the program ends before the run
+
+
+class RunFailedError(DollError):
+    """A run has ended with an error, or its audit has failed.
+
+    Attributes:
+        report: as in `report.json`; empty where there is none.
+    """
+
+    def __init__(self, message: str, report: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class Run:
+    """A run in its folder; `doll.train` starts one, `doll.open` finds one.
+
+    Attributes:
+        folder: its files (docs/guide/run.md).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder: Final = folder
+        self._process: _Process | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this program has started it, and it has not ended."""
+        return self._process is not None and self._process.is_running
+
+    @property
+    def samples(self) -> int:
+        """Samples in the model, by the newest that is known."""
+        if self.is_running and self._process is not None:
+            return self._process.last.samples
+        return int(self.report["samples"]) if self._has_report else 0
+
+    @property
+    def version(self) -> int:
+        """Number of the newest version of the model that is known."""
+        if self.is_running and self._process is not None:
+            return self._process.last.version
+        return int(self.report["updates"]) if self._has_report else 0
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What `report.json` says.
+
+        Raises:
+            ConfigError: the run has not ended, or left no report.
+        """
+        path = RunFolder(self.folder).report
+        if not path.exists():
+            raise ConfigError(
+                f"{display_path(self.folder)}: expected a run that has ended, got one without a report.json"
+            )
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
+
+    def wait(self, timeout_s: float | None = None, *, progress: bool = True) -> dict[str, Any]:
+        """Wait until the run has ended, and show its progress meanwhile; returns the report.
+
+        An interrupt (Ctrl-C, or the notebook's button) stops the run in order, a second one at once.
+
+        Raises:
+            TimeoutError: it goes on after `timeout_s`.
+            RunFailedError: it has ended with an error, or the audit has found one.
+            DollError: it could not begin.
+        """
+        if self._process is None:
+            return self.report
+        with make_view(progress) as view:
+            self._process.follow(view, timeout_s)
+        return self._process.result()
+
+    def stop(self, *, progress: bool = True) -> dict[str, Any]:
+        """End the run in order: a last checkpoint, the last evaluation, audit, model and report. Returns the report.
+
+        Raises:
+            RunFailedError, DollError: as `wait`.
+        """
+        if self._process is not None:
+            self._process.signal(signal.SIGINT)
+        return self.wait(progress=progress)
+
+    def kill(self) -> None:
+        """End the run at once. Its newest checkpoint is kept: `doll resume` goes on from it."""
+        if self._process is not None:
+            self._process.kill()
+
+    def scale(self, workers: int) -> None:
+        """Have the run go on with so many workers (`doll scale`).
+
+        Raises:
+            ConfigError: there is no place for so many, or the run has ended.
+            ServiceUnavailableError: the broker, or the parameter server, does not answer.
+        """
+        from doll.run import scale as scaling
+
+        scaling.scale(self._target(), workers, timeout_s=scaling.TIMEOUT_S, say=lambda text: None)
+
+    def metrics(self, kind: Literal["updates", "evaluations"] = "updates", *, frame: str = "pandas") -> Any:
+        """A row for each update, or for each evaluation, as far as they are written.
+
+        Args:
+            frame: "pandas", "polars", or "dict": a list for each column.
+
+        Raises:
+            ConfigError: another name, or the package is not installed.
+        """
+        return _read_csv(self.folder / f"{kind}.csv", frame)
+
+    def model(self, version: int | None = None) -> torch.nn.Module:
+        """The task's model with the weights of a checkpoint: the newest one, or that of a version that is kept.
+
+        Raises:
+            CheckpointError: there is none, or not of this version.
+        """
+        from doll.evaluation.stored_weights import newest_weights
+        from doll.model.flat_model import build
+        from doll.storage.stores import checkpoint_location
+        from doll.task.base import load_task
+
+        config = self._target().config
+        model = build(config, load_task(config), with_rows=False)
+        stored = newest_weights(config, self.folder, model, version=version)
+        if stored is None:
+            raise errors.CheckpointError(f"no checkpoint in {checkpoint_location(config, self.folder)} yet")
+        stored.load_into(model)
+        module: torch.nn.Module = model.module
+        return module.eval()
+
+    def audit(self) -> dict[str, Any]:
+        """Every sample of the stream, by what became of it, as in `audit.json`: of a running run by its topics, else as
+        it was at its end.
+
+        Raises:
+            AuditError: a sample is missing, or counted twice.
+            DollError: the run left no audit.
+        """
+        from doll.run.status import audit_target
+
+        path = self.folder / "audit.json"
+        if not self.is_running and path.exists():
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if not content["ok"]:
+                raise errors.AuditError(f"{display_path(path)}: the audit has failed")
+            return content
+        ledger = audit_target(self._target())
+        if not ledger.ok:
+            raise errors.AuditError("\n".join([ledger.summary(), *ledger.violations()]))
+        return ledger.to_dict()
+
+    def plot(self) -> Any:
+        """The picture of a run that has ended: in a notebook an image, else its path."""
+        path = RunFolder(self.folder).plot
+        if not path.exists():
+            raise ConfigError(
+                f"{display_path(self.folder)}: expected a run that has ended, got one without {path.name}"
+            )
+        if not in_notebook():
+            return path
+        from IPython.display import Image
+
+        return Image(filename=str(path))
+
+    def __repr__(self) -> str:
+        state = "running" if self.is_running else ("ended" if self._has_report else "without a report")
+        return f"<doll run {display_path(self.folder)}: {state}, version {self.version}, {self.samples} samples>"
+
+    def _repr_html_(self) -> str:
+        return html(self._process.last.panel if self.is_running and self._process is not None else repr(self))
+
+    @property
+    def _has_report(self) -> bool:
+        return RunFolder(self.folder).report.exists()
+
+    def _target(self) -> Any:
+        from doll.run.target import open_target
+
+        return open_target(self.folder, [])
+
+
+def start(folder: Path, feeder: Feeder | None) -> Run:
+    """Start the job in a folder, in a process of its own, which ends with this one."""
+    run = Run(folder)
+    run._process = _Process(folder, feeder)
+    return run
+
+
+class _Process:
+    """The process of a run, and what it has said."""
+
+    def __init__(self, folder: Path, feeder: Feeder | None) -> None:
+        self._folder = folder
+        self._feeder = feeder
+        self._log = RunFolder(folder).logs / _LOG
+        self._events: queue.Queue[Event] = queue.Queue(maxsize=10_000)
+        self._ended = threading.Event()
+        self._started = threading.Event()
+        self._interrupts = 0
+        self.last = Event()
+        self._outcome: Event | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._failure: BaseException | None = None
+        # Linux ends a child with the thread that started it, so the thread that reads from it does.
+        threading.Thread(target=self._attend, name="doll-run", daemon=True).start()
+        self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+        atexit.register(self._at_exit)
+
+    @property
+    def is_running(self) -> bool:
+        return not self._ended.is_set()
+
+    def _attend(self) -> None:
+        command = [sys.executable, "-m", "doll.api.child", str(self._folder), str(WIDTH)]
+        path = {"PYTHONPATH": ":".join(filter(None, sys.path))}  # a task's module may be anywhere on this program's
+        try:
+            self._child = spawn(command, self._log, path, stdout=subprocess.PIPE)
+        except OSError as error:
+            self._failure = error
+            return
+        finally:
+            self._started.set()
+        assert self._child.stdout is not None
+        with self._child.stdout as lines:
+            for line in lines:
+                self._take(line)
+        self._child.wait()
+        self._ended.set()
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = decoder.decode(line)
+        except ValueError:
+            return None  # cut off by the end of the process
+        if event.report is not None or event.error:
+            self._outcome = event
+        elif event.panel:
+            self.last = event
+        while True:
+            try:
+                return self._events.put_nowait(event)
+            except queue.Full:  # nobody looks: the oldest goes
+                self._events.get()
+
+    def follow(self, view: View, timeout_s: float | None) -> None:
+        """Show what comes until the run has ended."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                if self._show_next(view):
+                    return
+                if deadline_s is not None and time.monotonic() > deadline_s:
+                    raise TimeoutError(f"{display_path(self._folder)} goes on after {timeout_s:g} s")
+            except KeyboardInterrupt:
+                if self._interrupts:
+                    self.kill()
+                    raise
+                self.signal(signal.SIGINT)
+
+    def _show_next(self, view: View) -> bool:
+        """Show the next event; whether there are no more."""
+        try:
+            event = self._events.get(timeout=_POLL_S)
+        except queue.Empty:
+            return self._ended.is_set() and self._events.empty()
+        if event.say:
+            view.say(event.say)
+        elif event.panel:
+            view.show(event.panel, f"version {event.version}, {event.samples} samples, loss {event.loss}")
+        return False
+
+    def result(self) -> dict[str, Any]:
+        """The report; raises what `Run.wait` says."""
+        self._close()
+        outcome, place = self._outcome, display_path(self._folder)
+        if self._feeder is not None and self._feeder.error is not None:
+            raise self._feeder.error
+        if outcome is None or outcome.error:
+            text = tail(self._log) if outcome is None else outcome.error
+            cls = getattr(errors, "" if outcome is None else outcome.error_class, DollError)
+            raise cls(f"{text}\n(log: {display_path(self._log)})" if outcome is None else text)
+        report: dict[str, Any] = dict(outcome.report or {})
+        if report["exit_code"]:
+            reason = report.get("error") or report.get("reason") or "its audit has failed"
+            raise RunFailedError(f"{place}: {reason}", report)
+        return report
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if it runs."""
+        self._interrupts += 1
+        if self._child is not None and self.is_running:
+            self._child.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the process; what it has started ends with it."""
+        if self._child is not None:
+            self._child.kill()
+            self._ended.wait()
+        self._close()
+
+    def _close(self) -> None:
+        atexit.unregister(self._at_exit)
+        if self._feeder is not None:
+            self._feeder.close()
+
+    def _at_exit(self) -> None:
+        """The program ends before the run: end it in order."""
+        if self.is_running:
+            sys.stderr.write(f"doll: ending run {display_path(self._folder)} in order\n")
+            self.signal(signal.SIGINT)
+            if not self._ended.wait(_LAST_S):
+                self.kill()
+        self._close()
+
+
+def _read_csv(path: Path, frame: str) -> Any:
+    if frame not in ("pandas", "polars", "dict"):
+        raise ConfigError(f"frame: expected 'pandas', 'polars' or 'dict', got {frame!r}")
+    if not path.exists():
+        raise ConfigError(f"{display_path(path)}: expected a run that has made an update, which writes this file")
+    if frame == "dict":
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.reader(file))
+        return {name: [row[at] for row in rows[1:]] for at, name in enumerate(rows[0])}
+    try:
+        if frame == "pandas":
+            import pandas
+
+            return pandas.read_csv(path)
+        import polars
+
+        return polars.read_csv(path)
+    except ImportError as exc:
+        raise ConfigError(f"frame {frame!r}: pip install {frame}, or metrics(frame='dict')") from exc

@@ -1,0 +1,197 @@
+"""`doll.train`: a job from Python, without a job file or with one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from doll.api import run as runs
+from doll.api.feeder import Feeder
+from doll.api.items import Items, items_of
+from doll.api.run import Run
+from doll.api.shipping import task_class, write_task
+from doll.config import JobConfig, parse
+from doll.errors import ConfigError
+from doll.records.bounded import read_text
+from doll.run.folder import RunFolder, create
+from doll.run.local.up import check_runnable
+from doll.run.target import open_target
+
+_TRAINED_BY = "doll.train"
+
+
+def train(
+    task: Any = None,
+    source: Any = None,
+    *,
+    job: str | Path | None = None,
+    name: str | None = None,
+    args: Mapping[str, Any] | None = None,
+    held_out: Iterable[tuple[Any, Any]] | None = None,
+    workers: int | None = None,
+    policy: str | Mapping[str, Any] | None = None,
+    stop: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    runs_folder: str | Path = "runs",
+    wait: bool = True,
+    progress: bool = True,
+) -> Run:
+    """Learn from a source on this machine, as `doll up` does: Kafka, a parameter server and workers in processes.
+
+    Args:
+        task: a subclass of `doll.Task`, or an instance. It may be of a notebook. Without `decode`, samples are pairs.
+        source: the samples: any iterable of pairs (x, y), dicts, str or bytes, a DataFrame, a dataset of torch; or a
+            dict, as `source` of a job file: `{"kind": "csv", "path": "rows.csv"}`.
+        job: a job file, or the name of a shipped example, for whatever is not given here.
+        name: of the job; default: that of the task's class.
+        args: keyword arguments of the task's class.
+        held_out: pairs (x, y) that are never learned, for the held-out error.
+        workers: default 2, or as the job file says.
+        policy: a consistency policy, by its name or as in a job file; default `doll`.
+        stop: `{"samples": 10000}`, or updates, seconds, loss, accuracy: what comes first. Default: the source's end.
+        settings: other keys of the job file, as `{"training.optimizer": {"name": "adam", "lr": 0.001}}`
+            (docs/configuration.md).
+        runs_folder: where the run's folder is made.
+        wait: return when the run has ended; an interrupt ends it in order. False: at once, see `Run.wait`.
+        progress: show a live panel meanwhile.
+
+    Returns:
+        The run. It has ended without an error, where `wait` is set.
+
+    Raises:
+        ConfigError: what is given fits neither a task, a source nor a job file; nothing has been started.
+        RunFailedError: the run has ended with an error, or its audit has found one.
+    """
+    content = _job_content(job)
+    if task is None and "task" not in content:
+        raise ConfigError("task: expected a subclass of doll.Task, or a job file that names one (job=...)")
+    content.setdefault("job", name or _job_name(task))
+    if name is not None:
+        content["job"] = name
+    items, given = None, source
+    if source is not None and not isinstance(source, Mapping):
+        items, given = items_of(source), None
+        # Where nobody says how fast samples arrive, they come as fast as they are learned.
+        content.setdefault("arrivals", {"process": "asap"})
+    for key, value in _settings(given, workers, policy, stop, settings).items():
+        _set(content, key, value)
+    if stop is None and job is None and items is None and source is None:
+        raise ConfigError("source: expected the samples to learn from, or a job file (job=...)")
+    # The configuration is checked before a folder is made; the task's place in it is known afterwards.
+    if task is not None:
+        content["task"] = {
+            "class": f"{task_class(task).__module__}:{task_class(task).__name__}",
+            "args": dict(args or {}),
+        }
+    elif args is not None:
+        content["task"]["args"] = dict(args)
+    if items is not None:
+        content["source"] = {"kind": "feed", "socket": "/"}
+    config = _parsed(content)
+    if items is None:
+        _check(config, with_task=task is None)
+    folder = create(Path(runs_folder), config.job, datetime.now())
+    run = _start(folder, content, task, items, held_out, config)
+    if wait:
+        run.wait(progress=progress)
+    return run
+
+
+def _start(
+    folder: RunFolder,
+    content: dict[str, Any],
+    task: Any,
+    items: Items | None,
+    held_out: Iterable[tuple[Any, Any]] | None,
+    config: JobConfig,
+) -> Run:
+    """Put the job into its folder, and start it."""
+    if task is not None:
+        are_pairs = items is not None and items.are_pairs
+        content["task"]["class"] = write_task(folder.path, task, are_pairs=are_pairs, held_out=held_out)
+    elif held_out is not None:
+        raise ConfigError("held_out: expected with a task that is given here, not by a job file")
+    feeder = None
+    if items is not None:
+        feeder = Feeder(items.records, config.data.num_partitions, config.data.max_record_bytes)
+        content["source"] = {"kind": "feed", "socket": str(feeder.path)}
+    try:
+        folder.write_job(_parsed(content))
+        return runs.start(folder.path, feeder)
+    except BaseException:
+        if feeder is not None:
+            feeder.close()
+        raise
+
+
+def open_run(folder: str | Path) -> Run:
+    """A run that was made before, by its folder; `doll.open`.
+
+    Raises:
+        ConfigError: it is no run's folder.
+    """
+    path = Path(folder)
+    if not (path / "job.yaml").is_file():
+        raise ConfigError(f"{path}: expected the folder of a run, with a job.yaml")
+    return Run(path.resolve())
+
+
+def _job_content(job: str | Path | None) -> dict[str, Any]:
+    """The job file as keys and values; relative paths in it keep their meaning."""
+    if job is None:
+        return {}
+    target = open_target(Path(job), [])
+    content = yaml.safe_load(read_text(target.path, max_bytes=4_000_000))
+    content["base_folder"] = str(target.config.base_folder.resolve())
+    return dict(content)
+
+
+def _settings(
+    source: Any,
+    workers: int | None,
+    policy: str | Mapping[str, Any] | None,
+    stop: Mapping[str, Any] | None,
+    settings: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    named = {
+        "source": None if source is None else dict(source),
+        "data.workers": workers,
+        "training.policy": {"name": policy} if isinstance(policy, str) else policy and dict(policy),
+        "stop": None if stop is None else dict(stop),
+    }
+    return {**{key: value for key, value in named.items() if value is not None}, **(settings or {})}
+
+
+def _set(content: dict[str, Any], key: str, value: Any) -> None:
+    section = content
+    *path, last = key.split(".")
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"settings: {key}: {part!r} is a value, not a section")
+    section[last] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _parsed(content: dict[str, Any]) -> JobConfig:
+    try:
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"settings: expected text, numbers, lists and dicts: {exc}") from exc
+    return parse(text, origin=_TRAINED_BY, base_folder=Path.cwd())
+
+
+def _check(config: JobConfig, *, with_task: bool) -> None:
+    if with_task:
+        check_runnable(config)
+
+
+def _job_name(task: Any) -> str:
+    """`TwoTowers` -> `two-towers`."""
+    cls = task_class(task)
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__)
+    return re.sub(r"[^a-z0-9-]", "-", words.lower()).strip("-_")[:63] or "job"

@@ -1,0 +1,120 @@
+"""Records that a program on this machine makes while the job runs (`doll.train`): the producer's end of its socket.
+
+The program keeps what Kafka has not acknowledged. A producer that is started again says what each stream has, and gets
+the rest: no record is lost with a producer, and none is sent twice.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from doll.errors import ConfigError
+from doll.records import feed
+
+_POLL_S: Final = 0.02
+_ACKNOWLEDGE_S: Final = 0.1
+_CONNECT_S: Final = 10.0
+_READ_BYTES: Final = 1 << 18
+
+
+class Feed:
+    """The connection to the program. Use it as a context manager."""
+
+    def __init__(self, path: Path, positions: Sequence[int], max_bytes: int) -> None:
+        """Connect, and say where to begin.
+
+        Args:
+            path: of the socket.
+            positions: samples that each stream has already.
+            max_bytes: of a record; the program refuses longer ones before it sends them.
+
+        Raises:
+            ConfigError: nobody listens there.
+        """
+        self._max_bytes = max_bytes
+        self._positions = list(positions)
+        self._acknowledged = list(positions)
+        self._acknowledged_s = time.monotonic()
+        self.settled: Callable[[], Sequence[int]] = lambda: ()  # samples of each stream since then, delivered or failed
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(_CONNECT_S)
+        try:
+            self._socket.connect(str(path))
+            self._socket.sendall(feed.encode_positions(positions))
+        except OSError as exc:
+            self._socket.close()
+            raise _gone(path, exc) from exc
+        self._path = path
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._socket.close()
+
+    def records(self) -> Iterator[tuple[int, bytes] | None]:
+        """(stream, record) as they come; None each 20 ms in which none came. It ends where the program says so.
+
+        Raises:
+            ConfigError: the program has ended without saying so, or sent what is no frame.
+        """
+        self._socket.settimeout(_POLL_S)
+        rest = bytearray()
+        while True:
+            at = 0
+            while len(rest) - at >= feed.HEAD.size:
+                length, stream = feed.HEAD.unpack_from(rest, at)
+                if stream == feed.END:
+                    return
+                if stream >= len(self._positions) or length > self._max_bytes:
+                    raise ConfigError(
+                        f"source.socket {self._path}: expected records of at most {self._max_bytes} bytes for streams "
+                        f"0 to {len(self._positions) - 1}, got {length} bytes for stream {stream}"
+                    )
+                if len(rest) - at - feed.HEAD.size < length:
+                    break
+                begin = at + feed.HEAD.size
+                at = begin + length
+                yield stream, bytes(rest[begin:at])
+            del rest[:at]
+            self.acknowledge()
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except TimeoutError:
+                yield None
+                continue
+            except OSError as exc:
+                raise _gone(self._path, exc) from exc
+            if not data:
+                raise _gone(self._path, None)
+            rest += data
+
+    def acknowledge(self, *, now: bool = False) -> None:
+        """Tell the program what Kafka has by now; at most ten times a second, but `now`."""
+        at_s = time.monotonic()
+        if not now and at_s - self._acknowledged_s < _ACKNOWLEDGE_S:
+            return
+        self._acknowledged_s = at_s
+        settled = self.settled()
+        done = [first + count for first, count in zip(self._positions, settled, strict=True)] if settled else []
+        if done and done != self._acknowledged:
+            self._acknowledged = done
+            self._socket.settimeout(_CONNECT_S)
+            try:
+                self._socket.sendall(feed.encode_positions(done))
+            except OSError as exc:
+                raise _gone(self._path, exc) from exc
+            finally:
+                self._socket.settimeout(_POLL_S)
+
+
+def _gone(path: Path, error: OSError | None) -> ConfigError:
+    reason = f": {error.strerror or error}" if error is not None else ""
+    return ConfigError(
+        f"source.socket {path}: expected the program that feeds this run, which has ended{reason}; go on without it: "
+        "doll resume RUN --set source=null, or with a source of kind jsonl, csv, ..."
+    )

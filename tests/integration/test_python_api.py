@@ -1,0 +1,207 @@
+"""`doll.train` on real services: from a program's samples to an audited model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import doll
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
+
+_SETTINGS = {"training.optimizer": {"name": "sgd", "lr": 0.1}, "data.batch_size": 32}
+_STOP = {"samples": 1600}
+_RNG = np.random.default_rng(0)
+_CENTRES = _RNG.normal(size=(3, 8)).astype(np.float32)
+
+
+class Blobs(doll.Task):
+    num_classes = 3
+
+    def build_model(self) -> Any:
+        import torch
+
+        return torch.nn.Linear(8, 3)
+
+
+def _pairs(seed: int = 0) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+    rng = np.random.default_rng(seed)
+    while True:
+        label = int(rng.integers(3))
+        yield _CENTRES[label] + rng.normal(0, 0.3, 8).astype(np.float32), label
+
+
+def test_pairs_of_a_generator_become_an_audited_model(tmp_path: Path) -> None:
+    held_out = [pair for pair, _ in zip(_pairs(1), range(200), strict=False)]
+    run = doll.train(
+        Blobs, _pairs(), held_out=held_out, stop=_STOP, settings=_SETTINGS, runs_folder=tmp_path, progress=False
+    )
+    assert not run.is_running
+    assert run.samples >= _STOP["samples"]
+    audit = run.audit()
+    assert (audit["ok"], audit["applied"]) == (True, run.samples)
+    table = run.metrics(frame="dict")
+    assert int(float(table["samples_total"][-1])) == run.samples
+    assert run.report["job"] == "blobs"
+    _check_model(run, held_out)
+    again = doll.open(run.folder)
+    assert (again.samples, again.version) == (run.samples, run.version)
+    _check_model(again, held_out)
+
+
+def _check_model(run: doll.Run, held_out: list[tuple[np.ndarray[Any, Any], int]]) -> None:
+    import torch
+
+    x, y = np.stack([x for x, _ in held_out]), np.array([label for _, label in held_out])
+    with torch.no_grad():
+        predicted = run.model()(torch.from_numpy(x)).argmax(dim=1).numpy()
+    assert (predicted == y).mean() > 0.9
+
+
+def test_a_killed_producer_loses_and_repeats_nothing_and_stop_ends_in_order(tmp_path: Path) -> None:
+    given: list[int] = []
+
+    def counted() -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+        for x, label in _pairs():
+            given.append(label)
+            yield x, label
+
+    settings = {**_SETTINGS, "arrivals": {"process": "poisson", "rate_per_s": 400}}
+    run = doll.train(Blobs, counted(), settings=settings, runs_folder=tmp_path, wait=False, progress=False)
+    _until(run, lambda: run.samples > 300)
+    producer = json.loads((run.folder / "roles.json").read_text())["producer"]
+    os.kill(producer, signal.SIGKILL)
+    before = run.samples
+    _until(run, lambda: run.samples > before + 1500)
+    assert run.audit()["ok"]
+    report = run.stop(progress=False)
+    assert report["exit_code"] == 0
+    assert report["restarts"] == 1
+    assert run.audit()["ok"]
+
+
+def _until(run: doll.Run, holds: Any) -> None:
+    """Wait by the run's own events; it fails where the run ends before."""
+    process = run._process
+    assert process is not None
+    while not holds():
+        assert run.is_running, run.wait(progress=False)
+        process._events.get(timeout=120)
+
+
+def test_what_the_source_raises_ends_the_run_in_order(tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+        for number, pair in enumerate(_pairs()):
+            if number == 500:
+                raise ZeroDivisionError("in the program's generator")
+            yield pair
+
+    with pytest.raises(ZeroDivisionError, match="in the program's generator"):
+        doll.train(Blobs, broken(), settings=_SETTINGS, runs_folder=tmp_path, progress=False)
+    (folder,) = tmp_path.iterdir()
+    assert doll.open(folder).audit()["ok"]
+
+
+def test_what_cannot_begin_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(doll.ConfigError, match=r"training\.policy"):
+        doll.train(Blobs, _pairs(), policy="bspp", runs_folder=tmp_path)
+    with pytest.raises(doll.ConfigError, match=r"expected a subclass of doll\.Task"):
+        doll.train(int, _pairs(), runs_folder=tmp_path)
+    with pytest.raises(doll.ConfigError, match="expected an iterable"):
+        doll.train(Blobs, 7, runs_folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_cannot_be_built_says_why(tmp_path: Path) -> None:
+    class Broken(Blobs):
+        def build_model(self) -> Any:
+            raise ValueError("no such layer")
+
+    with pytest.raises(doll.ConfigError, match="no such layer"):
+        doll.train(Broken, _pairs(), runs_folder=tmp_path, progress=False)
+
+
+_SCRIPT = """
+import sys
+import numpy as np
+import torch
+import doll
+
+class Net(doll.Task):
+    num_classes = 2
+    def build_model(self):
+        return torch.nn.Linear(4, 2)
+
+def stream():
+    rng = np.random.default_rng(0)
+    while True:
+        x = rng.normal(size=4).astype(np.float32)
+        yield x, int(x[0] > 0)
+
+run = doll.train(Net, stream(), settings={"data.batch_size": 16}, runs_folder=sys.argv[1], wait=False)
+print(run.folder, flush=True)
+run.wait()
+print("audit", run.audit()["ok"], run.samples > 0, flush=True)
+"""
+
+
+def test_an_interrupt_ends_a_script_s_run_in_order_and_its_death_ends_all_processes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(_SCRIPT))
+    for number, killed in ((signal.SIGINT, False), (signal.SIGKILL, True)):
+        with subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / "runs")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            folder = Path(process.stdout.readline().strip())
+            for line in process.stderr:
+                if line.startswith("version") and not line.startswith("version 0,"):
+                    break
+            pids = json.loads((folder / "roles.json").read_text())
+            process.send_signal(number)
+            out = process.stdout.read()
+            process.stderr.read()
+        assert ("audit True True" in out) is not killed
+        for pid in pids.values():
+            _wait_for_end(pid)
+
+
+def _wait_for_end(pid: int) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    import select
+
+    ended, _, _ = select.select([descriptor], [], [], 30)
+    os.close(descriptor)
+    assert ended, pid
+
+
+def test_the_notebook_of_the_examples_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("pandas")
+    path = Path(__file__).parents[2] / "examples" / "digits" / "notebook.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    panels = [output for output in cells[3].outputs if output.output_type == "display_data"]
+    assert len(panels) == 1  # one panel, however long the run is
+    assert "<pre" in panels[0].data["text/html"]
+    assert "'ok': True" in cells[5].outputs[0].data["text/plain"]
+    accuracy = float(cells[6].outputs[0].text.split()[2])
+    assert accuracy > 0.85
