@@ -53,6 +53,8 @@ def simulate(
     cycle_s: float = 1000.0,
     service_s: float = 0.02,
     seed: int = 0,
+    instance: str | None = None,
+    region: str | None = None,
 ) -> Summary:
     """A job in virtual time, on the parameter server's own engine and policies (`doll simulate`).
 
@@ -63,18 +65,21 @@ def simulate(
         alpha: share of the time for which spot is available.
         cycle_s: mean time from one loss of a spot machine to the next.
         service_s: mean time of a batch's gradient.
+        instance, region: take their prices from the table that ships with DOLL, where the job file has none.
 
     Raises:
         ConfigError: the job or a number is not what was expected.
     """
+    from doll.provisioner.prices.shipped import with_prices
     from doll.simulation import job as jobs
     from doll.simulation.report import summarise
 
     config = open_target(Path(job), []).config
+    prices = with_prices(config, config.plan, instance, region, [])
     settings = jobs.simulation_settings(
         config, config.rates_per_s(), batch_size=None, group_size=None, updates=updates, seconds=seconds,
-        compute_s=service_s, spot_usd_per_hour=config.plan.spot_usd_per_h or 0.0,
-        on_demand_usd_per_hour=config.plan.on_demand_usd_per_h or 0.0, seed=seed,
+        compute_s=service_s, spot_usd_per_hour=prices.spot_usd_per_h or 0.0,
+        on_demand_usd_per_hour=prices.on_demand_usd_per_h or 0.0, seed=seed,
         machines_per_worker=config.machines_per_worker,
     )  # fmt: skip
     if not 0 <= spot <= settings.num_workers:

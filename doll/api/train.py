@@ -51,7 +51,7 @@ def train(
         name: of the job; default: that of the task's class.
         args: keyword arguments of the task's class.
         held_out: pairs (x, y) that are never learned, for the held-out error.
-        workers: default 2, or as the job file says.
+        workers: default 4, or as the job file says.
         policy: a consistency policy, by its name or as in a job file; default `doll`.
         stop: `{"samples": 10000}`, or updates, seconds, loss, accuracy: what comes first. Default: the source's end.
         settings: other keys of the job file, as `{"training.optimizer": {"name": "adam", "lr": 0.001}}`
