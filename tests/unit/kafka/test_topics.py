@@ -95,9 +95,7 @@ def test_another_number_of_streams_than_partitions_is_refused_with_the_way_out(
 ) -> None:
     topics.ensure(job(name=job_name, workers=3), services)
     expected = f"samples: expected {workers} partitions, found 3.*; set data.partitions to 3, or choose another `job`"
-    config = job(f"data.workers={workers}", "data.max_workers=3", name=job_name, workers=3)
-    if workers > 3:
-        config = job(f"data.workers={workers}", name=job_name, workers=3)
+    config = job(f"data.workers={workers}", f"data.max_workers={max(workers, 3)}", name=job_name, workers=3)
     with pytest.raises(ConfigError, match=expected):
         topics.ensure(config, services, begins=True)
     for step in (topics.ensure, topics.check):
