@@ -101,6 +101,9 @@ class DataConfig(Section):
     """b: samples per batch; records, where a task makes several samples of one (`Task.max_samples_per_record`)"""
     samples_per_record: PositiveInt = 1
     """m: samples packed in one Kafka record; divides batch_size"""
+    cut_after_s: PositiveFloat | None = Field(default=None, ge=0.1, le=86_400)
+    """after so many seconds a batch that has got a record and is not full is learned as it is, where no more records
+    are there: a partition with few records does not hold up the others; null: it waits until it is full"""
     start: Start = "earliest"
     """where a new job begins to read the stream: with the first record that the log holds, with the next record that
     comes, or as the section says"""

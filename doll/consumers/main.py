@@ -49,6 +49,7 @@ from doll.process.data_limit import DataLimit, out_of_memory
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory, return_freed_memory
 from doll.process.metric_names import CONTROL_REFUSED_TOTAL
+from doll.records.bounds import Bounds, Cuts
 from doll.records.control import Welcome
 from doll.service_checks import require_services
 from doll.services import Services
@@ -193,8 +194,10 @@ class _WorkerProcess:
         samples = config.topic("samples")
         if welcome.samples_id:
             refuse_replaced_topic(samples, welcome.samples_id, topics.topic_id(config, self._services, "samples"))
+        size = config.data.records_per_batch
         starts = {
-            item.partition: item.origin + item.next_batch * config.data.records_per_batch for item in welcome.served
+            item.partition: Bounds(item.origin, size, Cuts(item.left_out)).lo(item.next_batch)
+            for item in welcome.served
         }
         for partition, start in starts.items():
             # Where the log begins behind it, the first fetch finds it.

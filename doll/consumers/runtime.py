@@ -47,6 +47,7 @@ from doll.kafka.chunk_reader import Chunk, ChunkReader, Learned, NoRecordBelow, 
 from doll.process.data_limit import out_of_memory
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
+from doll.records.bounds import Bounds, Cuts
 from doll.records.control import Announce, AnyRecord, GetRows, Grant, Hello, Nack, Push, RowsStored, Welcome, decode
 from doll.telemetry import get_logger
 
@@ -56,6 +57,7 @@ TICK_S: Final = 0.1
 WATCH_EVERY_S: Final = 1.0
 # How often Kafka itself is asked where the logs end; fetches say so as well, but only while there are fetches.
 ASK_KAFKA_EVERY_S: Final = 5.0
+_ENDS_ASKED_S: Final = 10.0  # within it Kafka has been asked
 _DRAIN_POLL_S: Final = 0.02
 _STREAM_STOP_S: Final = 1.5  # what Faust needs to stop, taken off the time to drain
 
@@ -131,7 +133,7 @@ class WorkerRuntime:
         config = self._config
         batcher: Batcher[Value] = Batcher(
             origin=served.origin, records_per_batch=config.data.records_per_batch, next_batch=served.next_batch,
-            align=config.training.policy.batches_per_push, partition=served.number,
+            align=config.training.policy.batches_per_push, partition=served.number, cuts=served.cuts,
         )  # fmt: skip
         return PartitionIntake(
             served.number,
@@ -143,7 +145,7 @@ class WorkerRuntime:
 
     def _read_of(self, number: int) -> ReadFrom:
         intake, served = self.intakes[number], self._core.served[number]
-        included = served.origin + served.included * self._config.data.records_per_batch
+        included = served.bounds(self._config.data.records_per_batch).lo(served.included)
         return ReadFrom(number, intake.batcher.next_offset, Learned(included, served.leader_epoch), intake.reading)
 
     def intake_of(self, delivery: Chunk | NoRecordBelow | OutOfRange | Truncated) -> PartitionIntake | None:
@@ -172,7 +174,7 @@ class WorkerRuntime:
 
     def _sum_next_offsets(self) -> None:
         size = self._config.data.records_per_batch
-        self._core.next_offset = sum(item.origin + item.next_batch * size for item in self._core.served.values())
+        self._core.next_offset = sum(item.bounds(size).lo(item.next_batch) for item in self._core.served.values())
 
     @property
     def worker(self) -> int:
@@ -191,7 +193,7 @@ class WorkerRuntime:
         """Take the next records of the stream."""
         if (intake := self.intake_of(chunk)) is None:
             return
-        intake.watch.samples_at_s = time.monotonic()
+        intake.watch.samples_at_s = intake.fed_at_s = time.monotonic()
         if self.buffer.feed(chunk.partition, chunk.offsets, chunk.values, chunk.leader_epoch, chunk.envelopes):
             self.reader.pause()
         self._filled.set()
@@ -391,10 +393,10 @@ class WorkerRuntime:
                     self._orders.put_nowait(action)
                 case OfferWeights(weights):
                     self._engine.offer(weights)
-                case Acknowledge(partition, until):
+                case Acknowledge(partition, until, left_out):
                     fault_point("worker.after_durable")
-                    origin = self._core.served[partition].origin
-                    self.reader.commit(partition, origin + until * self._config.data.records_per_batch)
+                    origin, size = self._core.served[partition].origin, self._config.data.records_per_batch
+                    self.reader.commit(partition, Bounds(origin, size, Cuts(left_out)).lo(until))
                     self._room.set()
                     if (intake := self.intakes[partition]).decoded:
                         asyncio.get_running_loop().call_soon(self._give, intake)
@@ -424,6 +426,7 @@ class WorkerRuntime:
             self._heartbeat.beat("loop")
             self._channel.poll()
             self._skip_recordless_offsets()
+            self._cut_batches()
             if self.departure():
                 self.main_loop.leave()
             self._give_skipped()
@@ -440,6 +443,31 @@ class WorkerRuntime:
             if (offset := intake.recordless_until) is not None:
                 self.buffer.skip_to(number, offset)
                 self._filled.set()
+
+    def _cut_batches(self) -> None:
+        """Announce the end of a source that has ended, and what has waited long for a full batch (`data.cut_after_s`)
+        where nothing more is to be read."""
+        now, after_s = time.monotonic(), self._config.data.cut_after_s
+        if self._core.draining:
+            return
+        for number, intake in self.intakes.items():
+            is_end = intake.batcher.must_flush(self._core.served[number].flush_until)
+            overdue_s = -1.0 if after_s is None else intake.open_for_s(now) - after_s
+            is_old = overdue_s >= 0 and self._has_read_all(intake, now, overdue_s)
+            if (is_end or is_old) and self.buffer.close(number, also_gaps=is_end):
+                self._filled.set()
+
+    def _has_read_all(self, intake: PartitionIntake, now: float, overdue_s: float) -> bool:
+        """Whether no more records of a partition are there, as far as is known.
+
+        A full buffer stops the reader, whose log ends are old then: those that Kafka was asked for count. Behind
+        records of a transaction that stays open nothing comes, though the log is longer.
+        """
+        is_reading = self.buffer.is_half_empty
+        if is_reading and now - intake.fed_at_s >= (self._config.data.cut_after_s or 0.0):
+            return True
+        is_at_end = intake.batcher.next_offset >= max(intake.log_end, self.reader.log_end(intake.number))
+        return is_at_end and (is_reading or overdue_s > _ENDS_ASKED_S)
 
     async def watch(self) -> None:
         """Measure the lag, and end where records are there and none comes."""

@@ -20,7 +20,7 @@ ROLES: Final[tuple[Role, ...]] = get_args(Role)
 Resource = Literal["topic", "group", "cluster", "transactional-id"]
 
 _OPERATIONS: Final[dict[Role, dict[str, tuple[TopicKind, ...]]]] = {
-    "producer": {"Read": ("samples", "updates", "metrics"), "Write": ("samples", "metrics")},
+    "producer": {"Read": ("samples", "updates", "metrics"), "Write": ("samples", "events", "metrics")},
     "worker": {"Read": ("samples", "commands"), "Write": ("events", "dead", "metrics")},
     "server": {"Read": ("events", "updates", "metrics"), "Write": ("commands", "updates", "metrics")},
     "evaluator": {"Read": ("updates",), "Write": ("events", "metrics")},

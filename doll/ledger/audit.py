@@ -150,10 +150,13 @@ def _durable(
         counts = read_counts(config, checkpoint.state)
         durable = DurableModel(
             term=checkpoint.term, version=checkpoint.version, applied=counts.applied, origins=counts.origins,
-            records_per_batch=counts.records_per_batch, location=location,
+            records_per_batch=counts.records_per_batch, left_out=counts.left_out, location=location,
         )  # fmt: skip
     added = (0,) * (reader.num_partitions(samples) - len(durable.origins))  # offsets at which they begin
-    return dataclasses.replace(durable, applied=durable.applied + added, origins=durable.origins + added)
+    left_out = durable.left_out + added if durable.left_out else ()
+    return dataclasses.replace(
+        durable, applied=durable.applied + added, origins=durable.origins + added, left_out=left_out
+    )
 
 
 def _present_records(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]:

@@ -22,6 +22,7 @@ from doll.ledger import offset_ranges
 from doll.ledger.lineage import UpdatesRecord
 from doll.ledger.offset_ranges import Span
 from doll.ledger.valid_updates import DurableModel, ValidUpdates
+from doll.records.bounds import Bounds, Cuts
 from doll.records.control import DeadLetter, Member, Update
 
 _NAMED: Final = 8  # ranges that a message names; the report holds them all
@@ -148,8 +149,10 @@ class PartitionAccount:
     def __init__(self, partition: int, durable: DurableModel) -> None:
         self.partition = partition
         self.origin = durable.origins[partition]
-        self.until = self.origin + durable.applied[partition] * durable.records_per_batch
-        self._records_per_batch = durable.records_per_batch
+        self._bounds = Bounds(self.origin, durable.records_per_batch)
+        self._applied = durable.applied[partition]
+        left_out = durable.left_out[partition] if durable.left_out else 0
+        self.until = Bounds(self.origin, durable.records_per_batch, Cuts(left_out)).lo(self._applied)
         self._spans: list[Span] = []
         self._dead = array("q")
         self._gaps: list[Span] = []
@@ -160,13 +163,17 @@ class PartitionAccount:
 
     def add_batch(self, member: Member, name: str, problems: list[str]) -> None:
         """Count one applied batch, or several without a record."""
-        lo = self.origin + member.batch * self._records_per_batch
-        hi = lo + max(member.batches, 1) * self._records_per_batch
+        bounds = self._bounds
+        if member.cut and self._may_cut(member):
+            bounds.cut(member.batch, member.hi)
+        lo, hi = bounds.lo(member.batch), bounds.lo(member.batch + max(member.batches, 1))
         if (member.lo, member.hi) != (lo, hi) or member.batch < 0:
             problems.append(
                 f"{name}: batch {member.batch} of partition {self.partition} is offsets {lo}-{hi - 1}, got "
                 f"{member.lo}-{member.hi - 1}"
             )
+        elif member.cut != (bounds.cuts.of(member.batch) > 0):
+            problems.append(f"{name}: batch {member.batch} of partition {self.partition} is cut, or full, not both")
         inside = [*((offset, offset + 1) for offset in member.dead), *member.gaps, *member.lost]
         if any(not member.lo <= a < b <= member.hi for a, b in inside):
             problems.append(f"{name}: batch {member.batch} of partition {self.partition} names offsets outside itself")
@@ -178,6 +185,11 @@ class PartitionAccount:
             _append(self._lost, *gap)
         if member.dead_samples:
             self._partly.append((member.lo, member.hi))
+
+    def _may_cut(self, member: Member) -> bool:
+        """Whether a batch that is cut, as its update says, can follow the ones before."""
+        is_new = member.batch >= 0 and self._bounds.cuts.next_cut(member.batch) is None
+        return is_new and self._bounds.lo(member.batch) < member.hi < self._bounds.hi(member.batch)
 
     def finish_updates(self) -> None:
         """All updates were added."""
@@ -216,6 +228,11 @@ class PartitionAccount:
             problems.append(
                 f"partition {self.partition}: the durable model reaches offset {self.until - 1}, but the log ends at "
                 f"{end}: was the topic deleted and created again?"
+            )
+        if (until := self._bounds.lo(self._applied)) != self.until:
+            problems.append(
+                f"partition {self.partition}: {self._applied} batches end at offset {self.until - 1} by the "
+                f"checkpoint, and at {until - 1} by the cuts of its updates"
             )
         low, known = (self.origin, False) if low is None else (low, True)
         prefix = _span(self.origin, self.until)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from doll.errors import CheckpointError
+from doll.records.bounds import Bounds, Cuts
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -22,13 +23,15 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
     generation: int = 0
     samples_id: str = ""  # Kafka's id of the samples topic; "" where the broker has no ids
     run_id: str = ""  # of the run; "" in a checkpoint of an earlier release
+    left_out: tuple[int, ...] = ()  # per partition, records that cuts of these batches have left out; (): none
 
     @property
     def read_until(self) -> tuple[int, ...]:
         """Per partition, the offset behind the last record that the model has learned."""
+        left_out = self.left_out or (0,) * len(self.origins)
         return tuple(
-            origin + applied * self.records_per_batch
-            for origin, applied in zip(self.origins, self.applied, strict=True)
+            Bounds(origin, self.records_per_batch, Cuts(cut)).lo(applied)
+            for origin, applied, cut in zip(self.origins, self.applied, left_out, strict=True)
         )
 
 

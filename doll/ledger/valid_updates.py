@@ -18,13 +18,15 @@ from doll.records.control import Finished, TermStarted, Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurableModel:
-    """What the newest checkpoint says: `applied[n]` batches of partition n are in it, always the first ones."""
+    """What the newest checkpoint says: `applied[n]` batches of partition n are in it, always the first ones. Cuts have
+    left out `left_out[n]` records of these; (): none anywhere."""
 
     term: int  # of its server; 0: there is no checkpoint
     version: int
     applied: tuple[int, ...]
     origins: tuple[int, ...]
     records_per_batch: int
+    left_out: tuple[int, ...] = ()
     location: str = "the checkpoint store"  # where checkpoints were looked for, for messages
 
 

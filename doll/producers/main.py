@@ -88,6 +88,8 @@ def run_producer(
                 ended = True
             finally:
                 sender.drain(run.stop_requested, _DRAIN_S)
+                if ended and not run.stop_requested():
+                    _report_end(config, services, sender)
                 run.report(time.monotonic(), last=ended)
                 sender.drain(run.stop_requested, _DRAIN_S)
                 counts = sender.counts
@@ -256,21 +258,41 @@ class _Run:
             self.unsent += samples
 
 
+def _report_end(config: JobConfig, services: Services, sender: SampleSender) -> None:
+    """Have what is sent learned, also what fills no batch. Where Kafka does not say where it ends, that waits."""
+    try:
+        sender.send_end(_log_ends(config, services))
+    except ServiceUnavailableError as exc:
+        get_logger(__name__).warning(
+            "end_not_reported", reason=str(exc), hint="records that fill no batch wait for more"
+        )
+
+
+def _log_ends(config: JobConfig, services: Services) -> list[int]:
+    """Of each partition of the samples topic.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    name = config.topic("samples")
+    (info,) = (topic for topic in topics.describe(config, services) if topic.name == name)
+    return list(info.high)
+
+
 def _samples_in_topic(config: JobConfig, services: Services) -> list[int]:
     """Samples that each stream holds already (some fewer where a record was packed in part).
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
     """
-    name = config.topic("samples")
     deadline_s = time.monotonic() + _NEW_TOPIC_S
     while True:
         try:
-            (info,) = (topic for topic in topics.describe(config, services) if topic.name == name)
+            ends = _log_ends(config, services)
         except ServiceUnavailableError:
             # The leader of a topic that was just created may not know it yet.
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.1)
             continue
-        return [records * config.data.samples_per_record for records in info.high]
+        return [records * config.data.samples_per_record for records in ends]

@@ -85,6 +85,10 @@ class SampleSender:
         metric = records.Metric(source=PRODUCER, values=values, time_s=time_s)
         self._connected().try_send(self._metrics_topic, metric)
 
+    def send_end(self, ends: Sequence[int]) -> None:
+        """Tell the parameter server that the source has ended where the partitions ended there."""
+        self._connected().try_send(self._config.topic("events"), records.SourceEnded(ends=tuple(ends)))
+
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take in what Kafka has acknowledged, waiting up to `timeout_s` for it.
 

@@ -50,6 +50,7 @@ from doll.records.control import (
     Evaluated,
     Fence,
     Finished,
+    Flush,
     GetRows,
     Grant,
     Hello,
@@ -64,6 +65,7 @@ from doll.records.control import (
     ServerStatus,
     Settle,
     Skip,
+    SourceEnded,
     Stop,
     TermStarted,
     Update,
@@ -81,7 +83,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 ChannelReport: TypeAlias = tuple[Mapping[int, str], Mapping[str, int]]
 
-_EVENT_RECORDS: Final = (Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave, Evaluated, Scale)
+_EVENT_RECORDS: Final = (Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave, SourceEnded, Evaluated, Scale)
 # Leases and checkpoints fall due within seconds: twenty ticks a second are enough and cost nothing.
 _POLL_S: Final = 0.05
 _FLUSH_S: Final = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long
@@ -347,7 +349,7 @@ class ParameterServer:
 
     def _perform(self, action: ev.EngineAction) -> None:
         match action:
-            case Grant() | NewVersion() | Welcome() | Durable() | Settle() | Fence():
+            case Grant() | NewVersion() | Welcome() | Durable() | Settle() | Flush() | Fence():
                 self._send(action)
             case ev.PublishWeights():
                 self._timed(self._host.publish, action.version)
@@ -625,7 +627,7 @@ def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
         lost=pushed.lost, dead_samples=pushed.dead_samples, compute_s=pushed.compute_s, fetch_s=push.fetch_s / size,
         store_s=push.store_s / size, wait_s=pushed.wait_s, grant_to_push_s=item.received_at_s - batch.granted_at_s,
         market=push.market, held_back=push.holds_back, set_grant_id=item.grant_id,
-        batches=batch.count, loss_sum=pushed.loss_sum,
+        batches=batch.count, cut=batch.cut, loss_sum=pushed.loss_sum,
     )  # fmt: skip
 
 

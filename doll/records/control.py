@@ -18,7 +18,7 @@ import msgspec
 from doll.errors import RecordError, SchemaVersionError
 
 MAGIC: Final = 0xD0
-SCHEMA_VERSION: Final = 7
+SCHEMA_VERSION: Final = 8
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 
 
@@ -38,12 +38,14 @@ class Join(Record, frozen=True, omit_defaults=True):
     incarnation: int = 0  # of the worker's machine, from the provisioner; 0: no number
 
 
-class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, omit_defaults=True):
     """Batches [first, until) of one partition."""
 
     partition: int
     first: int
     until: int
+    left_out: int = 0  # records that cuts of batches before `first` have left out (`doll.records.bounds`)
+    cuts: tuple[tuple[int, int], ...] = ()  # of these batches: (batch, records left out)
 
 
 class Announce(Record, frozen=True):
@@ -153,6 +155,12 @@ class Scale(Record, frozen=True):
     run_id: str  # of the run that is meant, see `TermStarted`
 
 
+class SourceEnded(Record, frozen=True):
+    """A source has sent its last record: what the partitions hold is learned, also what fills no batch or group."""
+
+    ends: tuple[int, ...]  # of each partition: one above its last offset then
+
+
 class Evaluated(Record, frozen=True):
     """Held-out metrics of one published version, from the evaluator."""
 
@@ -170,9 +178,13 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     partition: int
     origin: int  # offset at which the job began on this partition
-    next_batch: int  # first that is not in the durable model: read from origin + next_batch * records_per_batch
+    next_batch: int  # first that is not in the durable model: where to read on
     included: int = 0  # its batches that are in the model, durable or not
     leader_epoch: int = -1  # of the last one of these, as in a PushedBatch
+    decided: int = 0  # batches below it are in the model, or their gradients are at the server: they stay as they are
+    left_out: int = 0  # records that cuts of batches before `next_batch` have left out (`doll.records.bounds`)
+    cuts: tuple[tuple[int, int], ...] = ()  # of batches [next_batch, decided): (batch, records left out)
+    flush_until: int = 0  # as in a Flush
 
 
 class Welcome(Record, frozen=True, omit_defaults=True):
@@ -208,6 +220,8 @@ class Grant(Record, frozen=True):
     min_version: int
     key: str  # blob key of the weights of `version`
     included: int = 0  # how many of this worker's batches are in `version`: the first so many
+    # Of each of `batches`: records that cuts of earlier ones of its partition have left out, and its own; (): nowhere.
+    left_out: tuple[tuple[int, int], ...] = ()
 
 
 class NewVersion(Record, frozen=True):
@@ -234,8 +248,17 @@ class RowsStored(Record, frozen=True):
     included: int  # as in a Grant
 
 
+class Flush(Record, frozen=True):
+    """A source has ended: announce what was read below these offsets, also where it fills no batch."""
+
+    term: int
+    worker: int
+    until: dict[int, int]  # offsets, by partition
+
+
 class Settle(Record, frozen=True):
-    """Push what is held back of the steps of the worker's batches below `until`: they are to become durable."""
+    """Push what is held back of the steps of the worker's batches below `until`: they are to become durable. 0: push
+    what is computed and kept for a push of more batches; no more will come."""
 
     term: int
     worker: int
@@ -250,6 +273,7 @@ class Durable(Record, frozen=True):
     worker: int
     until: dict[int, int]  # by partition
     batches: int  # how many of this worker's batches are in it: the first so many
+    left_out: dict[int, int] = {}  # by partition, where there are any: records that cuts of these batches have left out
 
 
 class Hello(Record, frozen=True):
@@ -343,6 +367,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     held_back: bool = False  # a part of its step is not in this update; a later one settles it
     set_grant_id: int = 0  # first grant of the set that it was pushed in; `fetch_s` and `store_s` are its share of both
     batches: int = 1
+    cut: bool = False  # it ends before it is full
     loss_sum: float = 0.0  # of its usable samples, before learning from them, on its worker's weights
 
 
@@ -503,8 +528,8 @@ class ProvisionDecision(Record, frozen=True):
 
 
 AnyRecord = (
-    Join | Announce | Skip | Push | Nack | GetRows | Alive | Leave | Evaluated | Scale
-    | Welcome | Grant | NewVersion | RowsStored | Settle | Durable | Hello | Fence | Stop
+    Join | Announce | Skip | Push | Nack | GetRows | Alive | Leave | SourceEnded | Evaluated | Scale
+    | Welcome | Grant | NewVersion | RowsStored | Flush | Settle | Durable | Hello | Fence | Stop
     | Attach | Attached | Ping | Detach
     | TermStarted | Update | Finished
     | DeadLetter | Metric | ServerStatus | ProvisionDecision

@@ -26,7 +26,7 @@ from doll.consumers.protocol.worker_core import (
 )
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import CheckpointStored, EngineAction, Event, RollBack, SendHello, StoreCheckpoint
-from doll.records.control import AnyRecord, Durable, Fence, Grant, Hello, Join, NewVersion, Settle, Welcome
+from doll.records.control import AnyRecord, Durable, Fence, Flush, Grant, Hello, Join, NewVersion, Settle, Welcome
 
 
 class Process:
@@ -146,7 +146,7 @@ class World(Generic[P]):
             What came of it, for the engine.
         """
         match action:
-            case Grant() | Durable() | NewVersion() | Welcome() | Settle() | Fence():
+            case Grant() | Durable() | NewVersion() | Welcome() | Settle() | Flush() | Fence():
                 self.to_worker(action.worker, action)
             case SendHello(worker):
                 self.to_worker(worker, Hello(term=self.term))

@@ -161,6 +161,50 @@ def test_the_digits_example_shortened(up: Any) -> None:
     assert_nothing_left(processes, ports)
 
 
+CSV_JOB = """
+job: rows
+task: {class: rows.py:Rows}
+data: {workers: 3, partitions: 4, batch_size: 16}
+source: {kind: csv, path: rows.csv}
+arrivals: {process: asap}
+training: {policy: POLICY, optimizer: {name: sgd, lr: 0.1}}
+evaluation: {enabled: false}
+"""
+CSV_TASK = """
+import numpy as np
+import torch
+import doll
+
+
+class Rows(doll.Task):
+    num_classes = 2
+
+    def build_model(self):
+        return torch.nn.Linear(2, 2)
+
+    def decode(self, record):
+        a, b, y = record.decode().split(",")
+        return doll.Sample(np.array([a, b], np.float32), int(y))
+"""
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "{name: doll, group_size: 7}", "{name: bsp}", "{name: ssp, staleness: 1}",
+        "{name: diloco, local_batches: 4, grace_s: 0.5}", "{name: wsp, wave_batches: 3}",
+    ],
+)  # fmt: skip
+def test_a_file_is_learned_to_its_last_record(up: Any, policy: str) -> None:
+    """Neither batches nor groups are filled by so many rows; one of them is refused."""
+    rows = [f"{n % 7},{n % 5},{n % 2}" for n in range(700)] + ["no row"] + ["1,2,1"] * 10
+    files = {"job.yaml": CSV_JOB.replace("POLICY", policy), "rows.csv": "\n".join(rows) + "\n", "rows.py": CSV_TASK}
+    report = up("job.yaml", files=files).report()
+    audit = report["audit"]
+    assert (audit["produced"], audit["applied"], audit["dead"], audit["pending"]) == (711, 710, 1, 0)
+    assert (report["reason"], audit["ok"]) == ("the source has ended", True)
+
+
 def test_two_side_by_side_one_ends_by_its_rule_the_other_by_ctrl_c(up: Any) -> None:
     """Both jobs have one name and a user's own task in a file beside the job file. Neither job notices the other."""
     events = subprocess.run(

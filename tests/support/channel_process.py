@@ -203,7 +203,7 @@ class Process(worlds.Process):
 
     def __init__(self, world: World, worker: int, name: str) -> None:
         super().__init__(worker, name)
-        self.expected, self._rng = world.expected, world.rng
+        self.expected, self._rng, self._world = world.expected, world.rng, world
         config = world.config
         self.model = replica(config, world.task, worker)
         self.computer = GradientComputer(world.task, self.model)
@@ -302,8 +302,15 @@ class Process(worlds.Process):
         return version
 
     def batch(self) -> Batch:
-        """The next batch of some partition that the worker serves. Some batches have no usable sample."""
+        """The next batch of some partition that the worker serves. Some batches have no usable sample, and some are
+        cut, where that is not decided."""
         served = self._rng.choice([*self.protocol.served.values()])
-        count = 0 if (served.number * 7 + served.next_batch) % 11 == 0 else 4
-        data = SimpleNamespace(x=np.zeros(count), y=np.zeros(count))
-        return Batch(served.next_batch, data, count, 0.0, partition=served.number)
+        number, cut_rng = served.next_batch, self._world.cut_rng
+        if number >= served.cuts.decided and cut_rng.random() < self._world.share_cut:
+            served.cuts.add(number, cut_rng.randrange(1, 4))
+            self.expected.counts["cuts"] += 1
+        lo, hi = served.bounds(4).span(number)
+        self.expected.read[served.number, number].add((lo, hi))
+        count = 0 if (served.number * 7 + number) % 11 == 0 else hi - lo
+        data = SimpleNamespace(x=np.zeros(count), y=np.zeros(count), span=(served.number, lo, hi))
+        return Batch(number, data, count, 0.0, partition=served.number)

@@ -73,7 +73,8 @@ class World(worlds.World[Process]):
             PLACES, make_engine=self._make_engine, make_process=lambda worker, name, _: Process(self, worker, name),
             max_pending=12,
         )  # fmt: skip
-        self.rng = random.Random(seed)
+        self.rng, self.cut_rng = random.Random(seed), random.Random(seed + 1)
+        self.share_cut = self.cut_rng.choice((0.0, 0.05, 0.5))
         self.partitions = self._partitions_at_start = self.rng.choice((WORKERS, WORKERS, WORKERS + 2, 3 * WORKERS))
         self._topic_rng = random.Random(-1 - seed)
         self.growth = self._topic_rng.choice(_GROWTH) if self.grows else 0.0
@@ -104,13 +105,12 @@ class World(worlds.World[Process]):
         version, term = 0 if self.saved is None else self.saved.version, self.term
         resumed = self.expected.moments.get((term, version))
         super().start_server()
-        applied = tuple(worker.applied for worker in self.engine.workers())
+        applied, snapshot = tuple(worker.applied for worker in self.engine.workers()), self.engine.snapshot(self.now)
+        ends = () if resumed is None else resumed.ends
+        ends += (0,) * (len(snapshot.applied) - len(ends))
+        assert ends == tuple(4 * n - cut for n, cut in zip(snapshot.applied, snapshot.left_out, strict=True))
         self.expected.moments[self.term, self.engine.version] = Moment(
-            *self._model(),
-            applied,
-            self.engine.snapshot(self.now).applied,
-            {},
-            0.0 if resumed is None else resumed.momentum,
+            *self._model(), applied, snapshot.applied, {}, 0.0 if resumed is None else resumed.momentum, ends
         )
         self.welcomed: dict[int, int] = {}
 
@@ -265,6 +265,7 @@ class World(worlds.World[Process]):
         grant, batches = order.grant, order.batches
         while batches and not process.is_dead and (begun := core.begin(grant)) is not None:
             grant = begun
+            self.expected.computes(process, grant, batches)
             on_their_way = [record for queue in process.to_server.values() for record in queue]
             self.counts["begun ahead of a push"] += any(isinstance(record, Push) for record in on_their_way)
             self.counts["weights of a later grant"] += begun.version > order.grant.version

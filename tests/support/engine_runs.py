@@ -111,17 +111,20 @@ def play(world: World, steps: list[tuple[int, int]]) -> None:
                 world.leave(process)
 
 
-def check_random_run(policy: PolicyConfig, seed: int, length: int) -> World:
+def check_random_run(policy: PolicyConfig, seed: int, length: int, *, world: World | None = None) -> World:
     """Every batch is applied exactly once, whatever happens, and what is left could not make another update."""
-    world = World(policy)
+    world = World(policy) if world is None else world
     play(world, random_steps(seed, length))
     world.settle()
     world.check_ledger()
     engine = world.engine
     assert engine is not None
+    bounds = [
+        worker.queue.partitions[worker.number].bounds(world.settings.records_per_batch) for worker in engine.workers()
+    ]
     complete = [
-        (high - origin) // world.settings.records_per_batch
-        for high, origin in zip(world.high, world.origins, strict=True)
+        batch + (high - at.lo(batch)) // at.size
+        for high, at, batch in zip(world.high, bounds, engine.snapshot(world.now).applied, strict=True)
     ]
     applied = engine.snapshot(world.now).applied
     left = sum(complete) - sum(applied)

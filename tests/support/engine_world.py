@@ -5,6 +5,7 @@ Each channel is FIFO, as Kafka's partitions are; which channel moves next is the
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -162,6 +163,7 @@ class World(worlds.World[Process]):
         whole: of each worker: the batches whose step is in the model, wholly; `whole_at`: by version of the checkpoint.
         launched: of each slot: the number of its newest machine.
         highest_incarnations: of each slot: the highest number that has joined.
+        share_cut: of the batches that are read and may be cut; `cut_rng` draws which.
     """
 
     engine_class: type[Engine] = Engine
@@ -178,6 +180,7 @@ class World(worlds.World[Process]):
             num_workers=workers, records_per_batch=records_per_batch, max_pending_batches=max_pending, lease_s=4.0,
             grant_timeout_s=5.0, checkpoint_every_updates=3, checkpoint_every_s=5.0, stop=StopConfig(),
         )  # fmt: skip
+        self.share_cut, self.cut_rng = 0.0, random.Random(workers)
         self.origins = [10 * (n + 1) for n in range(workers)]
         self.high = list(self.origins)
         self.commands: list[list[AnyRecord]] = [[] for _ in range(workers)]
@@ -399,6 +402,7 @@ class World(worlds.World[Process]):
             origin=welcome.served[0].origin,
             records_per_batch=self.settings.records_per_batch,
             next_batch=welcome.served[0].next_batch,
+            cuts=process.protocol.served[process.worker].cuts,
         )
         process.position = process.batcher.next_offset
 
@@ -415,6 +419,8 @@ class World(worlds.World[Process]):
             offset = process.position
             process.position += 1
             done = list(batcher.feed([offset], [offset]))
+            if self.share_cut and self.cut_rng.random() < self.share_cut:
+                done += [raw for raw in [batcher.cut()] if raw is not None]
             for raw in done:
                 offsets = tuple(raw.offsets)
                 batch = Batch(raw.number, offsets, len(offsets), self.now, partition=process.worker)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from doll.config.policy import PolicyConfig
+from doll.consumers.protocol.worker_core import Batch
 from doll.ps.engine.events import ApplyUpdate
-from doll.records.control import Push
+from doll.records.control import Grant, Push
 from doll.tables.rows import Ids, Rows
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Moment(NamedTuple):
         applied: the same of each partition.
         held_back: by worker and session: what of these is not in it.
         momentum: of the outer step; 0.0 where there is none yet.
+        ends: of each partition: one above the last offset that is in it.
     """
 
     weights: Vector
@@ -56,7 +58,8 @@ class Moment(NamedTuple):
     included: tuple[int, ...]
     applied: tuple[int, ...]
     held_back: Mapping[tuple[int, int], Held]
-    momentum: Vector | float = 0.0
+    momentum: Vector | float
+    ends: tuple[int, ...]
 
 
 def _samples_and_version(push: Push) -> tuple[int, int]:
@@ -77,6 +80,8 @@ class ExpectedModel:
         held_back: by the same of a push's last batch: what its worker held back behind it.
         named: by the key of a push: the (batch, grant id) that its worker has named.
         moments: by (term, version).
+        spans: by (term, worker, batch): (partition, lo, hi) of what its worker has computed for that batch.
+        read: by (partition, number): [lo, hi) of what any process has read as that batch.
         void_views: by the same as `added`: void grants that were computed on a view without the rest given away.
         counts: of what was compared.
     """
@@ -93,8 +98,15 @@ class ExpectedModel:
         self.held_back: dict[tuple[int, int, int, int], Held] = {}
         self.named: dict[str, list[tuple[int, int]]] = {}
         self.moments: dict[tuple[int, int], Moment] = {}
+        self.spans: defaultdict[tuple[int, int, int], set[tuple[int, int, int]]] = defaultdict(set)
+        self.read: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         self.void_views: set[tuple[int, int, int, int]] = set()
         self.counts: Counter[str] = Counter()
+
+    def computes(self, process: Process, grant: Grant, batches: Sequence[Batch]) -> None:
+        """A process computes these batches for a grant."""
+        for batch in batches:
+            self.spans[grant.term, process.worker, batch.number].add(batch.data.span)
 
     def check_update(self, term: int, update: ApplyUpdate, got: Vector, got_rows: Mapping[str, Vector]) -> None:
         """The new version is the one before and what the named batches add, without what their workers hold back."""
@@ -102,6 +114,7 @@ class ExpectedModel:
         before = self.moments[term, update.version - 1]
         weights, included, held_back = before.weights.copy(), list(before.included), dict(before.held_back)
         rows, applied = {name: values.copy() for name, values in before.rows.items()}, list(before.applied)
+        ends = list(before.ends)
         factor = 1.0 if self._sends_steps else -LR * update.scale
         changes, num_samples = np.zeros_like(weights), 0  # of an outer step
         for item in update.sets:
@@ -117,10 +130,21 @@ class ExpectedModel:
             for batch in item.push.batches:
                 assert batch.batch == included[worker], "of each worker in its order"
                 included[worker] += 1
-            for learned in item.batches:
-                applied += [0] * (learned.partition + 1 - len(applied))  # it was added to the topic
-                assert learned.number == applied[learned.partition], "of each partition in its order"
-                applied[learned.partition] += 1
+            for learned, pushed in zip(item.batches, item.push.batches, strict=True):
+                at = learned.partition
+                applied += [0] * (at + 1 - len(applied))  # it was added to the topic
+                ends += [0] * (at + 1 - len(ends))
+                assert learned.number == applied[at], "of each partition in its order"
+                applied[at] += 1
+                assert learned.lo == ends[at], "without a hole and an overlap"
+                ends[at] = learned.hi
+                assert learned.cut == (learned.hi - learned.lo < 4)
+                # A batch of this number may have been read in another way before, by a process that is gone.
+                spans = self.spans[term, worker, pushed.batch]
+                assert (at, learned.lo, learned.hi) in spans, f"its worker has computed {spans}"
+                self.counts["computed in two ways"] += len({span for span in spans if span[0] == at}) > 1
+                self.counts["read in two ways"] += len(self.read[at, learned.number]) > 1
+                self.counts["cuts applied"] += learned.cut
             for number, grant_id in named:
                 key = (term, worker, number, grant_id)
                 if key in self.void_views:
@@ -149,7 +173,9 @@ class ExpectedModel:
         for name, values in rows.items():
             self.expect(got_rows[name], values, f"table {name} of version {update.version}, made of {names}")
         # From here on what there is counts: rounding does not add up.
-        self.moments[term, update.version] = Moment(got, got_rows, tuple(included), tuple(applied), held_back, momentum)
+        self.moments[term, update.version] = Moment(
+            got, got_rows, tuple(included), tuple(applied), held_back, momentum, tuple(ends)
+        )
 
     def _give(self, weights: Vector, rows: Mapping[str, Vector], held: Held | None, factor: float) -> None:
         if held is not None:

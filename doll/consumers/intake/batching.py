@@ -1,8 +1,8 @@
-"""Algorithm 1: cut one partition into batches with fixed bounds, and keep these until they are decoded. Pure.
+"""Algorithm 1: cut one partition into batches of offsets, and keep these until they are decoded. Pure.
 
-Batch j covers offsets [origin + j * records_per_batch, origin + (j + 1) * records_per_batch). The bounds do not
-depend on when or how often records are read, so a crash and a second reading give the same batch again. (The paper
-counts samples in memory: docs/theory.md, D1.)
+A batch covers `records_per_batch` offsets, or ends earlier where it is cut (`doll.records.bounds`). Its bounds do not
+depend on when or how often records are read, once they are decided: a crash and a second reading give the same batch
+again. (The paper counts samples in memory: docs/theory.md, D1.)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from doll.config import JobConfig
+from doll.records.bounds import Bounds, Cuts
 from doll.records.refusals import UnreadValue
 from doll.task.records import Envelope, envelope_bytes
 
@@ -67,21 +68,23 @@ class Batcher(Generic[R]):
     """Collects records of one partition into batches."""
 
     def __init__(
-        self, *, origin: int, records_per_batch: int, next_batch: int, align: int = 1, partition: int = 0
-    ) -> None:
+        self, *, origin: int, records_per_batch: int, next_batch: int, align: int = 1, partition: int = 0,
+        cuts: Cuts | None = None,
+    ) -> None:  # fmt: skip
         """Start at the first offset of batch `next_batch`.
 
         Args:
             partition: what its batches name.
             align: `count` batches come out at once only from a multiple of it to another: whole waves.
+            cuts: those that are known, and where further ones are noted; None: there are none yet.
         """
         if records_per_batch < 1:
             raise ValueError(f"expected records_per_batch >= 1, got {records_per_batch}")
         self._partition = partition
-        self._origin = origin
         self._size = records_per_batch
+        self._cuts = Cuts() if cuts is None else cuts
         self._align = align
-        self._batch = self._open(next_batch)
+        self._batch = self._open(next_batch, Bounds(origin, records_per_batch, self._cuts).lo(next_batch))
         self.next_offset = self._batch.lo
         self._lost: deque[tuple[int, int]] = deque()  # ahead of `next_offset`, rising
         self._leader_epoch = -1  # of the newest record, which is behind every batch that it completes
@@ -95,9 +98,31 @@ class Batcher(Generic[R]):
         if lo < hi:
             self._lost.append((lo, hi))
 
-    def _open(self, number: int) -> RawBatch[R]:
-        lo = self._origin + number * self._size
-        return RawBatch(self._partition, number, lo, lo + self._size)
+    def _open(self, number: int, lo: int) -> RawBatch[R]:
+        return RawBatch(self._partition, number, lo, lo + self._size - self._cuts.of(number))
+
+    @property
+    def open_batch(self) -> int | None:
+        """The batch that has got records, is not complete and may be cut; None: there is none."""
+        batch = self._batch
+        return batch.number if batch.values and batch.number >= self._cuts.decided else None
+
+    def must_flush(self, until: int) -> bool:
+        """Whether all below offset `until` is read, and a part of it is in an open batch that may be cut."""
+        batch = self._batch
+        return batch.lo < until <= self.next_offset and batch.number >= self._cuts.decided
+
+    def cut(self, *, also_gaps: bool = False) -> RawBatch[R] | None:
+        """Close the open batch in front of `next_offset`; None: there is none that may be cut.
+
+        Args:
+            also_gaps: a batch that has no record, but offsets without one, is cut too.
+        """
+        if self.open_batch is None and not (also_gaps and self.must_flush(self.next_offset)):
+            return None
+        self._cuts.add(self._batch.number, self._batch.hi - self.next_offset)
+        self._batch.hi = self.next_offset
+        return self._close()
 
     def feed(
         self,
@@ -140,13 +165,19 @@ class Batcher(Generic[R]):
     def _skip_to(self, offset: int) -> Iterator[RawBatch[R]]:
         while offset >= self._batch.hi:
             if self._batch.number % self._align == 0 and self.next_offset == self._batch.lo:
-                empty = (offset - self._batch.lo) // self._size // self._align * self._align
+                empty = self._full_batches(offset - self._batch.lo) // self._align * self._align
                 if empty >= MIN_RANGE:
                     self._batch.count = empty
                     self._batch.hi = self._batch.lo + empty * self._size
             self._gap_to(self._batch.hi)
             yield self._close()
         self._gap_to(offset)
+
+    def _full_batches(self, num_offsets: int) -> int:
+        """How many batches that are not cut, from the open one on, so many offsets make."""
+        count, first = num_offsets // self._size, self._batch.number
+        next_cut = self._cuts.next_cut(first)
+        return count if next_cut is None else min(count, next_cut - first)
 
     def _gap_to(self, offset: int) -> None:
         while self.next_offset < offset:
@@ -161,7 +192,8 @@ class Batcher(Generic[R]):
             self.next_offset = until
 
     def _close(self) -> RawBatch[R]:
-        batch, self._batch = self._batch, self._open(self._batch.number + self._batch.count)
+        batch = self._batch
+        self._batch = self._open(batch.number + batch.count, batch.hi)
         batch.leader_epoch = self._leader_epoch
         return batch
 
@@ -240,6 +272,15 @@ class BatchBuffer:
     def skip_to(self, partition: int, offset: int) -> None:
         """No record of a partition below `offset` is to come."""
         self._cut((partition, self._batchers[partition].skip_to(offset)))
+
+    def close(self, partition: int, *, also_gaps: bool = False) -> bool:
+        """Cut the open batch of a partition, as `Batcher.cut`; whether there is one that may be."""
+        if self._cuts:
+            return False  # there is no room for what comes before it
+        raw = self._batchers[partition].cut(also_gaps=also_gaps)
+        if raw is not None:
+            self._put(raw)
+        return raw is not None
 
     def add(self, partition: int, batcher: Batcher[Value]) -> None:
         """Take the records of another partition."""

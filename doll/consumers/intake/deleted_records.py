@@ -91,7 +91,7 @@ class DeletedRecords:
         deadline_s = self._clock() + _NEWER_START_TIMEOUT_S
         while not self._exit.is_requested and self._clock() < deadline_s:
             served = self._core.served[self._partition]
-            if served.origin + served.reported_durable * self._records_per_batch > offset:
+            if served.bounds(self._records_per_batch).lo(served.reported_durable) > offset:
                 self._exit.request(
                     1, f"the durable model holds offset {offset} by now: reading again from where it ends"
                 )

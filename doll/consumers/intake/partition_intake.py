@@ -25,6 +25,7 @@ class PartitionIntake:
         log_end: one above the last offset, when Kafka was asked last.
         decoded: batches that the core may not have yet, behind some that hold no record.
         empty: what the first of these batches without a record decodes to.
+        fed_at_s: when records came last; monotonic.
     """
 
     number: int
@@ -36,9 +37,19 @@ class PartitionIntake:
     log_end: int = 0
     decoded: deque[DecodedBatch] = field(default_factory=deque)
     empty: Decoded | None = None
+    fed_at_s: float = float("-inf")
+    _open_batch: int | None = None
+    _open_since_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.progress = (self.batcher.next_offset, self.batcher.next_offset)
+
+    def open_for_s(self, now: float) -> float:
+        """For how long the open batch has held a record, as this was asked; 0 where it holds none or may not be cut."""
+        number = self.batcher.open_batch
+        if number is None or number != self._open_batch:
+            self._open_batch, self._open_since_s = number, now
+        return now - self._open_since_s
 
     @property
     def recordless_until(self) -> int | None:

@@ -21,12 +21,14 @@ import msgspec
 
 from doll.config.fingerprint import difference
 from doll.consumers.protocol.skipped_batches import Skipped, SkippedBatches
+from doll.records.bounds import Bounds, Cuts
 from doll.records.control import (
     Alive,
     Announce,
     AnyRecord,
     Durable,
     Fence,
+    Flush,
     Grant,
     Hello,
     Join,
@@ -171,8 +173,9 @@ def part_of(grant: Grant, begin: int, end: int | None = None) -> Grant:
     if begin == 0 and end in (None, len(grant.grant_ids)):
         return grant
     return msgspec.structs.replace(
-        grant, first=grant.first + begin, grant_ids=grant.grant_ids[begin:end], batches=grant.batches[begin:end]
-    )
+        grant, first=grant.first + begin, grant_ids=grant.grant_ids[begin:end], batches=grant.batches[begin:end],
+        left_out=grant.left_out[begin:end],
+    )  # fmt: skip
 
 
 def grant_id_of(grant: Grant | None, batch: int) -> int:
@@ -287,10 +290,15 @@ class StoreRest:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Batches of a partition below `until` are durable: acknowledge their offsets to Kafka, in order."""
+    """Batches of a partition below `until` are durable: acknowledge their offsets to Kafka, in order.
+
+    Attributes:
+        left_out: records that cuts of these batches have left out.
+    """
 
     partition: int
     until: int
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +336,8 @@ class ServedPartition:
         leader_epoch: see `Served`.
         batches: that are held, in their order.
         skipped: behind these.
+        cuts: of the batches that are held, and of others that the server has decided or that are being decoded.
+        flush_until: a source has ended at this offset: what is read below it is announced, full or not.
     """
 
     number: int
@@ -338,11 +348,28 @@ class ServedPartition:
     leader_epoch: int = -1
     batches: deque[Batch] = field(default_factory=deque)
     skipped: SkippedBatches = field(default_factory=SkippedBatches)
+    cuts: Cuts = field(default_factory=Cuts)
+    flush_until: int = 0
 
     @property
     def durable(self) -> int:
         """The first batch that is held, or the next one."""
         return self.next_batch - len(self.batches)
+
+    def bounds(self, records_per_batch: int) -> Bounds:
+        """The offsets of its batches, from the first on that is not durable."""
+        return Bounds(self.origin, records_per_batch, self.cuts)
+
+    def agrees(self, item: Served) -> bool:
+        """Whether the batches that the server has decided end where they do here.
+
+        Another process may have served the partition meanwhile, and have cut what was not decided.
+        """
+        cuts = self.cuts
+        if item.origin != self.origin or not self.durable <= item.next_batch <= self.skipped.end(self.next_batch):
+            return True  # what is held is of no use for another reason: see `_problem`
+        is_same = cuts.before(item.next_batch) == item.left_out
+        return is_same and cuts.within(item.next_batch, item.decided) == item.cuts
 
 
 class WorkerCore:
@@ -444,7 +471,7 @@ class WorkerCore:
         if not self.has_room or self.busy or self.draining:
             return None
         served = self.served[partition]
-        hi = served.origin + (served.next_batch + 1) * records_per_batch
+        hi = served.bounds(records_per_batch).hi(served.next_batch)
         granted = len(self._granted)
         waiting = self.retained - granted
         return served.skipped.take(now, served.reported_durable, hi, waiting=waiting, granted=granted)
@@ -467,6 +494,10 @@ class WorkerCore:
                 return self._on_grant(record)
             case NewVersion() if record.term == self.term:
                 return [OfferWeights(record)]
+            case Flush() if record.term == self.term:
+                for number, until in record.until.items():
+                    if (served := self.served.get(number)) is not None:
+                        served.flush_until = max(served.flush_until, until)
             case Settle() if record.term == self.term and record.session == self.session:
                 return self._on_settle(record)
             case Durable() if record.term == self.term:
@@ -502,6 +533,8 @@ class WorkerCore:
             if problem := _problem(served, item):
                 return [Exit(1, f"partition {item.partition}: {problem}: reading again")]
             served.reported_durable = item.next_batch
+            served.cuts.decided = max(served.cuts.decided, item.decided)
+            served.flush_until = max(served.flush_until, item.flush_until)
             actions += self._forget_durable(served)
         self._granted = {
             (item.partition, number)
@@ -512,10 +545,11 @@ class WorkerCore:
 
     def _serve(self, records: Sequence[Served]) -> list[WorkerAction]:
         """Serve these partitions and no others. What is held of the others is dropped: whoever serves them reads it
-        again."""
-        wanted = {item.partition for item in records}
-        gone = tuple(number for number in self.served if number not in wanted)
-        new = tuple(item for item in records if item.partition not in self.served)
+        again. So does this worker where other batches are decided than it holds."""
+        known = [(item, self.served[item.partition]) for item in records if item.partition in self.served]
+        kept = {item.partition for item, served in known if served.agrees(item)}
+        gone = tuple(number for number in self.served if number not in kept)
+        new = tuple(item for item in records if item.partition not in kept)
         if not gone and not new:
             return []
         for number in gone:
@@ -529,7 +563,10 @@ class WorkerCore:
     def _on_durable(self, record: Durable) -> list[WorkerAction]:
         actions: list[WorkerAction] = []
         for number, until in record.until.items():
-            if (served := self.served.get(number)) is not None and until > served.reported_durable:
+            served = self.served.get(number)
+            if served is None or until <= served.reported_durable:
+                continue
+            if served.cuts.before(until) == record.left_out.get(number, 0):  # else a Welcome is on its way
                 served.reported_durable = until
                 actions += self._forget_durable(served)
         self._durable = max(self._durable, record.batches)
@@ -542,7 +579,8 @@ class WorkerCore:
         """Compute what is new. A grant may come again, also when its batches are in the model: what is being computed
         is not begun a second time, and what was answered is answered again."""
         self._applied = max(self._applied, grant.included)
-        if len(grant.batches) != len(grant.grant_ids) or not all(map(self._find, grant.batches)):
+        is_whole = len(grant.batches) == len(grant.grant_ids)
+        if not is_whole or not all(map(self._find, grant.batches)) or self._means_others(grant):
             return [self._nack(grant, "batch")]
         self._granted.update(grant.batches)
         self._newest = self.newest(grant)
@@ -554,6 +592,11 @@ class WorkerCore:
         served = self.served.get(name[0])
         at = -1 if served is None else name[1] - served.durable
         return served.batches[at] if served is not None and 0 <= at < len(served.batches) else None
+
+    def _means_others(self, grant: Grant) -> bool:
+        """Whether the server means other offsets by these batches, which are held, than this worker."""
+        left_out = tuple(self.served[partition].cuts.at(number) for partition, number in grant.batches)
+        return left_out != (grant.left_out or ((0, 0),) * len(left_out))
 
     def _compute(self, grant: Grant, run: range) -> Compute:
         """Compute those of the grant's batches that are new, or are computed again."""
@@ -644,6 +687,8 @@ class WorkerCore:
 
     def _on_settle(self, order: Settle) -> list[WorkerAction]:
         """A Settle may come again, also late: what is held back by then belongs to another one."""
+        if not order.until:  # a push gets no more batches
+            return [StoreRest(order.term, 0)] if self._grants.kept and not self.busy else []
         if order.until <= self._settled_until:
             return [] if self._rest is None else [Send(self._rest)]  # the server may not have it
         if order.until <= self._settling_until:
@@ -707,7 +752,9 @@ class WorkerCore:
             served.next_batch = served.skipped.passed(served.next_batch, served.reported_durable)
         if served.durable == before:
             return []
-        return [Acknowledge(served.number, served.durable), *self._announce_skipped(served)]
+        served.cuts.forget_below(served.durable)
+        left_out = served.cuts.before(served.durable)
+        return [Acknowledge(served.number, served.durable, left_out), *self._announce_skipped(served)]
 
     def _announce_all(self) -> list[WorkerAction]:
         """Announce what is held, in the order in which it came."""
@@ -725,8 +772,17 @@ class WorkerCore:
         """Announce what is not announced."""
         if self.draining or not self._new:
             return []
-        runs, self._new = _runs_of(self._new), []
+        runs, self._new = self._with_cuts(_runs_of(self._new)), []
         return [Send(Announce(worker=self.worker, session=self.session, runs=runs))]
+
+    def _with_cuts(self, runs: Iterable[Run]) -> tuple[Run, ...]:
+        named = []
+        for run in runs:
+            if (cuts := self.served[run.partition].cuts).total:
+                left_out, within = cuts.before(run.first), cuts.within(run.first, run.until)
+                run = msgspec.structs.replace(run, left_out=left_out, cuts=within)
+            named.append(run)
+        return tuple(named)
 
     def _announce_skipped(self, served: ServedPartition) -> list[WorkerAction]:
         is_next = served.skipped and not served.batches and not self.draining
@@ -762,8 +818,9 @@ class WorkerCore:
 def _begun(item: Served) -> ServedPartition:
     """A partition of which nothing is read."""
     return ServedPartition(
-        item.partition, item.origin, item.next_batch, item.next_batch, item.included, item.leader_epoch
-    )
+        item.partition, item.origin, item.next_batch, item.next_batch, item.included, item.leader_epoch,
+        cuts=Cuts(item.left_out, item.cuts, decided=item.decided), flush_until=item.flush_until,
+    )  # fmt: skip
 
 
 def _problem(served: ServedPartition, item: Served) -> str:
@@ -778,12 +835,12 @@ def _problem(served: ServedPartition, item: Served) -> str:
     return ""
 
 
-def _runs_of(batches: Iterable[Batch]) -> tuple[Run, ...]:
-    """Batches in this order, as runs of consecutive ones of one partition."""
+def _runs_of(batches: Iterable[Batch]) -> list[Run]:
+    """Batches in this order, as runs of consecutive ones of one partition; without their cuts."""
     runs: list[Run] = []
     for batch in batches:
         if runs and (runs[-1].partition, runs[-1].until) == (batch.partition, batch.number_in_partition):
             runs[-1] = Run(batch.partition, runs[-1].first, batch.number_in_partition + 1)
         else:
             runs.append(Run(batch.partition, batch.number_in_partition, batch.number_in_partition + 1))
-    return tuple(runs)
+    return runs

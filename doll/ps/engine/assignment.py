@@ -110,6 +110,7 @@ def as_they_stand(
         origins=tuple(partition.origin for partition in partitions),
         applied=tuple(partition.applied for partition in partitions),
         leader_epochs=tuple(partition.leader_epoch for partition in partitions),
+        left_out=tuple(partition.cuts.before(partition.applied) for partition in partitions),
         by_worker=tuple(worker.applied for worker in workers),
         sessions=tuple(worker.session for worker in workers),
         processes=tuple(worker.process for worker in workers),

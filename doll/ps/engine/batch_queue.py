@@ -53,6 +53,13 @@ class ActiveGrant:
     held: bool = False
 
 
+def left_out_of(grants: Sequence[ActiveGrant]) -> tuple[tuple[int, int], ...]:
+    """What a Grant says of the cuts of these batches (`Grant.left_out`)."""
+    if not any(grant.partition.cuts.total for grant in grants):
+        return ()
+    return tuple(grant.partition.cuts.at(grant.batch_id.number) for grant in grants)
+
+
 @dataclass(slots=True, eq=False)
 class PushedSet:
     """Consecutive batches whose gradients came as one sum: they are held, lost and applied together."""
@@ -135,20 +142,20 @@ class BatchQueue:
         return self.received + len(self.computing_grants)
 
     def announce(self, run: Run, room: int, first_position: int) -> int | None:
-        """The batches of `run` are complete; how many of them are new, at most `room`. None: it leaves some out.
+        """The batches of `run` are complete; how many of them are new, at most `room`. None: it leaves some out, or
+        those before it ended elsewhere.
 
         Raises:
             KeyError: the worker does not serve the partition.
         """
         partition = self.partitions[run.partition]
         begin = partition.announced
-        if run.first > begin:
-            return None
         count = max(0, min(run.until - begin, room))
+        if run.first > begin or (count and not partition.announce(run, count)):
+            return None
         names = map(BatchId, repeat(partition.number), range(begin, begin + count))
         positions = range(first_position, first_position + count)
         self.waiting.extend(map(WaitingBatch, repeat(partition), names, positions))
-        partition.announced += count
         self.pending += count
         return count
 
@@ -157,13 +164,13 @@ class BatchQueue:
         self.timed_out = ()
         self.pending -= len(self.waiting)
         for batch in self.waiting:
-            batch.partition.announced = batch.partition.granted
+            batch.partition.forget_waiting()
         self.waiting.clear()
 
     def withdraw(self, partition: Partition) -> None:
         """What was announced of one partition and not granted has to be announced again, perhaps by another worker."""
         self.pending -= partition.announced - partition.granted
-        partition.announced = partition.granted
+        partition.forget_waiting()
         self.waiting = deque(batch for batch in self.waiting if batch.partition is not partition)
 
     def give(self, partition: Partition, taker: BatchQueue) -> None:

@@ -92,23 +92,27 @@ class Durability:
         self._ordered = (version, tuple(partition.applied for partition in self._partitions), by_worker)
         self._ordered_at_s = now
 
-    def stored(self, version: int) -> dict[Worker, tuple[dict[int, int], int]] | None:
+    def stored(self, version: int) -> dict[Worker, tuple[dict[int, int], int, dict[int, int]]] | None:
         """The checkpoint of `version` is stored: of each worker with more durable batches, how many these are now of
-        each partition that has more, and of the worker. None: it was not ordered."""
+        each partition that has more, and of the worker, and what cuts have left out of these partitions. None: it was
+        not ordered."""
         if self._ordered is None or self._ordered[0] != version:
             return None
         _, applied, by_worker = self._ordered
         self._ordered = None
         self.version = version
-        advanced: dict[Worker, tuple[dict[int, int], int]] = {}
+        advanced: dict[Worker, tuple[dict[int, int], int, dict[int, int]]] = {}
         # The checkpoint knows nothing of partitions that were added since.
         for partition, worker, until in zip(self._partitions, self._owners, applied, strict=False):
             if (count := until - partition.durable) > 0:
-                partition.durable = until
+                left_out = partition.became_durable(until)
                 worker.queue.pending -= count
                 self._unsaved[worker.number] -= count
                 # A worker that has got its first partition meanwhile has no batch in it.
-                advanced.setdefault(worker, ({}, by_worker.get(worker.number, 0)))[0][partition.number] = until
+                durable = advanced.setdefault(worker, ({}, by_worker.get(worker.number, 0), {}))
+                durable[0][partition.number] = until
+                if left_out:
+                    durable[2][partition.number] = left_out
         self.max_unsaved = max(self._unsaved.values(), default=0)
         return advanced
 

@@ -27,8 +27,9 @@ import msgspec
 
 from doll.errors import IllegalEventError
 from doll.ps.engine.assignment import as_they_stand, first_assignment, for_workers, partitions_by_worker, require_fit
-from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, LatePush, PushedSet
+from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, LatePush, PushedSet, left_out_of
 from doll.ps.engine.durability import Durability, Settling
+from doll.ps.engine.ending import Ending
 from doll.ps.engine.events import (
     AppliedBatch,
     AppliedSet,
@@ -53,10 +54,10 @@ from doll.ps.engine.events import (
     Tick,
     TopicGrew,
 )
-from doll.ps.engine.grants import Grants
+from doll.ps.engine.grants import Grants, is_allowed
 from doll.ps.engine.membership import Membership, Worker
 from doll.ps.engine.moves import Moves
-from doll.ps.engine.partition_state import Partition, behind
+from doll.ps.engine.partition_state import Partition, behind, is_possible
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.engine.stopping import progress_reached, target_reached, time_reached
 from doll.ps.engine.time_limits import TimeLimits
@@ -74,8 +75,8 @@ from doll.records.control import (
     Push,
     PushedBatch,
     Scale,
-    Served,
     Skip,
+    SourceEnded,
     Welcome,
 )
 from doll.records.refusals import Refusals
@@ -99,6 +100,7 @@ class Engine:
 
     Attributes:
         moves: how many workers the job is to have, and which partitions go to others for it.
+        ending: what is left of a source that has ended.
         start: what this engine began with.
         stopping: why the job ends after the checkpoint under way; None: it goes on.
         finished: why this engine has ended: it takes no event any more.
@@ -153,10 +155,8 @@ class Engine:
         self.error = ""
 
         num_partitions = len(snapshot.origins)
-        leader_epochs = snapshot.leader_epochs or (-1,) * num_partitions
-        self._partitions = list(
-            map(Partition, range(num_partitions), snapshot.origins, snapshot.applied, leader_epochs)
-        )
+        known = snapshot.leader_epochs or (-1,) * num_partitions, snapshot.left_out or (0,) * num_partitions
+        self._partitions = list(map(Partition, range(num_partitions), snapshot.origins, snapshot.applied, *known))
         served = partitions_by_worker(snapshot.assignment, self._partitions, len(snapshot.sessions))
         kept = zip(
             snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, snapshot.by_worker,
@@ -183,6 +183,7 @@ class Engine:
             grants=self._grants, settling=self._settling, durability=self._durability,
         )  # fmt: skip
 
+        self.ending = Ending(self._partitions, settings.records_per_batch, snapshot.source_ends)
         self._num_announced = 0  # batches, in this term: places in the order of announcements
         self._skips: dict[int, Skip] = {}  # by partition, until they can be applied
         self._last_held_at_s = now  # when the newest gradient came that was held
@@ -218,6 +219,10 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return self._grants.num_waiting
+
+    @property
+    def num_left(self) -> int | None:
+        return self.ending.num_left
 
     def worker(self, number: int) -> Worker:
         return self._workers[number]
@@ -279,6 +284,7 @@ class Engine:
             policy_state=self.policy.state(),
             empty_updates=self.empty_updates,
             refusals=self.refusals.state(),
+            source_ends=self.ending.ends,
         )
 
     def check_invariants(self) -> None:
@@ -324,6 +330,10 @@ class Engine:
                 if (worker := self._accept(event.worker, event.session)) is not None:
                     worker.left = True
                     self._remove(worker, "leave")
+            case SourceEnded():
+                if self.ending.end(event.ends):
+                    self._actions += self.ending.flushes(self._workers, self.term)
+                    self._durability.keep()  # a later server is to know of it
             case Evaluated():
                 self._on_evaluated(event)
             case Scale():
@@ -357,13 +367,7 @@ class Engine:
         self._requeue_all(worker, "rejoin")
         self._forget_skips(worker)
         self._forget_waiting(worker)
-        served = tuple(
-            Served(
-                partition=number, origin=partition.origin, next_batch=partition.durable, included=partition.applied,
-                leader_epoch=partition.leader_epoch,
-            )
-            for number, partition in sorted(worker.queue.partitions.items())
-        )  # fmt: skip
+        served = tuple(part.served(self.ending.of(at)) for at, part in sorted(worker.queue.partitions.items()))
         self._actions.append(
             Welcome(
                 term=self.term, worker=worker.number, process=worker.process, session=worker.session, served=served,
@@ -464,7 +468,7 @@ class Engine:
             if not self.moves.serves(worker, run.partition) and 0 <= run.partition < len(self._partitions):
                 self.counters["refused_moved"] += 1  # it is to join again, and does not know of that yet
                 continue
-            is_hole = not 0 <= run.first <= run.until or run.partition not in queue.partitions
+            is_hole = run.partition not in queue.partitions or not is_possible(run, self.settings.records_per_batch)
             if not is_hole:
                 room = self.settings.max_pending_batches - queue.pending
                 count = queue.announce(run, room, self._num_announced)
@@ -530,25 +534,13 @@ class Engine:
             self.counters["refused_order"] += 1
             self._drop(event, "order")
             self._requeue_from(worker, min(grant.batch for grant in grants), "order")
-        elif not self._is_allowed(event, grants):
+        elif not is_allowed(event, grants, self.policy, self.version):
             # Of no use, and it would be the same again: the timeout brings the batches back.
             self.counters["refused_content"] += 1
             self._drop(event, "content")
         else:
             self._limits.learn_from(worker, len(grants), self._now)
             self._take(worker, PushedSet(event, grants, self._now))
-
-    def _is_allowed(self, event: Push, grants: Sequence[ActiveGrant]) -> bool:
-        takes_sets = self.policy.exact_version or self.policy.batches_per_push > 1
-        if event.version > self.version or (len(grants) > 1 and not takes_sets):
-            return False
-        if event.holds_back and not self.policy.holds_back:
-            return False
-        for grant, item in zip(grants, event.batches, strict=True):
-            version = event.version if item.version < 0 else item.version
-            if not grant.min_version <= version <= self.version or item.n_samples < 0 or item.dead_samples < 0:
-                return False
-        return True
 
     def _take(self, worker: Worker, pushed: PushedSet) -> None:
         """The set's gradient is in the blob store, or it has none."""
@@ -671,7 +663,7 @@ class Engine:
         answers = zip(late.push.batches, new, strict=True)
         batches = tuple(msgspec.structs.replace(item, grant_id=grant.number) for item, grant in answers)
         push = msgspec.structs.replace(late.push, batches=batches)
-        if not self._is_allowed(push, new):
+        if not is_allowed(push, new, self.policy, self.version):
             self._refuse_late(push)
             return 0
         self.counters["accepted_late"] += 1
@@ -728,6 +720,8 @@ class Engine:
         """Apply what belongs together and start what may start, until nothing changes."""
         granted: dict[int, list[ActiveGrant]] = {}  # at this version, not sent yet: what a worker gets is one message
         while self.finished is None:
+            for worker in self.ending.look(self._workers):
+                self._grants.note_change(worker)
             if self._grants.changed:
                 self._report_changes()
             if self._settling.rests and self._apply_rests():
@@ -841,7 +835,7 @@ class Engine:
                     term=self.term, worker=worker.number, session=worker.session, first=first.batch,
                     grant_ids=tuple(grant.number for grant in sent), batches=tuple(grant.batch_id for grant in sent),
                     version=first.version, min_version=first.min_version, key=self._publish(first.version),
-                    included=first.included,
+                    included=first.included, left_out=left_out_of(sent),
                 )
             )  # fmt: skip
         return len(range(0, len(grants), size))
@@ -879,7 +873,7 @@ class Engine:
         for grant, item in zip(pushed.grants, push.batches, strict=True):
             partition, number = grant.batch_id
             lo, hi = grant.partition.offsets(number, size)
-            applied.append(AppliedBatch(partition, number, lo, hi, grant.granted_at_s, item))
+            applied.append(AppliedBatch(partition, number, lo, hi, grant.granted_at_s, item, cut=hi - lo < size))
             grant.partition.leader_epoch = item.leader_epoch
             absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
             self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
@@ -944,8 +938,9 @@ class Engine:
         advanced = self._durability.stored(event.version)
         if advanced is None:
             raise self._illegal(f"checkpoint of version {event.version} was not ordered")
-        for worker, (until, batches) in advanced.items():
-            self._actions.append(Durable(term=self.term, worker=worker.number, until=until, batches=batches))
+        for worker, (until, batches, cut) in advanced.items():
+            durable = Durable(term=self.term, worker=worker.number, until=until, batches=batches, left_out=cut)
+            self._actions.append(durable)
         if self.stopping is not None and event.version == self.version:
             self.finished = self.stopping
             self._publish(self.version)  # the evaluator's last measurement is of this version
@@ -959,6 +954,8 @@ class Engine:
             void = tuple(worker.queue.computing_grants)
             self._requeue_all(worker, "timeout")
             worker.queue.timed_out, worker.queue.timed_out_since_s = void, since_s
+        if self.policy.batches_per_push > 1:
+            self._actions += self.ending.asks(self._workers, self.term, self._now)
         # A server that starts again on a finished job has nothing to add to it.
         self._stop_by_progress()
         if self._first_update_at_s is not None:

@@ -20,6 +20,7 @@ from doll.records.control import (
     Durable,
     Evaluated,
     Fence,
+    Flush,
     Grant,
     Join,
     Leave,
@@ -31,6 +32,7 @@ from doll.records.control import (
     Scale,
     Settle,
     Skip,
+    SourceEnded,
     Welcome,
 )
 from doll.records.refusals import RefusalState
@@ -81,14 +83,14 @@ class StopRequested(Record, frozen=True):
 
 
 Event = (
-    Join | Announce | Skip | Push | Nack | Alive | Leave | Evaluated | Scale
+    Join | Announce | Skip | Push | Nack | Alive | Leave | SourceEnded | Evaluated | Scale
     | GradientFetched | GradientLost | GrantsLost | CheckpointStored | TopicGrew | Tick | StopRequested
 )  # fmt: skip
 
 # --- actions --------------------------------------------------------------------------------------------------------
 
 # Records on `commands`: each names the worker that it is for.
-Command = Welcome | Grant | NewVersion | Settle | Durable | Fence
+Command = Welcome | Grant | NewVersion | Flush | Settle | Durable | Fence
 
 
 class Action(msgspec.Struct, frozen=True):
@@ -155,6 +157,7 @@ class AppliedBatch(msgspec.Struct, frozen=True):
     granted_at_s: float
     pushed: PushedBatch
     count: int = 1
+    cut: bool = False  # it ends before it is full
 
 
 class AppliedSet(msgspec.Struct, frozen=True):
@@ -252,3 +255,5 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     # Batches in the model that each worker has computed or skipped; (): those of the partitions assigned to it.
     by_worker: tuple[int, ...] = ()
     leader_epochs: tuple[int, ...] = ()  # of each partition's last applied batch (`PushedBatch`); (): not known
+    source_ends: tuple[int, ...] = ()  # of each partition, where sources had ended (`doll.ps.engine.ending`); (): none
+    left_out: tuple[int, ...] = ()  # records that cuts of each partition's applied batches have left out; (): none

@@ -13,6 +13,7 @@ from doll.errors import IllegalEventError
 from doll.ps.engine.batch_queue import ActiveGrant, PushedSet
 from doll.ps.engine.membership import Worker
 from doll.ps.policies.base import BatchId, Policy
+from doll.records.control import Push
 
 
 class Grants:
@@ -197,6 +198,20 @@ class Grants:
             assert not is_exact or grant.version == grant.min_version == version, (
                 "a group's gradients are all of one version"
             )
+
+
+def is_allowed(push: Push, grants: Sequence[ActiveGrant], policy: Policy, version: int) -> bool:
+    """Whether what `push` says of itself fits the grants that it answers. `version`: that of the model."""
+    takes_sets = policy.exact_version or policy.batches_per_push > 1
+    if push.version > version or (len(grants) > 1 and not takes_sets):
+        return False
+    if push.holds_back and not policy.holds_back:
+        return False
+    for grant, item in zip(grants, push.batches, strict=True):
+        used = push.version if item.version < 0 else item.version
+        if not grant.min_version <= used <= version or item.n_samples < 0 or item.dead_samples < 0:
+            return False
+    return True
 
 
 def _grantable(worker: Worker) -> int:

@@ -47,6 +47,7 @@ class Worker:
     retained: int = 0  # as in its last Alive, like `lag`
     lag: int = 0
     waiting_for: str = ""
+    is_done: bool = False  # see `doll.ps.policies.base.WorkerCounters`; kept by `doll.ps.engine.ending`
 
     @property
     def is_here(self) -> bool:
@@ -74,6 +75,11 @@ class Worker:
     @property
     def computing(self) -> int:
         return self.queue.computing
+
+    @property
+    def is_spent(self) -> bool:
+        queue = self.queue
+        return self.is_done and not (queue.held_grants or queue.computing_grants or queue.waiting)
 
     @property
     def first_waiting(self) -> int:

@@ -1,7 +1,7 @@
 """Where the batches of one partition stand. Pure.
 
-Batch j of a partition covers offsets [origin + j r, origin + (j + 1) r) for r records per batch. Batches are granted,
-received and applied in order, so four counters say where each of them stands:
+Which offsets a batch covers is in `doll.records.bounds`; that it is cut is decided by the first announcement of it that
+counts. Batches are granted, received and applied in order, so four counters say where each of them stands:
 
     [0, applied)           in the model
     [applied, received)    gradient held
@@ -16,9 +16,10 @@ of that checkpoint holds; `durable` is `applied` of the newest checkpoint. Which
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
-from doll.records.control import Skip
+from doll.records.bounds import Bounds, Cuts
+from doll.records.control import Run, Served, Skip
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,8 @@ class Partition:
         origin: offset at which the job began.
         applied: batches in the model; at first all of them are durable.
         leader_epoch: of the last applied batch, see `doll.records.control.PushedBatch`; -1: not known.
+        left_out: records that cuts of the applied batches had left out at the start.
+        cuts: of the announced batches that are not durable.
         held: batches whose gradient is at the server.
         computing: batches granted whose gradient has not come.
     """
@@ -37,12 +40,15 @@ class Partition:
     origin: int
     applied: int
     leader_epoch: int = -1
+    left_out: InitVar[int] = 0
+    cuts: Cuts = field(init=False)
     durable: int = field(init=False)
     announced: int = field(init=False)
     held: int = 0
     computing: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, left_out: int) -> None:
+        self.cuts = Cuts(left_out)
         self.durable = self.announced = self.applied
 
     @property
@@ -58,14 +64,48 @@ class Partition:
         """Batches in the model that no checkpoint holds yet."""
         return self.applied - self.durable
 
+    def bounds(self, records_per_batch: int) -> Bounds:
+        """The offsets of its batches, from the first on that is not durable."""
+        return Bounds(self.origin, records_per_batch, self.cuts)
+
     def offsets(self, batch: int, records_per_batch: int) -> tuple[int, int]:
         """[lo, hi) of a batch."""
-        lo = self.origin + batch * records_per_batch
-        return lo, lo + records_per_batch
+        return self.bounds(records_per_batch).span(batch)
+
+    def served(self, flush_until: int = 0) -> Served:
+        """What its worker must know to read on. Batches behind `decided` may be read and cut in another way."""
+        return Served(
+            partition=self.number, origin=self.origin, next_batch=self.durable, included=self.applied,
+            leader_epoch=self.leader_epoch, decided=self.received, left_out=self.cuts.before(self.durable),
+            cuts=self.cuts.within(self.durable, self.received), flush_until=flush_until,
+        )  # fmt: skip
+
+    def announce(self, run: Run, count: int) -> bool:
+        """The next `count` batches are complete, and end as `run` says; False: it is of other batches before these."""
+        begin = self.announced
+        said = Cuts(run.left_out, run.cuts)
+        if said.before(begin) != self.cuts.total:
+            return False
+        for batch, records in said.within(begin, begin + count):
+            self.cuts.add(batch, records)
+        self.announced += count
+        return True
+
+    def forget_waiting(self) -> None:
+        """What was announced and not granted has to be announced again, perhaps with other cuts."""
+        self.announced = self.granted
+        self.cuts.forget_from(self.announced)
+
+    def became_durable(self, until: int) -> int:
+        """Batches below `until` are in a checkpoint; returns how many records their cuts have left out."""
+        self.durable = until
+        self.cuts.forget_below(until)
+        return self.cuts.before(until)
 
     def is_covered(self, skip: Skip, records_per_batch: int) -> bool:
-        """Whether what `skip` says of its offsets covers each of them once."""
-        at, end = (self.origin + batch * records_per_batch for batch in (skip.first, skip.until))
+        """Whether what `skip` says of its offsets covers each of them once. No batch of it is cut."""
+        left_out = self.cuts.total
+        at, end = (self.origin + batch * records_per_batch - left_out for batch in (skip.first, skip.until))
         for lo, hi in sorted([*skip.gaps, *skip.lost]):
             if lo != at or hi <= lo:
                 return False
@@ -78,6 +118,16 @@ class Partition:
         assert self.held >= 0
         assert self.computing >= 0
         assert self.granted <= self.announced
+
+
+def is_possible(run: Run, records_per_batch: int) -> bool:
+    """Whether batches can be as `run` says."""
+    at = run.first
+    for batch, records in run.cuts:
+        if not (at <= batch < run.until and 1 <= records < records_per_batch):
+            return False
+        at = batch + 1
+    return 0 <= run.first <= run.until and run.left_out >= 0
 
 
 def behind(spans: Sequence[tuple[int, int]], offset: int) -> tuple[tuple[int, int], ...]:

@@ -72,6 +72,16 @@ class WorkerCounters(Protocol):
         ...
 
     @property
+    def is_done(self) -> bool:
+        """No more batches of this worker will come than it has announced: the source has ended."""
+        ...
+
+    @property
+    def is_spent(self) -> bool:
+        """And all of these are in the model: nobody waits for it."""
+        ...
+
+    @property
     def first_waiting(self) -> int:
         """Place of its first waiting batch in the order of announcements; only while `waiting` is not 0."""
         ...
@@ -108,6 +118,13 @@ class PolicyView(Protocol):
     @property
     def num_waiting(self) -> int:
         """Batches that may be granted now, over all workers."""
+        ...
+
+    @property
+    def num_left(self) -> int | None:
+        """Batches announced and not in the model, over all workers, where no more will come: the source has ended, and
+        all workers are done. A group that waits for more than these is never full. None: more may come. When this
+        begins or ceases to be known, `changed` names all workers."""
         ...
 
     def worker(self, number: int) -> WorkerCounters:

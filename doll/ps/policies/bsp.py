@@ -62,13 +62,14 @@ class Bsp(Policy):
     exact_version: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._absent: set[int] = set()  # live workers without a held gradient
+        self._absent: set[int] = set()  # live workers without a held gradient, of which one may come
         self._idle: set[int] = set()  # workers with a waiting batch and none in the round
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
         for number in workers:
             worker = view.worker(number)
-            (self._absent.add if worker.is_live and not worker.held else self._absent.discard)(number)
+            is_absent = worker.is_live and not worker.held and not worker.is_spent
+            (self._absent.add if is_absent else self._absent.discard)(number)
             idle = worker.waiting and not worker.held and not worker.computing
             (self._idle.add if idle else self._idle.discard)(number)
 

@@ -120,7 +120,7 @@ class Diloco(Policy):
             (self._computing.add if worker.computing else self._computing.discard)(number)
             if worker.held or not worker.computing:
                 self._late.discard(number)
-            is_idle = worker.is_live and not worker.held and not worker.computing
+            is_idle = worker.is_live and not worker.held and not worker.computing and not worker.is_spent
             (self._idle.add if is_idle else self._idle.discard)(number)
             if not is_idle:
                 self._dry.discard(number)
@@ -130,13 +130,14 @@ class Diloco(Policy):
                 self._to_start.pop(number, None)
 
     def _next_batches(self, worker: WorkerCounters) -> int:
-        """How many batches the worker may be granted: all that its push lacks, or, before its first, none."""
+        """How many batches the worker may be granted: all that its push lacks, or, before its first, none; or all that
+        are left of a source that has ended."""
         if worker.held:
             return 0
         size = self.batches_per_push
         place = (worker.applied + worker.computing) % size
         if not worker.computing:
-            return size - place if worker.waiting >= size - place else 0
+            return size - place if worker.waiting >= size - place else worker.waiting if worker.is_done else 0
         return min(worker.waiting, size - place) if place else 0
 
     def start(self, view: PolicyView) -> Sequence[int]:

@@ -58,18 +58,19 @@ class Doll(Policy):
             self._candidates.set(number, order)
 
     def start(self, view: PolicyView) -> Sequence[int]:
-        in_group = view.num_held + view.num_computing
-        if in_group == 0 and view.num_waiting < self.group_size:
+        in_group, size = view.num_held + view.num_computing, self.batches_needed(view)
+        if in_group == 0 and view.num_waiting < size:
             return ()  # a group is opened only when it can be filled at once
-        if in_group >= self.group_size or not view.num_waiting:
+        if in_group >= size or not view.num_waiting:
             return ()
         return (self._candidates.first(),)
 
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
-        return view.held_batches() if view.num_held == self.group_size else ()
+        return view.held_batches() if view.num_held and view.num_held >= self.batches_needed(view) else ()
 
     def batches_needed(self, view: PolicyView) -> int:
-        return self.group_size
+        """K, or what is left of a source that has ended."""
+        return self.group_size if view.num_left is None else min(self.group_size, view.num_left)
 
 
 class _Candidates:

@@ -69,7 +69,8 @@ class GatedByClock(Policy):
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
         for number in workers:
             worker = view.worker(number)
-            self._clocks.set(number, self.clock(worker.applied), is_live=worker.is_live)
+            is_counted = worker.is_live and not worker.is_spent
+            self._clocks.set(number, self.clock(worker.applied), is_live=is_counted)
         self._clocks.advance(view.version)
         for number in workers:
             worker = view.worker(number)

@@ -15,7 +15,7 @@ from doll.run.folder import display_path
 from doll.run.local.context import PARAMETER_SERVERS, LocalRun
 from doll.run.local.follower import POLL_S, RunFollower
 
-# After the end of the source, fewer batches than a group may remain: no update will come of them.
+# After the end of the source: a policy of another distribution may leave a last group that is never full.
 IDLE_AFTER_SOURCE_S = 5.0
 PS_STOP_S = 30.0
 LAST_EVALUATION_TIMEOUT_S = 60.0

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from doll.consumers.runtime import WorkerRuntime
 from doll.errors import ConfigError, DollError, ServiceUnavailableError, TaskError
 from doll.kafka.chunk_reader import Chunk
 from doll.process.health import Heartbeat
-from doll.records.control import Alive, Announce, AnyRecord, Durable, Leave, Nack, Push, Stop
+from doll.records.control import Alive, Announce, AnyRecord, Durable, Flush, Leave, Nack, Push, Run, Stop
 from record_builders import announce
 from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeMainLoop, FakeReader
 from worker_records import grant, welcome
@@ -511,3 +512,113 @@ async def test_records_that_do_not_come_end_the_process(start: Callable[..., Rig
     await rig.until(lambda: rig.runtime.exit.is_requested or (rig.core.lag == 0 and not records_left))
     assert rig.runtime.exit.is_requested is records_left
     task.cancel()
+
+
+# --- batches that are cut ---------------------------------------------------------------------------------------------
+
+
+class Cutting:
+    """A worker whose batches are cut after 5 s of a clock that the test moves. The log ends behind what was fed."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rig, self.now = rig, 100.0
+        monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+        self.rig.runtime._cut_batches()
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        served = self.rig.core.served[1]
+        return [served.bounds(2).span(number) for number in range(5, served.next_batch)]
+
+
+async def test_a_batch_that_waits_for_records_is_cut(
+    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = start("data.cut_after_s=5")
+    world = Cutting(rig, monkeypatch)
+    world.after(100.0)
+    rig.feed(b"a")
+    world.after(0.1)
+    rig.reader.end = 111
+    world.after(4.9)
+    assert rig.core.retained == 0
+    world.after(0.2)
+    await rig.until(lambda: rig.channel.sent)
+    assert rig.channel.sent == [Announce(worker=1, session=7, runs=(Run(1, 5, 6, 0, ((5, 1),)),))]
+    assert world.spans == [(110, 111)]
+    world.after(100.0)
+    rig.feed(b"b", b"c", b"d")
+    await rig.until(lambda: rig.core.retained == 2)
+    assert world.spans == [(110, 111), (111, 113)]
+    assert rig.core.next_offset == 113
+
+
+async def test_a_batch_is_not_cut_while_more_records_are_there(
+    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = start("data.cut_after_s=5")
+    world = Cutting(rig, monkeypatch)
+    rig.feed(b"a")
+    rig.reader.end = 200
+    world.after(0.1)
+    for _ in range(8):
+        rig.runtime.intakes[1].fed_at_s = world.now
+        world.after(1.0)
+    assert rig.runtime.intakes[1].batcher.next_offset == 111, "it stays open"
+    world.after(5.0)  # nothing has come: the log may be longer by records of a transaction that is open
+    await rig.until(lambda: rig.core.retained == 1)
+    assert world.spans == [(110, 111)]
+
+
+async def test_a_batch_is_not_cut_where_the_reader_stands_still_for_want_of_room(
+    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = start("data.cut_after_s=5", "worker.stream_buffer_records=4", decoder=SlowDecoder())
+    world = Cutting(rig, monkeypatch)
+    rig.feed(*[b"x"] * 17)
+    await rig.until(lambda: rig.reader.paused)
+    world.after(0.1)
+    world.after(6.0)
+    assert rig.runtime.intakes[1].batcher.open_batch == 13
+    world.after(10.0)  # by now Kafka was asked where the log ends
+    assert rig.runtime.intakes[1].batcher.open_batch is None
+
+
+async def test_no_batch_is_cut_by_default_or_while_the_worker_leaves(
+    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for overrides in ((), ("data.cut_after_s=5",)):
+        rig = start(*overrides)
+        world = Cutting(rig, monkeypatch)
+        rig.feed(b"a")
+        world.after(0.1)
+        if overrides:
+            rig.core.drain()
+        world.after(1000.0)
+        assert rig.runtime.intakes[1].batcher.open_batch == 5
+
+
+async def test_the_end_of_a_source_is_announced_at_once(
+    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = start()
+    world = Cutting(rig, monkeypatch)
+    rig.feed(b"a", b"b", b"c")
+    await rig.until(lambda: rig.core.retained == 1)
+    rig.runtime._do(rig.core.on_record(Flush(term=3, worker=1, until={1: 114}), 0.0))
+    world.after(1.0)
+    assert rig.core.retained == 1, "one more record is to come"
+    rig.runtime.intakes[1].progress = (113, 114)  # a marker of a transaction
+    rig.runtime._skip_recordless_offsets()
+    await rig.until(lambda: rig.core.retained == 2)
+    assert world.spans == [(110, 112), (112, 114)], "the batch is full"
+    rig.feed(b"e")
+    world.after(1.0)
+    assert rig.core.retained == 2
+    rig.runtime._do(rig.core.on_record(Flush(term=3, worker=1, until={1: 115}), 0.0))
+    world.after(1.0)
+    await rig.until(lambda: rig.core.retained == 3)
+    assert world.spans[-1] == (114, 115)

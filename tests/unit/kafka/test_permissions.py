@@ -21,7 +21,8 @@ def test_only_the_producer_writes_samples_and_only_the_server_commands_and_updat
         for kind in ("samples", "commands", "updates", "events", "dead")
     }
     assert writers == {
-        "samples": ["producer"], "commands": ["server"], "updates": ["server"], "events": ["worker", "evaluator"],
+        "samples": ["producer"], "commands": ["server"], "updates": ["server"],
+        "events": ["producer", "worker", "evaluator"],
         "dead": ["worker"],
     }  # fmt: skip
 

@@ -319,3 +319,54 @@ def test_ten_million_offsets_take_a_moment() -> None:
     assert time.process_time() - start_s < 60  # it grows with the records, not with the samples
     assert report.ok
     assert report.applied == 10_000_128
+
+
+def cut_update(version: int, batch: int, lo: int, hi: int, *, cut: bool) -> Update:
+    member = Member(
+        worker=0, partition=0, batch=batch, lo=lo, hi=hi, n_samples=hi - lo, base_version=version - 1, cut=cut
+    )
+    return Update(term=1, version=version, members=(member,), n_samples=hi - lo, loss=1.0)
+
+
+CUTS: list[TermStarted | Update | Finished] = [
+    term_started(1),
+    cut_update(1, 0, 0, 10, cut=False),
+    cut_update(2, 1, 10, 13, cut=True),
+    cut_update(3, 2, 13, 23, cut=False),
+    cut_update(4, 3, 23, 24, cut=True),
+]
+
+
+def cut_model(*left_out: int) -> DurableModel:
+    return DurableModel(
+        term=1, version=4, applied=(4, 0), origins=(0, 0), records_per_batch=10, left_out=left_out or (16, 0)
+    )
+
+
+def test_batches_that_are_cut_follow_each_other() -> None:
+    report = balance(durable=cut_model(), ends=(30, 0), records=CUTS, dead_letters=[])
+    assert report.violations() == []
+    assert (report.applied, report.pending, report.produced) == (24, 6, 30)
+
+
+@pytest.mark.parametrize(
+    ("at", "update", "says"),
+    [
+        (2, cut_update(2, 1, 10, 13, cut=False), "batch 1 of partition 0 is offsets 10-19, got 10-12"),
+        (2, cut_update(2, 1, 10, 20, cut=True), "batch 1 of partition 0 is cut, or full, not both"),
+        (2, cut_update(2, 1, 10, 21, cut=True), "batch 1 of partition 0 is offsets 10-19, got 10-20"),
+        (3, cut_update(3, 2, 12, 22, cut=False), "batch 2 of partition 0 is offsets 13-22, got 12-21"),
+        (3, cut_update(3, 2, 14, 24, cut=False), "batch 2 of partition 0 is offsets 13-22, got 14-23"),
+        (3, cut_update(3, 2, 13, 22, cut=True), "batch 3 of partition 0 is offsets 22-23, got 23-23"),
+        (4, cut_update(4, 1, 10, 13, cut=True), "4 batches end at offset 23 by the checkpoint, and at 32 by the cuts"),
+    ],
+)
+def test_batches_with_a_hole_an_overlap_or_another_length_are_named(at: int, update: Update, says: str) -> None:
+    records = [*CUTS[:at], update, *CUTS[at + 1 :]]
+    report = balance(durable=cut_model(), ends=(30, 0), records=records, dead_letters=[])
+    assert any(says in line for line in report.violations()), report.violations()
+
+
+def test_a_checkpoint_that_counts_other_cuts_than_the_updates_is_named() -> None:
+    report = balance(durable=cut_model(15, 0), ends=(30, 0), records=CUTS, dead_letters=[])
+    assert any("by the checkpoint" in line for line in report.violations())

@@ -26,6 +26,8 @@ class Counters:
     computing: int = 0
     waiting: int = 0
     first_waiting: int = 0
+    is_done: bool = False
+    is_spent: bool = False
 
 
 class View:
@@ -33,7 +35,7 @@ class View:
 
     def __init__(self, policy: Diloco, count: int) -> None:
         self.policy, self.workers = policy, [Counters() for _ in range(count)]
-        self.version, self.now_s = 0, 0.0
+        self.version, self.now_s, self.num_left = 0, 0.0, None
 
     @property
     def num_live(self) -> int:

@@ -10,76 +10,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-from doll.consumers.protocol.worker_core import Compute
 from doll.errors import IllegalEventError
 from doll.ledger.balance import LedgerReport
-from doll.ledger.valid_updates import DurableModel
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll, DollPolicyConfig
-from doll.records.control import Announce, AnyRecord, Join, Member, TermStarted, Update, Welcome
-from engine_world import POLICIES, Process, World
+from doll.records.control import Announce, AnyRecord, Join, Welcome
+from engine_world import POLICIES, Process
+from ledger_world import LedgerWorld
 from msgspec import structs
-from record_builders import balance
 
 pytestmark = pytest.mark.slow  # long random runs
 
 SEEDS = range(12)
-
-
-class LedgerWorld(World):
-    """A world whose batches know the offsets that they hold, and whose books are those of `doll audit`."""
-
-    def __init__(self, policy: str) -> None:
-        self.records: list[TermStarted | Update] = []
-        self.held: dict[tuple[int, int], tuple[int, ...]] = {}  # offsets that a gradient was computed on, by grant
-        super().__init__(policy)
-
-    def start_server(self) -> None:
-        super().start_server()
-        self.records.append(
-            TermStarted(
-                term=self.term, resumed_version=self.engine.version, origins=tuple(self.origins),
-                records_per_batch=self.settings.records_per_batch, time_s=self.now,
-            )
-        )  # fmt: skip
-
-    def compute(self, process: Process, *, blob_lost: bool = False, end_set: bool = False) -> None:
-        if process.orders and isinstance(order := process.orders[0], Compute):
-            for number, batch in zip(order.grant.grant_ids, order.batches, strict=True):
-                self.held[order.grant.term, number] = batch.data
-        super().compute(process, blob_lost=blob_lost, end_set=end_set)
-
-    def perform(self, action: ev.EngineAction) -> ev.Event | None:
-        if isinstance(action, ev.ApplyUpdate):
-            members = []
-            for item in action.sets:
-                for batch in item.batches:
-                    offsets = self.held[self.term, batch.pushed.grant_id]
-                    members.append(
-                        Member(
-                            worker=item.push.worker, partition=batch.partition, batch=batch.number, lo=offsets[0],
-                            hi=offsets[-1] + 1, n_samples=len(offsets), base_version=item.push.version,
-                        )
-                    )  # fmt: skip
-            self.records.append(
-                Update(
-                    term=self.term, version=action.version, members=tuple(members),
-                    n_samples=sum(member.n_samples for member in members), loss=1.0, metrics={},
-                    samples_total=action.samples_total, batches_total=action.batches_total, time_s=self.now,
-                )
-            )  # fmt: skip
-        return super().perform(action)
-
-    def audit(self) -> LedgerReport:
-        assert self.stored is not None
-        durable = DurableModel(
-            term=self.term, version=self.stored.version, applied=self.stored.applied,
-            origins=tuple(self.origins), records_per_batch=self.settings.records_per_batch,
-        )  # fmt: skip
-        return balance(durable=durable, ends=self.high, records=self.records, dead_letters=[])
 
 
 class AcknowledgingOnAnnounce(LedgerWorld):

@@ -34,12 +34,12 @@ def test_comes_back_as_it_was(cls: type) -> None:
 def test_begins_with_magic_and_schema() -> None:
     """The layout is what other processes, perhaps of another release, rely on."""
     data = encode(records.Hello(term=3))
-    assert data == b"\xd0\x07" + msgspec.msgpack.encode({"type": "hello", "term": 3})
+    assert data == b"\xd0\x08" + msgspec.msgpack.encode({"type": "hello", "term": 3})
 
 
 def test_type_names_are_distinct_and_short() -> None:
     names = [str(cls.__struct_config__.tag) for cls in TYPES]
-    assert len(set(names)) == len(TYPES) == 30
+    assert len(set(names)) == len(TYPES) == 32
     assert all(name.isalpha() and name.islower() for name in names)
 
 
@@ -49,7 +49,7 @@ def test_records_are_frozen() -> None:
 
 
 def body(value: Any) -> bytes:
-    return b"\xd0\x07" + msgspec.msgpack.encode(value)
+    return b"\xd0\x08" + msgspec.msgpack.encode(value)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def body(value: Any) -> bytes:
     [
         (None, "expected a control record, got 0 bytes"),
         (b"", "expected a control record, got 0 bytes"),
-        (b"\xd0\x07", "got 2 bytes"),
+        (b"\xd0\x08", "got 2 bytes"),
         (b"\xd1" + encode(records.Hello(term=1))[1:], "first byte 0xd0.*got first byte 0xd1"),
-        (b"\xd0\x04" + encode(records.Hello(term=1))[2:], "expected control record schema 7, got 4: upgrade"),
+        (b"\xd0\x04" + encode(records.Hello(term=1))[2:], "expected control record schema 8, got 4: upgrade"),
         (body({"type": "nonsense", "term": 1}), "nonsense"),
         (body({"term": 1}), "type"),
         (body({"type": "hello"}), "term"),
@@ -68,11 +68,11 @@ def body(value: Any) -> bytes:
         (body({"type": "hello", "term": 2**64 - 1}) + b"\x00", "trailing"),
         (body([1, 2]), "Expected `object`, got `array`"),
         (body({"type": "nack", "worker": 0, "session": 1, "batch": 1, "term": 1, "grant_id": 1, "reason": "-"}), "'-'"),
-        (b"\xd0\x07" + b"\x91" * 100_000, "does not fit"),
-        (b"\xd0\x07\xdf\xff\xff\xff\xff", "does not fit"),
-        (b"\xd0\x07\x82\xa4type\xa5hello\xa4term\xd9\xff", "does not fit"),
-        (b"\xd0\x07\x82\xa4type\xa5hello\xa4term\xc7\x01\x05\x00", "does not fit"),
-        (b"\xd0\x07\x82\xa4type\xa4stop\xa6reason\xa2\xff\xfe\xa4term\x01", "does not fit"),
+        (b"\xd0\x08" + b"\x91" * 100_000, "does not fit"),
+        (b"\xd0\x08\xdf\xff\xff\xff\xff", "does not fit"),
+        (b"\xd0\x08\x82\xa4type\xa5hello\xa4term\xd9\xff", "does not fit"),
+        (b"\xd0\x08\x82\xa4type\xa5hello\xa4term\xc7\x01\x05\x00", "does not fit"),
+        (b"\xd0\x08\x82\xa4type\xa4stop\xa6reason\xa2\xff\xfe\xa4term\x01", "does not fit"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_reason(data: bytes | None, says: str) -> None:
@@ -90,7 +90,7 @@ def test_20000_random_inputs_raise_nothing_else() -> None:
         if kind == 0:
             data = rng.randbytes(rng.randrange(60))
         elif kind == 1:
-            data = b"\xd0\x07" + rng.randbytes(rng.randrange(60))
+            data = b"\xd0\x08" + rng.randbytes(rng.randrange(60))
         elif kind == 2:
             data = good[: rng.randrange(len(good))]
         else:

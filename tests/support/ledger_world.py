@@ -1,0 +1,69 @@
+"""The random world of the engine with the books that `doll audit` reads."""
+
+from __future__ import annotations
+
+from doll.consumers.protocol.worker_core import Compute
+from doll.ledger.balance import LedgerReport
+from doll.ledger.valid_updates import DurableModel
+from doll.ps.engine import events as ev
+from doll.records.control import Member, TermStarted, Update
+from engine_world import Process, World
+from record_builders import balance
+
+
+class LedgerWorld(World):
+    """A world whose batches know the offsets that they hold, and whose books are those of `doll audit`."""
+
+    def __init__(self, policy: str, records_per_batch: int = 2) -> None:
+        self.records: list[TermStarted | Update] = []
+        self.held: dict[tuple[int, int], tuple[int, ...]] = {}  # offsets that a gradient was computed on, by grant
+        # The same by worker and batch: a late push has the number of another grant.
+        self.computed: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        super().__init__(policy, records_per_batch=records_per_batch)
+
+    def start_server(self) -> None:
+        super().start_server()
+        self.records.append(
+            TermStarted(
+                term=self.term, resumed_version=self.engine.version, origins=tuple(self.origins),
+                records_per_batch=self.settings.records_per_batch, time_s=self.now,
+            )
+        )  # fmt: skip
+
+    def compute(self, process: Process, *, blob_lost: bool = False, end_set: bool = False) -> None:
+        if process.orders and isinstance(order := process.orders[0], Compute):
+            for number, batch in zip(order.grant.grant_ids, order.batches, strict=True):
+                self.held[order.grant.term, number] = batch.data
+                self.computed[order.grant.term, process.worker, batch.number] = batch.data
+        super().compute(process, blob_lost=blob_lost, end_set=end_set)
+
+    def perform(self, action: ev.EngineAction) -> ev.Event | None:
+        if isinstance(action, ev.ApplyUpdate):
+            members = []
+            for item in action.sets:
+                for batch in item.batches:
+                    offsets = self.held.get((self.term, batch.pushed.grant_id), ())
+                    offsets = offsets or self.computed[self.term, item.push.worker, batch.pushed.batch]
+                    members.append(
+                        Member(
+                            worker=item.push.worker, partition=batch.partition, batch=batch.number, lo=offsets[0],
+                            hi=offsets[-1] + 1, n_samples=len(offsets), base_version=item.push.version, cut=batch.cut,
+                        )
+                    )  # fmt: skip
+            self.records.append(
+                Update(
+                    term=self.term, version=action.version, members=tuple(members),
+                    n_samples=sum(member.n_samples for member in members), loss=1.0, metrics={},
+                    samples_total=action.samples_total, batches_total=action.batches_total, time_s=self.now,
+                )
+            )  # fmt: skip
+        return super().perform(action)
+
+    def audit(self) -> LedgerReport:
+        assert self.stored is not None
+        durable = DurableModel(
+            term=self.term, version=self.stored.version, applied=self.stored.applied,
+            origins=tuple(self.origins), records_per_batch=self.settings.records_per_batch,
+            left_out=self.stored.left_out,
+        )  # fmt: skip
+        return balance(durable=durable, ends=self.high, records=self.records, dead_letters=[])

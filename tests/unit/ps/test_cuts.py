@@ -1,0 +1,74 @@
+"""Batches that are cut, in random interleavings: the audit and the model are exact, whoever reads them again."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from channel_process import POLICIES as CHANNEL_POLICIES
+from channel_world import World as ChannelWorld
+from channel_world import play as play_channels
+from engine_runs import check_random_run
+from engine_world import POLICIES
+from fuzzing import SHARE
+from ledger_world import LedgerWorld
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # loads torch
+
+
+class CutWorld(LedgerWorld):
+    """Batches of three records, of which many are cut."""
+
+    def __init__(self, policy: str, seed: int) -> None:
+        super().__init__(policy, records_per_batch=3)
+        self.share_cut, self.cut_rng = 0.3, random.Random(seed)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_record_is_applied_exactly_once_whatever_is_cut(policy: str) -> None:
+    cut = 0
+    for seed in range(400 if SHARE == 1.0 else 8):
+        world = CutWorld(policy, seed)
+        check_random_run(POLICIES[policy], seed, 1500, world=world)
+        report = world.audit()
+        assert report.violations() == []
+        cut += sum(member.cut for record in world.records if hasattr(record, "members") for member in record.members)
+    assert cut > 20
+
+
+class CutsOften(ChannelWorld):
+    """Half of what may be cut is cut, and processes are lost often."""
+
+    def __init__(self, policy: str, seed: int, *, has_tables: bool = False) -> None:
+        super().__init__(policy, seed, has_tables=has_tables)
+        self.share_cut = 0.5
+
+    def step(self) -> None:
+        super().step()
+        if self.cut_rng.random() < 0.01:
+            self.end(self.cut_rng.choice(self.live()))
+
+
+def counts(policy: str, seeds: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in range(seeds):
+        try:
+            seen += play_channels(policy, seed, CutsOften).counts
+        except Exception as exc:
+            raise AssertionError(f"policy {policy!r}, seed {seed}: {type(exc).__name__}: {exc}") from exc
+    return seen
+
+
+@pytest.mark.parametrize("policy", CHANNEL_POLICIES)
+def test_the_model_is_that_of_the_batches_that_the_server_means(policy: str) -> None:
+    seen = counts(policy, 1000 if SHARE == 1.0 else 15)
+    assert seen["cuts applied"] > 0
+
+
+def test_the_interleavings_read_batches_in_two_ways() -> None:
+    seen: Counter[str] = Counter()
+    for policy in ("asp", "ssp", "wsp"):
+        seen += counts(policy, 60)
+    expected = {"read in two ways", "computed in two ways", "refused_announce", "scaled"}
+    assert expected <= set(+seen), seen
