@@ -339,7 +339,7 @@ class ParameterServer:
                 if worker.number < engine.moves.num_workers or worker.session
             ),
             num_workers=engine.moves.num_workers, moving_partitions=len(engine.moves.targets),
-            run_id=engine.start.run_id,
+            run_id=engine.start.run_id, source_ended=bool(engine.ending.ends),
             counters={**engine.counters, **counters, **self._refused}, measures=self._measures.report(),
             dead_reasons=engine.refusals.reasons.in_order(), recent_records=engine.refusals.recent_records,
             recent_refused=engine.refusals.recent_refused, skipped=engine.refusals.skipped.in_order(),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doll.records.control import Update
+from doll.records.control import SourceEnded, Update
+from doll.run.local.source_end import report_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
@@ -43,6 +44,21 @@ def test_a_quiet_partition_holds_up_no_group_and_no_record_counts_twice(make_pip
     cut = [member for update in job.updates for member in update.members if member.cut]
     assert {member.partition for member in cut} >= {0, 2}
     assert all(0 < member.hi - member.lo < 8 for member in cut)
+
+
+def test_the_end_of_a_source_is_learned_where_it_is_told_again(make_pipeline: Any) -> None:
+    """The server was not there when the source ended."""
+    job = make_pipeline("data.batch_size=8", "data.partitions=3", "training.policy={name: doll, group_size: 4}")
+    job.send(job.samples(31))
+    job.control("events", SourceEnded(ends=(11, 10, 10)))
+    job.start()
+    job.until_status(lambda status: sum(item.retained_batches for item in status.workers) == 3, "3 full batches")
+    assert (job.status.source_ended, job.updates) == (False, [])
+    report_end(job.config, job.services)
+    until_learned(job, 31)
+    job.until_status(lambda status: status.source_ended, "a server that knows of it")
+    job.until_status(lambda status: status.durable_version == status.version, "a checkpoint of all")
+    assert job.assert_audit_ok().pending == 0
 
 
 POLICIES = [

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from doll.local.supervisor import RoleSpec
+from doll.run.local import running
 from doll.run.local.running import Learning, ended_early
 
 
@@ -96,3 +98,44 @@ def test_a_worker_that_a_drill_has_taken_from_the_supervisor_is_not_started_besi
     assert run.turn() == []
     run.supervisor.start(spec)
     assert run.turn() == []
+
+
+class Ended:
+    """A run whose producer has ended, and whose model does not change any more; its clock goes on with each turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, source_ended: bool) -> None:
+        self.source_ended, self.reported, self.now = source_ended, list[float](), 0.0
+        self.history = SimpleNamespace(version=7, service_s=lambda: 0.1)
+        self.finished, self.num_workers = False, 1
+        run = SimpleNamespace(
+            config=SimpleNamespace(data=SimpleNamespace(workers=1), group_size=1, source=None),
+            launch=lambda spec: Process(spec.name),
+            interrupts=SimpleNamespace(stop_requested=False),
+            display=SimpleNamespace(say=lambda text: None),
+            hook=SimpleNamespace(tick=lambda *args: None, pids=dict),
+            stack=SimpleNamespace(kafka=None, redis=None, services="services"),
+        )
+        follower = SimpleNamespace(model=self, role_restarted=lambda restart: None, follow=self.follow, finished=False)
+        self.learning = Learning(run, follower)  # type: ignore[arg-type]
+        producer = self.learning._supervisor.start(RoleSpec("producer", "", Path("log")))
+        assert isinstance(producer, Process)
+        producer.code = 0
+        monkeypatch.setattr(Learning, "_write_pids", lambda self: None)
+        monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(running, "report_end", lambda *args: self.reported.append(self.now))
+
+    def follow(self) -> None:
+        self.now += 1.0
+
+    def worker_lines(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(worker=0, is_spare=False, is_live=True, lag_records=0)]
+
+
+@pytest.mark.parametrize("source_ended", [True, False])
+def test_a_server_that_does_not_know_of_the_end_is_told_again_and_gets_time(
+    monkeypatch: pytest.MonkeyPatch, source_ended: bool
+) -> None:
+    run = Ended(monkeypatch, source_ended=source_ended)
+    assert run.learning.follow() == running.SOURCE_ENDED
+    assert len(run.reported) == (0 if source_ended else 1), "once"
+    assert run.now >= (1 if source_ended else 2) * running.IDLE_AFTER_SOURCE_S
