@@ -88,3 +88,18 @@ def test_poison_among_the_records_is_refused_by_stages(make_pipeline: Any) -> No
     assert np.isfinite(job.checkpoint().tensors["weights"]).all()
     losses = [update.loss for update in job.updates]
     assert np.mean(losses[-20:]) < np.mean(losses[:10])
+
+
+def test_a_source_that_ends_is_learned_to_its_last_record_by_stages(make_pipeline: Any) -> None:
+    """Its last wave is not full, and its last batches are cut."""
+    samples = 2 * 8 * WAVE * 3 + 8 + 3
+    job = make_pipeline(
+        *JOB, f"source={{kind: synthetic, features: {FEATURES}, limit_samples: {samples}}}",
+        "arrivals={process: poisson, rate_per_s: 100}",
+    )  # fmt: skip
+    job.start()
+    job.start_producer()
+    job.until(lambda: bool(job.updates) and job.updates[-1].samples_total == samples, "all samples in the model")
+    job.until_status(lambda status: status.durable_version == status.version, "a checkpoint of all")
+    report = job.assert_audit_ok()
+    assert (report.produced, report.applied, report.pending) == (samples, samples, 0)
