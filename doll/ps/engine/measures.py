@@ -42,7 +42,7 @@ class PolicyMeasures:
             version=engine.version,
             history=0 if exact else HISTORY,
             all_up_to=0 if exact else ALL_UP_TO,
-            is_active=lambda number: engine.worker(number).is_live,
+            is_active=lambda number: engine.worker(number).is_live and engine.policy.is_waited_for(number),
         )
         self._pushed_at_s: dict[int, float] = {}  # the last push of each worker's process
         self._read: dict[int, int] = {}  # the newest version that each worker's process has read
@@ -56,10 +56,13 @@ class PolicyMeasures:
         """The engine has welcomed a new process of this worker."""
         self._pushed_at_s.pop(worker, None)
         self._read.pop(worker, None)
+        self._joined(worker)
+
+    def _joined(self, worker: int) -> None:
+        """Nobody waits for what this worker has missed."""
         if self._engine.version:  # else all begin at 0, and nobody has missed anything
             offset = self._engine.policy.clock_offset(worker)
-            applied = self._engine.worker(worker).applied
-            self._meter.joined(worker, None if offset is None else applied + offset)
+            self._meter.joined(worker, None if offset is None else self._learned[worker] + offset)
 
     def fetched(self, size_bytes: int, num_values: int = 0, plain_row_bytes: int = 0) -> None:
         """The gradient of a set has come, in a blob of this size with so many numbers; those of tables' rows would be
@@ -81,6 +84,8 @@ class PolicyMeasures:
 
     def applied(self, update: ApplyUpdate) -> None:
         """An update was applied. Call it once for each, in order."""
+        for worker in self._engine.policy.take_raised():
+            self._joined(worker)
         for item in update.sets:
             push = item.push
             if not push.batches:

@@ -82,6 +82,10 @@ class Worker:
         return self.is_done and not (queue.held_grants or queue.computing_grants or queue.waiting)
 
     @property
+    def announced(self) -> int:
+        return len(self.queue.waiting)
+
+    @property
     def first_waiting(self) -> int:
         return self.queue.waiting[0].position
 

@@ -82,6 +82,11 @@ class WorkerCounters(Protocol):
         ...
 
     @property
+    def announced(self) -> int:
+        """Batches announced and not granted, whether or not they may be granted now."""
+        ...
+
+    @property
     def first_waiting(self) -> int:
         """Place of its first waiting batch in the order of announcements; only while `waiting` is not 0."""
         ...
@@ -206,6 +211,19 @@ class Policy(ABC):
         Only measured with (`doll.ps.engine.measures`); default None: the policy keeps no clocks.
         """
         return None
+
+    def waits_for(self, view: PolicyView) -> Collection[int]:
+        """Live workers for whose batches others that have some must wait now; asked once a second, for people. Default:
+        none."""
+        return ()
+
+    def take_raised(self) -> Collection[int]:
+        """Workers whose `clock_offset` has become larger since the last call; only measured with."""
+        return ()
+
+    def is_waited_for(self, worker: int) -> bool:
+        """Whether others may have to wait for this live worker now; only measured with. Default: it is live."""
+        return True
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint must keep of the policy beyond the engine's counters; None: nothing.

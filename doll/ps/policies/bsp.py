@@ -83,6 +83,9 @@ class Bsp(Policy):
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
         return view.held_batches() if view.num_held and not view.num_computing and not self._absent else ()
 
+    def waits_for(self, view: PolicyView) -> Collection[int]:
+        return self._absent if view.num_held else ()
+
     def shortfall(self, view: PolicyView, offers: Sequence[Offer]) -> int:
         """Workers that keep the round open and give no batch: they let a grant time out, or their streams have nothing
         to read while every other worker is full."""

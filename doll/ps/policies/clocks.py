@@ -1,24 +1,24 @@
-"""Worker clocks for policies of bounded staleness: how far each live worker is, and the minimum. Pure.
+"""Worker clocks for policies of bounded staleness: how far each active worker is, and the minimum. Pure.
 
-A worker's clock is the number of its batches or waves in the model, plus an offset that it gets when it joins behind
-the others: then it starts at the minimum, so that nobody waits for what it missed (the ESSP paper). Batches without a
-record that were skipped do not count. The
-minimum is over live workers and never falls.
+A worker is active while it is live and has batches that it may compute. Its clock is the number of its batches or waves
+in the model, plus an offset that it gets when it becomes active behind the others: then it starts at the minimum, so
+that nobody waits for what it missed (the ESSP paper). Batches without a record that were skipped do not count. The
+minimum is over active workers and never falls.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import Any
 
 
 class WorkerClocks:
-    """Clocks of the live workers. Each call takes constant time on average, whatever the number of workers.
+    """Clocks of the active workers. Each call takes constant time on average, whatever the number of workers.
 
     Attributes:
-        minimum: of the clocks of all live workers; it never falls, and stays while nobody is live.
+        minimum: of the clocks of all active workers; it never falls, and stays while nobody is active.
+        raised: workers whose offset has become larger; whoever reads it may clear it.
     """
 
     def __init__(self, history: int) -> None:
@@ -27,18 +27,22 @@ class WorkerClocks:
             history: for how many clocks below the minimum `version_of` is asked.
         """
         self.minimum = 0
+        self.raised: set[int] = set()
         self._history = history
         self._offsets: dict[int, int] = {}  # clock - count, of the workers for which it is not 0
-        self._clocks: dict[int, int] = {}  # of live workers
-        self._counts: dict[int, int] = {}  # live workers by clock
+        self._clocks: dict[int, int] = {}  # of active workers
+        self._counts: dict[int, int] = {}  # active workers by clock
         self._heap: list[int] = []  # the keys of `_counts`, and earlier keys
         # (clock, the version at which the minimum reached it), both increasing; the last is (minimum, ...).
         self._reached: list[tuple[int, int]] = [(0, 0)]
 
-    @property
-    def live(self) -> Iterator[int]:
-        """The live workers."""
-        return iter(self._clocks)
+    def __contains__(self, worker: int) -> bool:
+        """Whether this worker is active."""
+        return worker in self._clocks
+
+    def slowest(self) -> list[int]:
+        """The active workers whose clock is the minimum. Looks at all of them."""
+        return [worker for worker, clock in self._clocks.items() if clock == self.minimum]
 
     def offset(self, worker: int) -> int:
         """What is added to the count of this worker."""
@@ -48,10 +52,10 @@ class WorkerClocks:
         """Add `change` to what is added to the count of this worker."""
         self._offsets[worker] = self.offset(worker) + change
 
-    def set(self, worker: int, count: int, *, is_live: bool) -> None:
+    def set(self, worker: int, count: int, *, is_active: bool) -> None:
         """A worker's counters have changed: `count` units of its work are in the model. Followed by `advance`."""
         before = self._clocks.get(worker)
-        if not is_live:
+        if not is_active:
             if before is not None:
                 self._count(before, -1)
                 del self._clocks[worker]
@@ -60,6 +64,7 @@ class WorkerClocks:
         if before is None and clock < self.minimum:
             clock = self.minimum
             self._offsets[worker] = clock - count
+            self.raised.add(worker)
         if clock != before:
             self._clocks[worker] = clock
             self._count(clock, +1)
@@ -85,7 +90,7 @@ class WorkerClocks:
         return True
 
     def version_of(self, clock: int) -> int:
-        """The first version that holds every live worker's batches below `clock`, for a clock up to `minimum`."""
+        """The first version that holds every active worker's batches below `clock`, for a clock up to `minimum`."""
         return self._reached[bisect_left(self._reached, (clock, 0))][1]
 
     def state(self) -> dict[str, Any]:
@@ -128,6 +133,10 @@ class WaitingAtGate:
         self._needed: dict[int, int] = {}  # the minimum that each waiting worker needs
         self._workers: dict[int, set[int]] = {}  # by what they need
         self._heap: list[int] = []  # the keys of `_workers`, and earlier keys
+
+    def __bool__(self) -> bool:
+        """Whether a worker waits."""
+        return bool(self._needed)
 
     def set(self, worker: int, needed: int | None) -> None:
         """The minimum that a worker needs; None: it does not wait."""

@@ -29,7 +29,7 @@ class Essp(Ssp):
         if self._clocks.minimum == self._offered:
             return ()
         self._offered = self._clocks.minimum
-        return tuple(self._clocks.live)
+        return tuple(self._live)
 
 
 SPEC = PolicySpec("essp", EsspPolicyConfig, lambda config: Essp(config.staleness, config.under_way))

@@ -1,4 +1,9 @@
-"""Policies in which a worker waits for the slowest one: ssp, essp and wsp."""
+"""Policies in which a worker waits for the slowest one: ssp, essp and wsp.
+
+The slowest of those that have batches to compute: a worker whose partitions are dry is not waited for. It reads no
+weights and makes no steps, so no bound is about it, and its next batch is at the minimum of the clocks, as that of a
+worker that joins (docs/decisions/0077).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from doll.config.policy import PolicyConfig
-from doll.ps.policies.base import BatchId, Offer, Policy, PolicyView
+from doll.ps.policies.base import BatchId, Offer, Policy, PolicyView, WorkerCounters
 from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
 
 
@@ -28,19 +33,21 @@ class GatedConfig(PolicyConfig):
             return super().shortfall_text(missing, live=live, workers=workers, max_pending_batches=max_pending_batches)
         return (
             f"no update can be made: with policy {self.name} {self.bound_text}, and {missing} of {live} give none "
-            "(no push within worker.grant_timeout_s, or a stream without records while the others wait); restart "
-            "these workers, check that their streams get records, or choose another policy"
+            "(no push within worker.grant_timeout_s); restart these workers, or choose another policy"
         )
 
 
 class GatedByClock(Policy):
     """A batch starts when the minimum clock has reached what it needs, and is computed on weights that hold as much.
 
+    The minimum is over the workers that have batches to compute.
+
     The gate is on the batch's own place in its stream, wherever the server's count of its worker stands. Each push is
     an update of its own.
     """
 
     exact_version: ClassVar[bool] = False
+    whole_pushes: bool = True  # a push is begun once all of its batches are announced
 
     def __init__(self, history: int) -> None:
         """
@@ -49,6 +56,7 @@ class GatedByClock(Policy):
         """
         self._clocks = WorkerClocks(history)
         self._gate = WaitingAtGate()
+        self._live: dict[int, None] = {}
 
     def max_under_way(self) -> int:
         """How many batches of a worker may be granted and not applied; default: one."""
@@ -69,13 +77,29 @@ class GatedByClock(Policy):
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
         for number in workers:
             worker = view.worker(number)
-            is_counted = worker.is_live and not worker.is_spent
-            self._clocks.set(number, self.clock(worker.applied), is_live=is_counted)
+            if worker.is_live:
+                self._live[number] = None
+            else:
+                self._live.pop(number, None)
+            self._clocks.set(number, self.clock(worker.applied), is_active=worker.is_live and self._has_work(worker))
         self._clocks.advance(view.version)
         for number in workers:
             worker = view.worker(number)
-            may_start = worker.waiting and worker.computing + worker.held < self.max_under_way()
+            may_start = worker.waiting >= self._least_to_start(worker)
+            may_start = may_start and worker.computing + worker.held < self.max_under_way()
             self._gate.set(number, self._needed_by(view, number) if may_start else None)
+
+    def _least_to_start(self, worker: WorkerCounters) -> int:
+        """How many batches must wait before the next one starts: the first of a push needs the others of it, unless no
+        more will come."""
+        size = self.batches_per_push
+        place = (worker.applied + worker.held + worker.computing) % size
+        is_first = not place or not (worker.held or worker.computing)
+        return size - place if self.whole_pushes and is_first and not worker.is_done else 1
+
+    def _has_work(self, worker: WorkerCounters) -> bool:
+        """Whether the others wait for it: it has batches under way, or could begin some, also where it is stalled."""
+        return bool(worker.held or worker.computing) or worker.announced >= self._least_to_start(worker)
 
     def skipped(self, worker: int, batches: int) -> None:
         self._clocks.shift(worker, -(batches // self.batches_per_push))
@@ -92,6 +116,16 @@ class GatedByClock(Policy):
     def clock_offset(self, worker: int) -> int | None:
         return self._clocks.offset(worker) * self.batches_per_push
 
+    def waits_for(self, view: PolicyView) -> Collection[int]:
+        return self._clocks.slowest() if self._gate else ()
+
+    def take_raised(self) -> Collection[int]:
+        raised, self._clocks.raised = self._clocks.raised, set()
+        return raised
+
+    def is_waited_for(self, worker: int) -> bool:
+        return worker in self._clocks
+
     def state(self) -> dict[str, Any] | None:
         return self._clocks.state()
 
@@ -102,12 +136,7 @@ class GatedByClock(Policy):
         """Workers for which the others wait, and that give no batch."""
         if not offers:
             return super().shortfall(view, offers)
-        if view.num_computing or view.num_held:
-            return 0
-        stalled = sum(offer.stalled for offer in offers)
-        empty = sum(not offer.stalled and not offer.waiting and not offer.lag for offer in offers)
-        is_waited_for = any(offer.waiting for offer in offers if not offer.stalled)
-        return stalled + (empty if is_waited_for else 0)
+        return 0 if view.num_computing or view.num_held else sum(offer.stalled for offer in offers)
 
     def _needed_by(self, view: PolicyView, number: int) -> int:
         """The minimum clock that the next batch of this worker needs."""

@@ -17,7 +17,9 @@ class BoundedStalenessConfig(GatedConfig):
     """What SSP and ESSP have in common."""
 
     staleness: NonNegativeInt = Field(
-        default=3, le=MAX_STALENESS, description="s: how many batches a worker may be ahead of the slowest one"
+        default=3,
+        le=MAX_STALENESS,
+        description="s: how many batches a worker may be ahead of the slowest one that has any",
     )
     under_way: PositiveInt = Field(
         default=2,
@@ -38,8 +40,12 @@ class BoundedStalenessConfig(GatedConfig):
         return 1
 
     def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """The slowest stream sets the pace of all: a difference of s batches lasts for s batches only."""
-        return len(rates_per_s) * min(rates_per_s, default=0.0) / batch_size
+        """λ_U = (sum of the arrival rates) / b: nobody waits for a worker whose streams are dry.
+
+        >>> SspPolicyConfig().update_rate_per_s([100.0, 50.0], batch_size=10)
+        15.0
+        """
+        return sum(rates_per_s) / batch_size
 
 
 class SspPolicyConfig(BoundedStalenessConfig):
@@ -49,8 +55,8 @@ class SspPolicyConfig(BoundedStalenessConfig):
 
 
 class Ssp(GatedByClock):
-    """A batch at clock t starts when every live worker's batches below t - s are in the model, and is computed on
-    weights that hold these; each step is an update of its own.
+    """A batch at clock t starts when the batches below t - s are in the model of every live worker that has batches,
+    and is computed on weights that hold these; each step is an update of its own.
 
     A worker may go on while its pushes are on their way. That changes no bound: the gate is on the batch's own clock,
     and the minimum clock counts the worker's own batches in the model as well, so at most s + 1 of them are under way.

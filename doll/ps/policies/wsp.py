@@ -44,16 +44,17 @@ class WspPolicyConfig(GatedConfig):
         return self.wave_batches
 
     def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """The slowest stream sets the pace of all: each update is a wave of one worker.
+        """λ_U = (sum of the arrival rates) / (N_m b): each update is a wave, and nobody waits for a worker without one.
 
         >>> WspPolicyConfig(wave_batches=4).update_rate_per_s([100.0, 40.0], batch_size=10)
-        2.0
+        3.5
         """
-        return len(rates_per_s) * min(rates_per_s, default=0.0) / (batch_size * self.wave_batches)
+        return sum(rates_per_s) / (batch_size * self.wave_batches)
 
 
 class Wsp(GatedByClock):
-    """A worker's clock is the number of its whole waves in the model.
+    """A worker's clock is the number of its whole waves in the model. A wave begins once all of its batches are
+    announced, except in a pipeline.
 
     The batch at place p of its stream (p = 1, 2, ...) needs c - D + 1 waves of every live worker, c = floor(p / N_m) -
     2, where c >= D: so a worker that has pushed a wave goes on with all of the next one but its last batch.
@@ -77,6 +78,7 @@ class Wsp(GatedByClock):
         super().__init__(history=clock_distance + 2)
         self.batches_per_push = wave_batches
         self.clock_distance = clock_distance
+        self.whole_pushes = not pipelined
         self._max_under_way = wave_batches if not pipelined or wave_batches == 1 else 2 * wave_batches
 
     def max_under_way(self) -> int:

@@ -6,13 +6,15 @@ from functools import partial
 
 import doll.ps.engine.engine
 import pytest
-from clock_world import ClockWorld, drive
+from clock_world import ClockWorld, announce, drive
 from doll.ps.engine.engine import Engine
-from doll.ps.policies.base import PolicyView
+from doll.ps.policies.base import PolicyView, WorkerCounters
 from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
 from doll.ps.policies.essp import Essp, EsspPolicyConfig
 from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp, SspPolicyConfig
 from doll.records.control import Grant, NewVersion
+from doll.simulation.settings import SimulationSettings
+from doll.simulation.system import System
 from engine_runs import play, random_steps
 from engine_world import World
 from hypothesis import example, given, settings
@@ -41,7 +43,7 @@ class Counted(ClockWorld):
         under_way = grant.first + 1 - engine.worker(grant.worker).applied
         self.most_under_way = max(self.most_under_way, under_way)
         for worker in engine.workers():
-            if worker.is_live and seen is not None:
+            if self.is_active(worker) and seen is not None:
                 has = seen[worker.number] + self.offset(worker.number)
                 assert has >= needed, "the weights miss a batch that they must hold"
                 self.reached += has - clock == -self._staleness
@@ -150,20 +152,82 @@ def test_the_random_runs_wait_at_the_gate_and_see_the_oldest_weights_that_are_al
 def test_a_worker_waits_for_the_slowest_after_so_many_batches(staleness: int) -> None:
     world = World(SspPolicyConfig(staleness=staleness), max_pending=12)
     drive(world, 3, 0, 1, 2)
-    world.high[0] += 40
+    for worker in range(3):
+        world.high[worker] += 40
+    announce(world, 1, 2)
     drive(world, 60, 0)
     assert [worker.applied for worker in world.engine.workers()] == [staleness + 1, 0, 0]
+
+
+@pytest.mark.parametrize("config", [SspPolicyConfig, EsspPolicyConfig])
+def test_nobody_waits_for_a_worker_without_batches_and_it_goes_on_at_the_minimum(
+    config: type[SspPolicyConfig] | type[EsspPolicyConfig],
+) -> None:
+    world = Counted(config(staleness=1))
+    drive(world, 3, 0, 1, 2)
+    world.high[0] += 20
+    for _ in range(5):
+        drive(world, 20, 0)
+        world.store_checkpoint()
+    assert [worker.applied for worker in world.engine.workers()] == [10, 0, 0]
+    assert world.engine.shortfall() == 0
+    world.high[1] += 12
+    announce(world, 1)
+    world.high[0] += 20
+    drive(world, 40, 0)
+    assert (world.engine.worker(0).applied, world.minimum) == (11, 9), "worker 1 has batches: it is waited for"
+    for _ in range(6):
+        drive(world, 20, 0, 1)
+        world.store_checkpoint()
+    assert [worker.applied for worker in world.engine.workers()] == [20, 6, 0]
+
+
+class WaitingForAll(Ssp):
+    """Waits for workers that have nothing to compute, too."""
+
+    def _has_work(self, worker: WorkerCounters) -> bool:
+        return True
+
+
+def test_a_worker_without_batches_would_hold_the_others_up() -> None:
+    world = World(SspPolicyConfig(staleness=1))
+    world.make_policy = lambda: WaitingForAll(1)  # type: ignore[method-assign]
+    world.start_server()
+    drive(world, 3, 0, 1, 2)
+    world.high[0] += 20
+    drive(world, 60, 0)
+    assert [worker.applied for worker in world.engine.workers()] == [2, 0, 0]
+
+
+def test_the_staleness_that_is_measured_is_of_workers_that_have_batches() -> None:
+    """Its bound is s + 1 also where one stream is a tenth as fast as the others."""
+    rates = (100.0, 100.0, 10.0)
+    settings = SimulationSettings(
+        rates_per_s=rates, batch_size=10, policy=SspPolicyConfig(staleness=2), seconds=200.0, compute_s=0.05
+    )
+    system = System(settings, measure=True)
+    system.run()
+    assert system.measures is not None
+    staleness = system.measures.report().staleness
+    assert sum(staleness.values()) > 2_000
+    assert min(staleness) >= -3
+    assert max(staleness) <= 2
+    learned = [worker.applied for worker in system.engine.workers()]
+    assert learned[0] > 8 * learned[2] > 0
 
 
 def test_a_minimum_that_jumps_starts_all_who_waited_for_less() -> None:
     """The slowest leaves: workers that wait for different clocks may go on at once."""
     world = World(SspPolicyConfig(staleness=1), workers=3, max_pending=12)
     drive(world, 3, 0, 1, 2)
-    world.high[0] += 40
-    world.high[1] += 2
-    drive(world, 60, 0, 1)
+    for worker in range(3):
+        world.high[worker] += 40
+    announce(world, 1, 2)
+    (process,) = world.processes[1]
+    for step in (world.receive_next, world.receive_next, world.compute, world.send, world.send):
+        step(process)
+    drive(world, 60, 0)
     assert [worker.applied for worker in world.engine.workers()] == [2, 1, 0]
-    world.high[1] += 40
     (process,) = world.processes[2]
     world.leave(process)
     drive(world, 20, 0, 1)
@@ -188,24 +252,24 @@ def test_weights_that_a_grant_allows_are_used_again_and_essp_s_newer_ones_instea
 def test_a_worker_that_comes_back_starts_at_the_minimum_and_no_lower() -> None:
     clocks = WorkerClocks(2)
     for worker in (0, 1):
-        clocks.set(worker, 0, is_live=True)
-    clocks.set(1, 0, is_live=False)
-    clocks.set(0, 7, is_live=True)
+        clocks.set(worker, 0, is_active=True)
+    clocks.set(1, 0, is_active=False)
+    clocks.set(0, 7, is_active=True)
     assert clocks.advance(version=7)
     assert (clocks.minimum, clocks.version_of(5), clocks.version_of(7)) == (7, 7, 7)
-    clocks.set(1, 0, is_live=True)
+    clocks.set(1, 0, is_active=True)
     assert not clocks.advance(version=7)
     assert clocks.offset(1) == 7
-    clocks.set(0, 9, is_live=True)
-    clocks.set(1, 1, is_live=True)
+    clocks.set(0, 9, is_active=True)
+    clocks.set(1, 1, is_active=True)
     assert clocks.advance(version=10)
     assert (clocks.minimum, clocks.version_of(7), clocks.version_of(8)) == (8, 7, 10)
-    clocks.set(0, 9, is_live=False)
-    clocks.set(1, 1, is_live=False)
+    clocks.set(0, 9, is_active=False)
+    clocks.set(1, 1, is_active=False)
     assert not clocks.advance(version=10), "nobody is live: the minimum stays"
     again = WorkerClocks(2)
     again.restore(clocks.state())
-    again.set(1, 1, is_live=True)
+    again.set(1, 1, is_active=True)
     assert (again.minimum, again.offset(1), again.version_of(8)) == (8, 7, 10)
 
 

@@ -25,6 +25,7 @@ class Counters:
     moved: float = 0.0
     computing: int = 0
     waiting: int = 0
+    announced: int = 0
     first_waiting: int = 0
     is_done: bool = False
     is_spent: bool = False

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from clock_world import ClockWorld, RecordedWorld, drive
+from clock_world import ClockWorld, RecordedWorld, announce, drive
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import PolicyView
@@ -45,7 +45,7 @@ class Waves(ClockWorld):
         s_local = self._n - 1
         s_global = (self._d + 1) * self._n + s_local - 1
         for worker in engine.workers():
-            if not worker.is_live:
+            if not self.is_active(worker):
                 continue
             has = seen[worker.number] + self.offset(worker.number) * self._n
             assert has // self._n >= needed, "the weights miss a wave that they must hold"
@@ -74,6 +74,7 @@ def test_the_bound_s_global_is_reached(n: int, d: int) -> None:
     drive(world, 3, 0, 1, 2)
     for worker in range(3):
         world.high[worker] += 200
+    announce(world, 1, 2)
     for _ in range(6):
         drive(world, 8 * n, 0)
         world.store_checkpoint()
@@ -119,12 +120,14 @@ def test_each_push_is_a_wave() -> None:
 def test_a_worker_that_leaves_pushes_the_part_of_its_wave_that_it_has() -> None:
     world = World(WspPolicyConfig(wave_batches=4, clock_distance=0))
     drive(world, 3, 0, 1, 2)
-    world.high[0] += 4  # two batches
-    drive(world, 12, 0)
-    assert world.engine.worker(0).computing == 2
+    world.high[0] += 8  # four batches
+    announce(world, 0)
+    assert world.engine.worker(0).computing == 4
     (process,) = world.processes[0]
-    assert process.core is not None
-    assert not process.core.busy, "what it has is computed: it need not wait for more"
+    for _ in range(4):
+        world.receive_next(process)
+    world.compute(process)
+    world.compute(process)
     world.leave(process)
     assert [len(update.members) for update in world.updates] == [2]
     assert world.engine.worker(0).computing == 0
@@ -135,16 +138,53 @@ def test_a_worker_that_waits_at_the_gate_with_half_a_wave_is_not_taken_for_lost(
     world = World(WspPolicyConfig(wave_batches=2, clock_distance=0), max_pending=8)
     drive(world, 3, 0, 1, 2)
     world.high[0] += 16
+    for worker in (1, 2):
+        world.high[worker] += 4
+        announce(world, worker)
     drive(world, 30, 0)
     assert world.engine.worker(0).computing == 1, "the last batch of its second wave waits"
     for _ in range(40):
         drive(world, 2, 0, 1, 2)
         world.tick(1.0)
     assert world.engine.counters["requeued"] == 0
-    for worker in (1, 2):
-        world.high[worker] += 4
     drive(world, 30, 0, 1, 2)
     assert world.engine.worker(0).applied >= 4
+
+
+def test_a_wave_begins_with_all_of_its_batches_and_nobody_waits_for_a_worker_without_one() -> None:
+    world = Waves(WspPolicyConfig(wave_batches=3, clock_distance=0))
+    drive(world, 3, 0, 1, 2)
+    world.high[0] += 24
+    world.high[1] += 4  # two batches
+    for _ in range(6):
+        drive(world, 20, 0, 1)
+        world.store_checkpoint()
+    assert [worker.applied for worker in world.engine.workers()] == [12, 0, 0]
+    assert world.engine.worker(1).computing == 0
+    world.high[1] += 2
+    for _ in range(3):
+        drive(world, 20, 0, 1)
+        world.store_checkpoint()
+    assert [worker.applied for worker in world.engine.workers()] == [12, 3, 0]
+
+
+def test_a_pipeline_waits_for_a_worker_that_has_begun_a_wave() -> None:
+    """Its waves begin with their first batch, so that no stage is idle."""
+    world = World(WspPolicyConfig(wave_batches=2, clock_distance=0, pipelined=True), max_pending=8)
+    drive(world, 3, 0, 1, 2)
+    world.high[0] += 40
+    world.high[1] += 2
+    announce(world, 1)
+    for _ in range(4):
+        drive(world, 20, 0, 1)
+        world.store_checkpoint()
+    assert world.engine.worker(0).applied == 2
+    assert world.engine.worker(1).computing == 1
+    world.high[1] += 2
+    for _ in range(8):
+        drive(world, 20, 0, 1)
+        world.store_checkpoint()
+    assert [worker.applied for worker in world.engine.workers()] == [20, 2, 0]
 
 
 class OfThePast(Wsp):

@@ -20,6 +20,7 @@ from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from engine_world import POLICIES
 from pushes import applied_set, push_of
+from record_builders import announce
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -128,6 +129,8 @@ def test_the_clocks_of_a_policy_outlive_the_server() -> None:
         engine.handle(Join(worker=worker, process=f"w{worker}"), 0.0)
         measures.joined(worker)
     session = [engine.worker(worker).session for worker in (0, 1)]
+    for worker, batch in ((0, 100), (1, 20)):
+        engine.handle(announce(worker, session[worker], batch, batch + 1), 0.0)
     for worker, batch in ((0, 100), (1, 20)):
         pushed = push_of(worker=worker, session=session[worker], term=2, version=120, batch=batch, grant_id=1, key="")
         measures.applied(ApplyUpdate(121, (applied_set(pushed),), 1.0, 0, 0))
