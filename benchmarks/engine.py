@@ -1,9 +1,11 @@
-"""What one event costs the parameter server's engine, in microseconds of the processor, as the number of workers grows.
+"""What one event costs the parameter server's engine, in microseconds of the processor, as the number of workers grows,
+or that of partitions on eight workers.
 
-    python -m benchmarks.engine [--quick] [--out engine.json] [--docs]
+    python -m benchmarks.engine [--quick] [--partitions] [--out engine.json] [--docs]
 
-Every worker always has a batch waiting, and answers each grant. Bars, under every policy, from 10 to 10,000 workers: an
-event costs at most twice as much, and brings at most twice as many messages to workers. `--docs` puts the table into
+Every worker always has a batch waiting, and answers each grant; its batches are of its partitions in turn. Bars, under
+every policy, from 10 to 10,000 workers, and from 8 to 1,000 partitions, with a checkpoint every 100 updates: an event
+costs at most twice as much, and brings at most twice as many messages to workers. `--docs` puts the table into
 docs/benchmarks.md.
 """
 
@@ -37,7 +39,9 @@ from benchmarks.tables import Table
 
 SIZES = (10, 100, 1_000, 10_000)
 MAX_GROWTH = 2.0
+PARTITIONS, PARTITION_WORKERS, CHECKPOINT_EVERY = (8, 100, 1_000), 8, 100
 MARK, COMMAND = "bench-engine", "make bench-engine BENCH=--docs"
+PARTITIONS_MARK, PARTITIONS_COMMAND = "bench-partitions", 'make bench-engine BENCH="--partitions --docs"'
 _MAX_CHANGE = 1e-4  # of a step; the bound of `vap` lets a view miss some dozens of these
 _TERM = 1
 _NEVER = 1 << 40
@@ -53,18 +57,28 @@ class Driver:
         num_messages: to workers, that it has ordered: Welcome, Grant, NewVersion.
     """
 
-    def __init__(self, policy: PolicyConfig, num_workers: int, *, checkpoint_every_updates: int = _NEVER) -> None:
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        num_workers: int,
+        *,
+        num_partitions: int | None = None,
+        checkpoint_every_updates: int = _NEVER,
+    ) -> None:
+        """`num_partitions`: as many as workers by default."""
+        p = num_workers if num_partitions is None else num_partitions
         settings = EngineSettings(
             num_workers=num_workers, records_per_batch=8, max_pending_batches=_NEVER, lease_s=8.0,
             grant_timeout_s=30.0, checkpoint_every_updates=checkpoint_every_updates, checkpoint_every_s=1e18,
         )  # fmt: skip
-        self.engine = Engine(settings, make_policy(policy), term=_TERM, now=0.0, origins=[0] * num_workers)
+        self.engine = Engine(settings, make_policy(policy), term=_TERM, now=0.0, origins=[0] * p)
         self.num_events = 0
         self.num_messages = 0
         self._key = "u" if policy.sends_steps else ""
         self._now = 0.0
         self._sessions = [0] * num_workers
-        self._announced = [0] * num_workers
+        self._announced = [0] * p
+        self._partitions = [deque(range(number, p, num_workers)) for number in range(num_workers)]
         self._grants: deque[Grant] = deque()
         for worker in range(num_workers):
             self.handle(Join(worker=worker, process=f"w{worker}"))
@@ -92,10 +106,12 @@ class Driver:
                 self.handle(CheckpointStored(version=action.version))
 
     def announce(self, worker: int) -> None:
-        """One more batch of this worker is complete."""
-        first = self._announced[worker]
-        self._announced[worker] = first + 1
-        runs = (Run(worker, first, first + 1),)
+        """One more batch of this worker is complete, of the next of its partitions."""
+        partition = self._partitions[worker][0]
+        self._partitions[worker].rotate(-1)
+        first = self._announced[partition]
+        self._announced[partition] = first + 1
+        runs = (Run(partition, first, first + 1),)
         self.handle(Announce(worker=worker, session=self._sessions[worker], runs=runs))
 
     def round(self) -> None:
@@ -119,12 +135,12 @@ class Driver:
         self.handle(Tick())
 
 
-def cost(policy: PolicyConfig, num_workers: int, rounds: int) -> tuple[float, float]:
+def cost(policy: PolicyConfig, num_workers: int, rounds: int, **driver_args: int) -> tuple[float, float]:
     """Microseconds of the processor per event, the driver's own share included, the best of three runs; and messages
     to workers per event."""
     costs = []
     for _ in range(3):
-        driver = Driver(policy, num_workers)
+        driver = Driver(policy, num_workers, **driver_args)
         for _ in range(rounds // 4):
             driver.round()
         events, messages, started_s = driver.num_events, driver.num_messages, time.process_time()
@@ -150,14 +166,32 @@ def measure(sizes: tuple[int, ...], min_rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Cost by number of workers, and messages with the fewest and the most."""
+def measure_partitions(rounds: int) -> list[dict[str, Any]]:
+    """One row per policy of DOLL's own: cost by number of partitions, on as many workers."""
+    rows: list[dict[str, Any]] = []
+    for name in POLICIES.built_in:
+        policy = policy_section(name)(name=name)
+        costs = {
+            p: cost(
+                policy, PARTITION_WORKERS, rounds, num_partitions=p, checkpoint_every_updates=CHECKPOINT_EVERY
+            )
+            for p in PARTITIONS
+        }  # fmt: skip
+        cost_us, messages = ({p: pair[i] for p, pair in costs.items()} for i in range(2))
+        growth, more = (per[PARTITIONS[-1]] / per[PARTITIONS[0]] for per in (cost_us, messages))
+        ok = growth <= MAX_GROWTH and more <= MAX_GROWTH
+        rows.append({"policy": name, "cost_us": cost_us, "messages": messages, "growth": growth, "ok": ok})
+    return rows
+
+
+def table(rows: list[dict[str, Any]], symbol: str = "N") -> Table:
+    """Cost by number of workers (`symbol` N) or partitions (P), and messages with the fewest and the most."""
     sizes = list(rows[0]["cost_us"])
     result = Table(
         "Microseconds of the processor per event, and messages to workers per event",
         (
-            "policy", *(f"N = {n:,}" for n in sizes), "growth",
-            *(f"messages, N = {n:,}" for n in (sizes[0], sizes[-1])), "within 2x",
+            "policy", *(f"{symbol} = {n:,}" for n in sizes), "growth",
+            *(f"messages, {symbol} = {n:,}" for n in (sizes[0], sizes[-1])), "within 2x",
         ),
     )  # fmt: skip
     for row in rows:
@@ -170,19 +204,22 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="up to 1,000 workers")
+    parser.add_argument("--quick", action="store_true", help="up to 1,000 workers; fewer events")
+    parser.add_argument("--partitions", action="store_true", help="by number of partitions, on 8 workers")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     parser.add_argument("--docs", action="store_true", help="put the table into docs/benchmarks.md")
     args = parser.parse_args()
     sizes = SIZES[:-1] if args.quick else SIZES
-    rows = measure(sizes, 2_000 if args.quick else 10_000)
-    result = table(rows)
+    rounds = 2_000 if args.quick else 10_000
+    rows = measure_partitions(rounds) if args.partitions else measure(sizes, rounds)
+    result = table(rows, "P" if args.partitions else "N")
     print(result.text())
     if args.out is not None:
         args.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if args.docs:
         when = f"{datetime.now():%Y-%m-%d}, commit {commit()}."
-        update_section(DOCS / "benchmarks.md", MARK, COMMAND, f"{when}\n\n{result.markdown()}")
+        mark, command = (PARTITIONS_MARK, PARTITIONS_COMMAND) if args.partitions else (MARK, COMMAND)
+        update_section(DOCS / "benchmarks.md", mark, command, f"{when}\n\n{result.markdown()}")
     return 0 if all(row["ok"] for row in rows) else 1
 
 

@@ -9,10 +9,11 @@ consumer group would stop all workers whenever one joins or leaves, and give a d
 only after Kafka's session timeout; with `assign` a restart takes a second (ADR 0002). The parameter server tells two
 processes on one partition apart by the sessions that it gives them.
 
-Records come from `doll.kafka.chunk_reader`. One Faust event carries one `Chunk` as its value, so what Faust does per
-event costs next to nothing per record (ADR 0027). Faust itself sends nothing and commits nothing: the app tells the
-reader which offset is durable. A position that the log no longer holds is never reset silently: everything below it has
-been delivered by then, so the app knows exactly which offsets it will not get.
+Records come from `doll.kafka.chunk_reader`. One Faust event carries the `Chunk`s that are there, so what Faust does per
+event costs next to nothing per record, also where each of many partitions has a few (ADR 0027). Faust itself sends
+nothing and commits nothing: the app tells the reader which offset is durable. A position that the log no longer holds
+is never reset silently: everything below it has been delivered by then, so the app knows exactly which offsets it will
+not get.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from doll.services import Services
 
 _ASK_AGAIN_S: Final = 1.0  # the broker is not sure whether it holds an offset
 _WAITING_CHUNKS: Final = 2  # between Faust's consumer and its agent
+_EVENT_CHUNKS: Final = 64  # in one event
 _LANE: Final = 0  # the partition that Faust takes all chunks for
 
 
@@ -98,11 +100,30 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
                 while not self._deliveries:
                     self._delivered.clear()
                     await self._delivered.wait()
-                await self._pass_on(self._deliveries.popleft())
-                self.app.runtime.reader.taken()
+                if chunks := self._take_chunks():
+                    await self._feed(chunks)
+                else:
+                    await self._pass_on(self._deliveries.popleft())
+                for _ in chunks or (None,):
+                    self.app.runtime.reader.taken()
         except asyncio.CancelledError:
             if not self.app.should_stop:
                 raise
+
+    def _take_chunks(self) -> list[Chunk]:
+        """The chunks that come next, up to another delivery."""
+        chunks: list[Chunk] = []
+        while len(chunks) < _EVENT_CHUNKS and self._deliveries and isinstance(chunk := self._deliveries[0], Chunk):
+            chunks.append(chunk)
+            self._deliveries.popleft()
+        return chunks
+
+    async def _feed(self, chunks: list[Chunk]) -> None:
+        message = self._to_message(TP(self.app.samples_topic, _LANE), chunks)
+        await self.wait_first(self.callback(message), self.suspend_flow.wait())
+        for chunk in chunks:
+            if (intake := self.app.runtime.intake_of(chunk)) is not None:
+                intake.progress = (chunk.offsets[-1] + 1, chunk.offsets[-1] + 1)
 
     async def _pass_on(self, delivery: Delivery) -> None:
         if isinstance(delivery, Exception):
@@ -110,11 +131,6 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
         if (intake := self.app.runtime.intake_of(delivery)) is None:
             return
         match delivery:
-            case Chunk(offsets=offsets):
-                message = self._to_message(TP(self.app.samples_topic, _LANE), delivery)
-                await self.wait_first(self.callback(message), self.suspend_flow.wait())
-                next_offset = offsets[-1] + 1
-                intake.progress = (next_offset, next_offset)
             case NoRecordBelow(offset=offset):
                 intake.progress = (intake.progress[0], offset)
             case OutOfRange():
@@ -132,9 +148,9 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
             intake.progress = (resume_offset, resume_offset)
             self.app.runtime.reader.seek(delivery.partition, resume_offset)
 
-    def _to_message(self, tp: TP, record: Chunk) -> ConsumerMessage:
+    def _to_message(self, tp: TP, chunks: list[Chunk]) -> ConsumerMessage:
         return ConsumerMessage(
-            tp.topic, tp.partition, record.offsets[0], 0.0, 0, None, None, record, None, 0, 0, tp,
+            tp.topic, tp.partition, chunks[0].offsets[0], 0.0, 0, None, None, chunks, None, 0, 0, tp,
             generation_id=self._generation,
         )  # fmt: skip
 
@@ -251,7 +267,8 @@ def _make_app(config: JobConfig, services: Services, runtime: WorkerRuntime, fol
 
     async def read_samples(stream: Any) -> None:
         async for event in stream.noack().events():
-            runtime.feed(event.value)
+            for chunk in event.value:
+                runtime.feed(chunk)
 
     app.samples_topic, app.runtime = config.topic("samples"), runtime
     app.partitions = {TP(app.samples_topic, _LANE)}

@@ -38,6 +38,7 @@ from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError, FencedError
 from doll.kafka import topics
 from doll.kafka.chunk_reader import ChunkReader
+from doll.kafka.reader import PrefetchedBounds
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model.flat_model import FlatModel, build, fingerprint
@@ -199,9 +200,10 @@ class _WorkerProcess:
             item.partition: Bounds(item.origin, size, Cuts(item.left_out)).lo(item.next_batch)
             for item in welcome.served
         }
+        bounds_of = PrefetchedBounds(channel.watermarks, channel.bounds_of_partitions, list(starts))
         for partition, start in starts.items():
             # Where the log begins behind it, the first fetch finds it.
-            bounds_reaching(samples, partition, start, channel.watermarks)
+            bounds_reaching(samples, partition, start, bounds_of)
         log.info("joined", worker=self._worker, session=welcome.session, from_offsets=starts)
         if not starts:
             log.info("spare", worker=self._worker, hint="other workers serve all partitions; `doll scale` changes that")

@@ -493,8 +493,9 @@ class WorkerRuntime:
 
     def _ask_log_ends(self) -> int:
         """Ask Kafka where the logs end; returns that of the commands. In another thread."""
-        for number, intake in list(self.intakes.items()):
-            intake.log_end = self._channel.watermarks(self._samples_topic, number)[1]
+        intakes = self.intakes.copy()
+        for number, (_, end) in self._channel.bounds_of_partitions(self._samples_topic, list(intakes)).items():
+            intakes[number].log_end = end
         return self._channel.watermarks(self._commands_topic, self.worker)[1]
 
     async def _watch_partition(self, intake: PartitionIntake, unread: int, commands_high: int) -> None:

@@ -189,8 +189,10 @@ class ChunkReader:
         self._assigned: set[int] = set()
         self._unseen: set[int] = set()  # partitions that the library may not know of
         self._look_at_s = 0.0
+        self._unreadable: set[int] = set()  # partitions whose next records the library cannot read
         self._is_waiting_for_commit = False  # of a partition that is read no more
         self._commit_at_s = 0.0
+        self._may_commit = False  # something may be durable that is not committed; set from any thread
         self._denied = False  # it was logged that offsets may not be committed
         self._max_chunk_records = min(max_chunk_records, MAX_CHUNK_RECORDS)
         self._chunk_records = min(16, self._max_chunk_records)  # at first: records may be large
@@ -259,6 +261,7 @@ class ChunkReader:
         with self._changed:
             reading = self._wanted[partition]
             reading.durable = max(reading.durable, offset)
+            self._may_commit = True
 
     def log_end(self, partition: int) -> int:
         """Where the partition ended at the last fetch, an offset; negative before the first one."""
@@ -358,25 +361,26 @@ class ChunkReader:
             reading.log_end = int(self._consumer.get_watermark_offsets(where, cached=True)[1])
 
     def _read(self) -> None:
-        for reading in self._readings.values():
-            if reading.unreadable is not None:
+        for number in self._unreadable:
+            reading = self._readings.get(number)
+            if reading is None or reading.unreadable is None:
+                self._unreadable.remove(number)
+            else:
                 self._hand_over_unreadable(reading, *reading.unreadable)
-                return
+            return
         first = self._consumer.poll(_POLL_S)
         if first is None:
             self._note_log_ends()
             return
         # With a timeout, `consume` would wait for as many as it may return.
         records = [first, *self._consumer.consume(self._chunk_records - 1, 0)]
-        numbers = list(map(_Record.partition, records))
-        present = {numbers[0]} if len(self._readings) == 1 else set(numbers)
-        for number in present:
-            own = records if len(present) == 1 else [item for item in records if item.partition() == number]
+        by_partition = _by_partition(records)
+        for number, own in by_partition.items():
             if number in self._readings:
                 self._take(self._readings[number], own)
             else:
                 self._handle_other(own)
-        self._note_log_ends(present & self._readings.keys())
+        self._note_log_ends(by_partition.keys() & self._readings.keys())
 
     def _handle_other(self, records: list[Any]) -> None:
         """Errors that are of no partition."""
@@ -446,6 +450,7 @@ class ChunkReader:
             f"unpacks to at most {self._unpacked_limit_bytes} bytes in all"
         )
         reading.unreadable = until, UnreadValue.of("unreadable", text)
+        self._unreadable.add(reading.where.number)
 
     def _hand_over_unreadable(self, reading: _Reading, until: int, value: UnreadValue) -> None:
         offsets = range(reading.position, min(until, reading.position + self._max_chunk_records))
@@ -466,8 +471,9 @@ class ChunkReader:
         """Whether what follows of this partition may be read."""
         code, number = error.code(), reading.where.number
         if code == KafkaError._PARTITION_EOF:
-            reading.position = max(reading.position, offset or 0)
-            self._send(NoRecordBelow(number, reading.position, reading.number))
+            if (offset or 0) > reading.position:  # else the last chunk says it, as of most partitions
+                reading.position = offset or 0
+                self._send(NoRecordBelow(number, reading.position, reading.number))
         elif code in _OUT_OF_RANGE:
             self._unassign([number])
             # The library has a code for it, and yet gives the code of any lost position.
@@ -494,9 +500,9 @@ class ChunkReader:
 
     def _commit_if_due(self) -> None:
         """Start a commit where there is something new, at most one in 5 s. A pause does not wait for the answer."""
-        now = time.monotonic()
-        if now < self._commit_at_s:
+        if not self._may_commit or (now := time.monotonic()) < self._commit_at_s:
             return
+        self._may_commit = False
         new = [reading for reading in self._readings.values() if reading.durable > reading.asked]
         if new:
             self._commit_at_s = now + _COMMIT_EVERY_S
@@ -518,6 +524,7 @@ class ChunkReader:
                 reading.committed = max(reading.committed, item.offset)
             else:
                 reading.asked = reading.committed
+                self._may_commit = True
 
     def _commit_last(self) -> None:
         self._unassign(list(self._assigned))
@@ -529,6 +536,17 @@ class ChunkReader:
 
     def _is_behind(self) -> bool:
         return any(reading.committed < reading.durable for reading in self._readings.values())
+
+
+def _by_partition(records: list[Any]) -> dict[int, list[Any]]:
+    """Records of each partition, in their order."""
+    first = records[0].partition()
+    if all(record.partition() == first for record in records):  # most chunks: a fetch has long runs of each partition
+        return {first: records}
+    by_partition: dict[int, list[Any]] = {}
+    for record in records:
+        by_partition.setdefault(record.partition(), []).append(record)
+    return by_partition
 
 
 def _find_other(reading: _Reading, records: list[Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -14,6 +14,7 @@ from doll.kafka.reader import (
     Message,
     Partition,
     as_message,
+    bounds_of_partitions,
     count_partitions,
     end_of_unreadable,
     partition_bounds,
@@ -61,6 +62,10 @@ class RangeReader:
         """How many partitions the topic has by now; 0: it does not exist."""
         with translate_errors(self._services.kafka, f"say how many partitions {topic} has"):
             return count_partitions(self._consumer, topic, self._stall_s)
+
+    def bounds_of_partitions(self, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """`bounds` of many partitions, in few requests."""
+        return bounds_of_partitions(self._consumer, self._services.kafka, topic, partitions, self._stall_s)
 
     def records(self, topic: str, kinds: tuple[type, ...], bounds: tuple[int, int] | None = None) -> Iterator[Any]:
         """All control records of a topic with one partition, from its beginning to its present end, or in `bounds`."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
 
 from doll.errors import RecordError, ServiceUnavailableError
 from doll.kafka.clients import make_consumer, retry_while_leaderless, translate_errors
@@ -57,6 +57,57 @@ def partition_bounds(
 
     with translate_errors(address, f"say where {topic}/{partition} begins and ends"):
         return retry_while_leaderless(fetch)
+
+
+def bounds_of_partitions(
+    consumer: Consumer, address: str, topic: str, partitions: Sequence[int], timeout_s: float = _BOUNDS_TIMEOUT_S
+) -> dict[int, tuple[int, int]]:
+    """`partition_bounds` of many partitions: two requests to each broker, and not two to each partition's leader."""
+
+    def fetch() -> dict[int, tuple[int, int]]:
+        low, high = (_offsets_at(consumer, topic, partitions, at, timeout_s) for at in (OFFSET_BEGINNING, OFFSET_END))
+        return {number: (low[number], high[number]) for number in partitions}
+
+    if len(partitions) <= 1:
+        return {number: partition_bounds(consumer, address, topic, number, timeout_s) for number in partitions}
+    with translate_errors(address, f"say where the {len(partitions)} partitions of {topic} begin and end"):
+        return retry_while_leaderless(fetch)
+
+
+def _offsets_at(consumer: Consumer, topic: str, partitions: Sequence[int], at: int, timeout_s: float) -> dict[int, int]:
+    """The beginnings or the ends: the broker takes these numbers for a timestamp, as the library's own lookup does.
+
+    Raises:
+        KafkaException: of the first partition of which the broker does not say it.
+    """
+    asked = [TopicPartition(topic, number, at) for number in partitions]
+    answers = consumer.offsets_for_times(asked, timeout=timeout_s)
+    for answer in answers:
+        if answer.error is not None:
+            raise KafkaException(answer.error)
+    return {answer.partition: int(answer.offset) for answer in answers}
+
+
+class PrefetchedBounds:
+    """Bounds of the partitions of a topic: with the first question, all are asked for. Each answer is given once; then
+    the broker is asked about that partition alone."""
+
+    def __init__(
+        self,
+        bounds_of: Callable[[str, int], tuple[int, int]],
+        bounds_of_partitions: Callable[[str, Sequence[int]], dict[int, tuple[int, int]]],
+        partitions: Sequence[int],
+    ) -> None:
+        self._bounds_of = bounds_of
+        self._bounds_of_partitions = bounds_of_partitions
+        self._partitions = partitions
+        self._known: dict[int, tuple[int, int]] | None = None
+
+    def __call__(self, topic: str, partition: int) -> tuple[int, int]:
+        if self._known is None:
+            self._known = self._bounds_of_partitions(topic, self._partitions)
+        known = self._known.pop(partition, None)
+        return self._bounds_of(topic, partition) if known is None else known
 
 
 class Partition(NamedTuple):
@@ -143,10 +194,15 @@ class Reader:
         self.positions: dict[Partition, int] = {}  # the next offset: all before it has been returned
         self.refused = 0  # values that did not decode
         try:
-            for partition in partitions:
-                low, high = partition_bounds(self._consumer, services.kafka, *partition, lookup_timeout_s)
-                self.ends[partition] = high
-                self.positions[partition] = start(partition, low, high)
+            by_topic: dict[str, list[int]] = {}
+            for topic, number in partitions:
+                by_topic.setdefault(topic, []).append(number)
+            for topic, numbers in by_topic.items():
+                bounds = bounds_of_partitions(self._consumer, services.kafka, topic, numbers, lookup_timeout_s)
+                for number, (low, high) in bounds.items():
+                    partition = Partition(topic, number)
+                    self.ends[partition] = high
+                    self.positions[partition] = start(partition, low, high)
         except BaseException:
             self._consumer.close()
             raise
@@ -253,6 +309,10 @@ class Reader:
         """As `partition_bounds`, of any partition."""
         return partition_bounds(self._ends_client(), self._address, *partition, self._lookup_s)
 
+    def bounds_of_partitions(self, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """As the function of this name, of any topic."""
+        return bounds_of_partitions(self._ends_client(), self._address, topic, partitions, self._lookup_s)
+
     def partition_ends(
         self, topic: str, partitions: int | None = None, timeout_s: float = 1.0
     ) -> list[int] | None:  # fmt: skip
@@ -264,13 +324,12 @@ class Reader:
         client = self._ends_client()
         try:
             count = count_partitions(client, topic, timeout_s) if partitions is None else partitions
-            ends = [
-                int(client.get_watermark_offsets(TopicPartition(topic, number), timeout=timeout_s, cached=False)[1])
-                for number in range(count)
-            ]
+            if count == 1:
+                return [int(client.get_watermark_offsets(TopicPartition(topic, 0), timeout=timeout_s, cached=False)[1])]
+            ends = _offsets_at(client, topic, range(count), OFFSET_END, timeout_s) if count else {}
         except KafkaException:
             return None
-        return ends or None
+        return [ends[number] for number in range(count)] or None
 
     def _ends_client(self) -> Any:
         """Made when it is needed: most readers never look an end up once they read."""

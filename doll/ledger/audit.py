@@ -65,8 +65,8 @@ def _audit_once(
         ledger, generation = build_ledger(config, reader, checkpoint, location)
         for letter in generation.letters(reader.records(dead, (DeadLetter,))):
             ledger.add_dead_letter(letter)
-        bounds = [reader.bounds(samples, n) for n in range(ledger.num_partitions)]
-        lows, ends = [low for low, _ in bounds], [high for _, high in bounds]
+        bounds = reader.bounds_of_partitions(samples, range(ledger.num_partitions))
+        lows, ends = [low for low, _ in bounds.values()], [high for _, high in bounds.values()]
         loss_allowed = config.data.on_data_loss == "skip"
         report = ledger.report(ends, lows=lows, loss_allowed=loss_allowed)
         # What retention has deleted cannot be looked up: there the worker's record counts.
@@ -139,7 +139,8 @@ def _durable(
     if checkpoint is None:
         first = next((record for record in records if isinstance(record, TermStarted)), None)
         if first is None:
-            origins = tuple(reader.bounds(samples, number)[0] for number in range(config.data.num_partitions))
+            bounds = reader.bounds_of_partitions(samples, range(config.data.num_partitions))
+            origins = tuple(low for low, _ in bounds.values())
         else:
             origins = first.origins
         durable = DurableModel(

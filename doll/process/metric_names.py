@@ -23,6 +23,7 @@ DELIVERED_TOTAL: Final = "delivered_total"
 RATE_PER_S: Final = "rate_per_s"
 """Samples per second that the producer sends."""
 LOST_FROM: Final = "lost_from"
+LOST_PARTITION: Final = "lost_partition"
 LOST_UNTIL: Final = "lost_until"
 """Offsets [from, until) of its partition that a worker stops for, because they were deleted."""
 

@@ -12,6 +12,7 @@ from doll.errors import BadStreamError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import with_partitions
 from doll.kafka.range_reader import RangeReader
+from doll.kafka.reader import PrefetchedBounds
 from doll.kafka.samples_topic import ReplacedSamplesError, describe_samples
 from doll.kafka.start_offsets import start_offsets
 from doll.kafka.topic_watch import TopicWatch
@@ -199,11 +200,19 @@ def _start(
     now = time.monotonic()
     # A consumer of its own: on the channel's, each request would wait behind the fetch of events (0.5 s a partition).
     with RangeReader(config, services) as reader:
+
+        def bounds_of(partitions: int) -> PrefetchedBounds:
+            return PrefetchedBounds(reader.bounds, reader.bounds_of_partitions, range(partitions))
+
         if checkpoint is not None:
             counts = read_counts(config, checkpoint.state)
             try:
                 samples = describe_samples(
-                    config, services, reader.bounds, expected_id=counts.samples_id, read_until=counts.read_until
+                    config,
+                    services,
+                    bounds_of(len(counts.read_until)),
+                    expected_id=counts.samples_id,
+                    read_until=counts.read_until,
                 )
             except ReplacedSamplesError as exc:
                 if not fresh:
@@ -213,7 +222,7 @@ def _start(
                 log.info("resumed", version=checkpoint.version, from_term=checkpoint.term)
                 return Start.resume(term, now, checkpoint, samples.topic_id, counts.run_id or new_run_id())
         config = with_partitions(config, services, begins=True)
-        samples = describe_samples(config, services, reader.bounds)
+        samples = describe_samples(config, services, bounds_of(config.data.num_partitions))
     origins = start_offsets(config, services, samples)
     if generation:
         start = str(config.data.start)

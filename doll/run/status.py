@@ -11,7 +11,7 @@ from doll.config import JobConfig
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import with_partitions
-from doll.kafka.reader import Partition, Tail
+from doll.kafka.reader import Tail
 from doll.ledger.admission import read_lineage
 from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport, named
@@ -115,8 +115,8 @@ def status_of(target: Target) -> JobStatus | EndedRun:
         for record in _of_this_run(target, [entry.record for entry in tail.read_history()]):
             model.feed(record)
             heartbeats.feed(record)
-        low = {number: tail.bounds(Partition(config.topic("samples"), number))[0] for number in model.next_offsets}
-    for partition, first in sorted(low.items()):
+        bounds = tail.bounds_of_partitions(config.topic("samples"), sorted(model.next_offsets))
+    for partition, (first, _) in bounds.items():
         next_offset = model.next_offsets[partition]
         if next_offset < first and model.history.finished is None:
             model.add_lost(partition, next_offset, first)

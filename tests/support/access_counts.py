@@ -33,8 +33,8 @@ def count_reads(engine: Engine) -> None:
     CountingList.reads = 0
 
 
-def reads_per_event(policy: PolicyConfig, num_workers: int, rounds: int) -> float:
-    driver = Driver(policy, num_workers)
+def reads_per_event(policy: PolicyConfig, num_workers: int, rounds: int, num_partitions: int | None = None) -> float:
+    driver = Driver(policy, num_workers, num_partitions=num_partitions)
     count_reads(driver.engine)
     before = driver.num_events
     for _ in range(rounds):

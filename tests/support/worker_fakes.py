@@ -57,6 +57,9 @@ class FakeChannel(WorkerChannel):
             raise self.bounds
         return self.bounds
 
+    def bounds_of_partitions(self, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
+        return {number: self.watermarks(topic, number) for number in partitions}
+
     def holds_record(self, topic: str, partition: int, lo: int, hi: int) -> bool:
         return self.records_left
 

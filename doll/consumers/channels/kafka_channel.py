@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, TypeAlias
 
 from doll.config import JobConfig
@@ -17,7 +17,7 @@ from doll.errors import FencedError, ServiceUnavailableError
 from doll.kafka.clients import make_consumer
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.reader import Partition, Reader, partition_bounds
+from doll.kafka.reader import Partition, Reader, bounds_of_partitions, partition_bounds
 from doll.process.metric_names import worker_source
 from doll.records.control import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome
 from doll.services import Services
@@ -97,6 +97,10 @@ class WorkerChannel:
     def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
         """(low, high): the first offset that the partition still holds, and the one that its next record gets."""
         return partition_bounds(self._metadata_consumer, self._services.kafka, topic, partition, _LOOKUP_S)
+
+    def bounds_of_partitions(self, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """`watermarks` of many partitions, in few requests."""
+        return bounds_of_partitions(self._metadata_consumer, self._services.kafka, topic, partitions, _LOOKUP_S)
 
     def holds_record(self, topic: str, partition: int, lo: int, hi: int) -> bool:
         """Whether there is a record in [lo, hi): the marker of a transaction takes an offset and is no record."""

@@ -14,7 +14,7 @@ from doll.consumers.lifecycle.departure import ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
 from doll.kafka.samples_topic import TRUNCATED_ADVICE, lost_records, short_log_message, truncated_message
-from doll.process.metric_names import LOST_FROM, LOST_UNTIL
+from doll.process.metric_names import LOST_FROM, LOST_PARTITION, LOST_UNTIL
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -67,7 +67,8 @@ class DeletedRecords:
             return offset
         reason = lost_records(self._topic, self._partition, offset, low)
         if self._on_data_loss == "stop":
-            self._channel.report({LOST_FROM: float(offset), LOST_UNTIL: float(low)})
+            lost = {LOST_PARTITION: self._partition, LOST_FROM: offset, LOST_UNTIL: low}
+            self._channel.report({name: float(value) for name, value in lost.items()})
             self._exit.request(DataLossError.exit_code, reason)
             return None
         log.error("records_lost", reason=reason, action="going on without them (data.on_data_loss: skip)")

@@ -415,11 +415,11 @@ class ProgressModel:
 
 def _lost(record: Metric) -> Range | None:
     """The records that a worker reports as lost when it stops because of them."""
-    lo, hi = (record.values.get(name, math.nan) for name in (names.LOST_FROM, names.LOST_UNTIL))
-    worker = names.worker_of(record.source)
-    if worker is None or not (math.isfinite(lo) and math.isfinite(hi)):
+    lost = [record.values.get(name, math.nan) for name in (names.LOST_PARTITION, names.LOST_FROM, names.LOST_UNTIL)]
+    if names.worker_of(record.source) is None or not all(map(math.isfinite, lost)):
         return None
-    return Range(worker, int(lo), int(hi))
+    partition, lo, hi = map(int, lost)
+    return Range(partition, lo, hi)
 
 
 def _int_or_none(value: float | None) -> int | None:

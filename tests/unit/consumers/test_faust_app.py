@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from doll.config import parse
-from doll.consumers.faust_app import run_faust
+from doll.consumers.faust_app import ChunkConsumer, run_faust
 from doll.consumers.intake import deleted_records
 from doll.consumers.intake.decoding import Decoded, RawRecords
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
@@ -136,6 +137,16 @@ def test_chunks_become_batches_and_what_is_durable_is_committed(tmp_path: Path, 
     assert (code, reader.closed) == (0, True)
     assert rig.runtime.intakes[1].batcher.next_offset == 118
     assert [batch.number for batch in rig.core.served[1].batches] == [7, 8]
+
+
+def test_chunks_that_are_there_come_in_one_event_up_to_anything_else() -> None:
+    consumer = ChunkConsumer.__new__(ChunkConsumer)
+    chunks = [Chunk(number, [5], [b"a"]) for number in range(100)]
+    consumer._deliveries = deque([*chunks, NoRecordBelow(3, 9), *chunks[:2]])
+    taken = [consumer._take_chunks() for _ in range(3)]
+    assert [len(items) for items in taken] == [64, 36, 0]
+    assert [*taken[0], *taken[1]] == chunks
+    assert len(consumer._deliveries) == 3
 
 
 def test_faust_waits_for_nothing_at_the_start_and_at_the_end(

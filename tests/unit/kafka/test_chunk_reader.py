@@ -340,8 +340,11 @@ def test_a_failure_of_whoever_takes_is_the_last_delivery(config: JobConfig, serv
         if len(got) == 1:
             raise RuntimeError("no room")
 
+    producer = Producer(kafka_settings(config, services))
+    producer.produce(config.topic("samples"), b"x", partition=0)
+    assert producer.flush(60) == 0
     reader = ChunkReader(config, services, config.topic("samples"), [ReadFrom(0, 0)], group=GROUP)
-    reader.start(deliver)  # what comes first is the end of the empty log
+    reader.start(deliver)
     until(lambda: len(got) == 2, "the failure")
     assert isinstance(got[1], RuntimeError)
     reader.close()
@@ -556,3 +559,12 @@ def test_a_partition_that_was_added_since_is_read_at_once(make_rig: Callable[...
     rig.reader.change((), [ReadFrom(2, 0)])
     chunk = rig.take_until(Chunk)
     assert (chunk.partition, chunk.values[0]) == (2, b"a")
+
+
+def test_an_end_that_the_last_chunk_says_is_not_told_of(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    for number in range(20):
+        rig.write(b"%d" % number)
+        assert isinstance(rig.take(), Chunk)
+    with pytest.raises(queue.Empty):
+        rig.deliveries.get(timeout=0.5)

@@ -10,7 +10,7 @@ from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.reader import Partition, Reader, Tail, from_end
+from doll.kafka.reader import Partition, PrefetchedBounds, Reader, Tail, from_end
 from doll.records.control import Hello, encode
 from doll.services import Services
 
@@ -58,6 +58,33 @@ def test_each_partition_is_read_from_its_start_and_its_position_follows(config: 
         assert reader.bounds(Partition(config.topic("events"))) == (0, 0)
 
 
+def test_the_bounds_of_many_partitions_come_at_once(services: Services, job_name: str) -> None:
+    config = parse(f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 2, partitions: 40}}\n")
+    topics.ensure(config, services)
+    samples = config.topic("samples")
+    for partition in (0, 7, 39):
+        write(config, services, "samples", *[b"x"] * (partition + 1), partition=partition)
+    expected = {number: (0, number + 1 if number in (0, 7, 39) else 0) for number in range(40)}
+    with RangeReader(config, services) as reader:
+        assert reader.bounds_of_partitions(samples, range(40)) == expected
+        assert reader.bounds_of_partitions(samples, [7]) == {7: (0, 8)}
+        assert reader.bounds_of_partitions(samples, []) == {}
+        asked: list[int] = []
+
+        def bounds_of(topic: str, partition: int) -> tuple[int, int]:
+            asked.append(partition)
+            return reader.bounds(topic, partition)
+
+        bounds = PrefetchedBounds(bounds_of, reader.bounds_of_partitions, range(40))
+        assert {number: bounds(samples, number) for number in range(40)} == expected
+        assert asked == []
+        write(config, services, "samples", b"x", partition=7)
+        assert (bounds(samples, 7), asked) == ((0, 9), [7]), "asked again, it asks again"
+    with Tail(config, services, (config.topic("updates"),)) as tail:
+        assert tail.partition_ends(samples, 40) == [1, *[0] * 6, 9, *[0] * 31, 40]
+        assert tail.bounds_of_partitions(samples, range(1, 3)) == {1: (0, 0), 2: (0, 0)}
+
+
 def test_from_the_end_only_what_comes_later_is_read(config: JobConfig, services: Services) -> None:
     write(config, services, "events", b"old")
     with Reader(config, services, "test", (Partition(config.topic("events")),), from_end) as reader:
@@ -91,6 +118,14 @@ def test_a_tail_reads_to_the_end_of_its_topics(config: JobConfig, services: Serv
 def test_a_topic_that_does_not_exist_is_named(services: Services, config: JobConfig) -> None:
     with pytest.raises(ServiceUnavailableError, match=r"say where doll\.none\.x/0 begins and ends"):
         Reader(config, services, "test", (Partition("doll.none.x"),))
+
+
+def test_many_partitions_of_a_topic_that_does_not_exist_are_named(config: JobConfig, services: Services) -> None:
+    with (
+        RangeReader(config, services, 1.0) as reader,
+        pytest.raises(ServiceUnavailableError, match="where the 3 partitions of nothing-here begin and end"),
+    ):
+        reader.bounds_of_partitions("nothing-here", range(3))
 
 
 def test_a_range_is_read_with_headers_and_ends_at_its_end(config: JobConfig, services: Services) -> None:

@@ -1,4 +1,5 @@
-"""No event but a checkpoint makes the engine or a policy look at every worker: accesses are counted, not time."""
+"""No event but a checkpoint makes the engine or a policy look at every worker or partition: accesses are counted, not
+time."""
 
 from __future__ import annotations
 
@@ -23,6 +24,12 @@ def test_the_cost_of_an_event_does_not_grow_with_the_number_of_workers(name: str
     # Of `bsp` whole rounds: its update touches every worker, once for as many gradients.
     small, large = (reads_per_event(POLICIES[name], n, 2 * LARGE) for n in (SMALL, LARGE))
     assert 0 < large < 1.1 * small
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nor_with_the_number_of_partitions(name: str) -> None:
+    few, many = (reads_per_event(POLICIES[name], SMALL, 2 * LARGE, partitions) for partitions in (SMALL, 1_000))
+    assert 0 < many < 1.1 * few
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -273,7 +273,9 @@ def test_the_limit_of_a_wave_is_named_as_such() -> None:
 def test_lost_records_are_noted_once_and_counted(running: ProgressModel) -> None:
     assert running.snapshot(20.0).lost == ()
     for _ in range(2):  # a worker that stops for it is started again, and says so again
-        running.feed(Metric(source="worker-1", values={"lost_from": 40.0, "lost_until": 44.0}, time_s=0.0))
+        running.feed(
+            Metric(source="worker-1", values={"lost_partition": 1.0, "lost_from": 40.0, "lost_until": 44.0}, time_s=0.0)
+        )
     member = Member(worker=1, partition=1, batch=6, lo=48, hi=56, n_samples=6, base_version=50, lost=((48, 50),))
     running.feed(Update(term=1, version=51, members=(member,), n_samples=6, loss=1.0))
     for name, values in {"x": {"lost_from": 1.0}, "worker-0": {"lost_from": math.nan, "lost_until": 3.0}}.items():
