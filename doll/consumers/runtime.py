@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, Final, Protocol
 
 from doll.config import JobConfig
@@ -48,7 +50,19 @@ from doll.process.data_limit import out_of_memory
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
 from doll.records.bounds import Bounds, Cuts
-from doll.records.control import Announce, AnyRecord, GetRows, Grant, Hello, Nack, Push, RowsStored, Welcome, decode
+from doll.records.control import (
+    MOST_UNREAD,
+    Announce,
+    AnyRecord,
+    GetRows,
+    Grant,
+    Hello,
+    Nack,
+    Push,
+    RowsStored,
+    Welcome,
+    decode,
+)
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -524,6 +538,8 @@ class WorkerRuntime:
         }
         waiting = len(self.buffer) + self._num_decoding + self._num_behind
         self._core.lag = sum(unread.values()) + waiting * self._config.data.records_per_batch
+        most = heapq.nlargest(MOST_UNREAD, unread.items(), key=itemgetter(1))
+        self._core.most_unread = tuple(item for item in most if item[1])
         return unread
 
     # --- the end ----------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from doll.ps.channels.control_channel import ControlChannel
 from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
+from doll.ps.engine.limit import LimitWatch
 from doll.ps.engine.measures import PolicyMeasures
 from doll.ps.engine.stopping import StallDetector
 from doll.ps.event_log import FileEventLog
@@ -155,6 +156,7 @@ class ParameterServer:
         self._status_at_s = 0.0
         self._leader_since_s = time.time()
         self._stall = StallDetector(clock())
+        self._limit = LimitWatch()
         self._refused: Counter[str] = Counter()  # the engine's own are of its events alone, for a replay
         self._welcomed: dict[int, int] = {}  # worker -> session of its last Welcome
 
@@ -341,6 +343,7 @@ class ParameterServer:
             num_workers=engine.moves.num_workers, moving_partitions=len(engine.moves.targets),
             run_id=engine.start.run_id, source_ended=bool(engine.ending.ends),
             counters={**engine.counters, **counters, **self._refused}, measures=self._measures.report(),
+            limit=self._limit.observe(engine, now),
             dead_reasons=engine.refusals.reasons.in_order(), recent_records=engine.refusals.recent_records,
             recent_refused=engine.refusals.recent_refused, skipped=engine.refusals.skipped.in_order(),
         )  # fmt: skip

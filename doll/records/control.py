@@ -20,6 +20,7 @@ from doll.errors import RecordError, SchemaVersionError
 MAGIC: Final = 0xD0
 SCHEMA_VERSION: Final = 8
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
+MOST_UNREAD: Final = 8  # partitions that an Alive names
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower):
@@ -137,6 +138,7 @@ class Alive(Record, frozen=True):
     retained: int = 0  # batches held and not yet durable
     next_offset: int = 0  # next sample offsets that this worker will read, added up over its partitions
     lag: int = 0  # records in its partitions that this worker has not read yet
+    most_unread: tuple[tuple[int, int], ...] = ()  # (partition, records not read) of the `MOST_UNREAD` with the most
     waiting_for: str = ""  # why it cannot decode records at present; "" while it can
 
 
@@ -452,6 +454,22 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     waiting_for: str = ""  # as in its last Alive
 
 
+class Limit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What limits the job (`doll.ps.engine.limit`).
+
+    `dry`: others wait for a worker whose partitions hold no record to read. `slow`: others wait for a worker that takes
+    longer for a batch. `partition`: one partition has most of the unread records, and its worker computes all the time.
+    `workers`: all of them compute all the time, and records are unread.
+    """
+
+    kind: Literal["dry", "slow", "partition", "workers"]
+    worker: int = -1  # that is waited for, or serves the partition; -1: all
+    partitions: tuple[int, ...] = ()  # that one; of a dry worker, its first ones
+    num_partitions: int = 0  # that the worker serves
+    unread: int = 0  # records, of all partitions
+    share: float = 0.0  # of these in that partition
+
+
 class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the consistency policy gave and cost since its server began the term (`doll.ps.engine.measures`)."""
 
@@ -489,6 +507,7 @@ class ServerStatus(Record, frozen=True):
     workers: tuple[WorkerStatus, ...]  # one per worker, in order
     counters: Mapping[str, int] = {}  # of the engine: what was refused, requeued, ...
     measures: Measures | None = None
+    limit: Limit | None = None  # None: nothing waits, or it is not known
     dead_reasons: tuple[tuple[str, int], ...] = ()  # of the applied batches' dead letters, and how many have each
     recent_records: int = 0  # the last ones, of which `data.on_bad_records` takes the share
     recent_refused: int = 0  # of these

@@ -65,6 +65,8 @@ class JobStatus:
         for reason in reasons:
             workers = ", ".join(str(line.worker) for line in snapshot.workers if line.waiting_for == reason)
             lines.append(f"waiting: worker {workers}: {reason}")
+        if snapshot.limit and not snapshot.finished:
+            lines.append(f"limits: {snapshot.limit}")
         if snapshot.policy is not None:
             lines.append(snapshot.policy.text())
         if dead := snapshot.dead.text():

@@ -394,6 +394,7 @@ class WorkerCore:
         self.market = market
         self.incarnation = incarnation
         self.draining = False
+        self.most_unread: tuple[tuple[int, int], ...] = ()  # as `lag`, see `Alive`
         self.waiting_for = ""  # why no batch is decoded at present; "" while they are
         self._retained = self._num_read = 0
         self._new: list[Batch] = []  # not announced, in the order in which they came
@@ -796,7 +797,7 @@ class WorkerCore:
             retained, offset = self.retained, self.next_offset
             alive = Alive(
                 worker=self.worker, session=self.session, retained=retained, next_offset=offset, lag=self.lag,
-                waiting_for=self.waiting_for,
+                most_unread=self.most_unread, waiting_for=self.waiting_for,
             )  # fmt: skip
             actions.append(Send(alive))
         if now - self._announced_at_s >= ANNOUNCE_EVERY_S:

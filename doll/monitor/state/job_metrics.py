@@ -64,6 +64,10 @@ def server_samples(status: ServerStatus) -> Iterator[Sample]:
     yield from samples_of("ps", _fields(status, _SERVER_FIELDS) | counters)
     if status.measures is not None:
         yield from _policy_samples(status.measures)
+    if (limit := status.limit) is not None:
+        place = (("worker", limit.worker), ("partition", limit.partitions[0] if limit.kind == "partition" else -1))
+        labels = (("kind", limit.kind), *((name, str(number) if number >= 0 else "") for name, number in place))
+        yield Sample("doll_ps_limit", labels, limit.share or 1.0)
     for worker in status.workers:
         values = {"live": float(worker.is_live), "restarts_total": float(worker.restarts)}
         values |= _fields(worker, _WORKER_FIELDS)

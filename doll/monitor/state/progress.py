@@ -12,6 +12,7 @@ from doll.ledger import offset_ranges
 from doll.ledger.balance import Range, named
 from doll.ledger.offset_ranges import Span
 from doll.monitor.state.history import History
+from doll.monitor.state.limit_text import limit_text
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.prequential import Means
 from doll.monitor.state.rates import (
@@ -136,6 +137,7 @@ class JobSnapshot:
     updates: int = 0  # of `version`, updates that learned a sample: what a stop rule counts
     dead: DeadLetterCounts = DeadLetterCounts()
     skipped: tuple[tuple[str, int], ...] = ()  # samples that the task has left out, by reason
+    limit: str = ""  # what limits it, and what to do
 
 
 class ProgressModel:
@@ -393,6 +395,7 @@ class ProgressModel:
             updates=history.learned_updates,
             dead=self.dead_letters(),
             skipped=self.skipped(),
+            limit=limit_text(self.config, self._status),
         )
 
     def dead_letters(self) -> DeadLetterCounts:

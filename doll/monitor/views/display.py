@@ -111,6 +111,8 @@ def panel(snapshot: JobSnapshot, stop: StopConfig) -> RenderableType:
         parts.append(escape(snapshot.costs))
     if dead := snapshot.dead.text():
         parts.append(f"[red]{escape(dead)}[/]")
+    if snapshot.limit and not snapshot.finished:
+        parts.append(f"[yellow]limits[/] {escape(snapshot.limit)}")
     parts.append(_Workers(snapshot))
     for at_s, text in snapshot.events[-4:]:
         parts.append(f"[yellow]{clock(at_s):>7}[/] {escape(text)}")

@@ -325,7 +325,7 @@ class Engine:
                 self._on_nack(event)
             case Alive():
                 if (worker := self._accept(event.worker, event.session)) is not None:
-                    worker.retained, worker.lag, worker.waiting_for = event.retained, event.lag, event.waiting_for
+                    worker.heard(event)
             case Leave():
                 if (worker := self._accept(event.worker, event.session)) is not None:
                     worker.left = True

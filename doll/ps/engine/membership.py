@@ -14,7 +14,7 @@ from typing import Final
 from doll.ps.engine.batch_queue import BatchQueue
 from doll.ps.engine.events import EngineAction, SendHello
 from doll.ps.policies.base import BatchId
-from doll.records.control import Fence, Join
+from doll.records.control import Alive, Fence, Join
 
 # Sessions handed out by one parameter server lie in [term << 20, (term + 1) << 20): a later server's are always
 # higher, so it need not remember what its predecessor handed out after the last checkpoint.
@@ -46,6 +46,7 @@ class Worker:
     moved: float = 0.0  # see `doll.ps.policies.base.WorkerCounters`; kept by the engine
     retained: int = 0  # as in its last Alive, like `lag`
     lag: int = 0
+    most_unread: tuple[tuple[int, int], ...] = ()
     waiting_for: str = ""
     is_done: bool = False  # see `doll.ps.policies.base.WorkerCounters`; kept by `doll.ps.engine.ending`
 
@@ -58,6 +59,11 @@ class Worker:
     def is_live(self) -> bool:
         """It is here and serves a partition: a spare is waited for by nobody."""
         return self.present and not self.left and bool(self.queue.partitions)
+
+    def heard(self, alive: Alive) -> None:
+        """What its process says of itself."""
+        self.retained, self.lag, self.waiting_for = alive.retained, alive.lag, alive.waiting_for
+        self.most_unread = alive.most_unread
 
     @property
     def held(self) -> int:

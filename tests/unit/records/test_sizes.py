@@ -7,6 +7,7 @@ from doll.records.control import (
     Announce,
     AnyRecord,
     Durable,
+    Limit,
     Measures,
     Member,
     ProvisionDecision,
@@ -49,6 +50,9 @@ STATUS = ServerStatus(
     samples_total=COUNT, batches_total=COUNT, waiting_batches=COUNT, computing_batches=COUNT, shortfall_batches=0,
     stalled_s=0.0, workers=tuple(map(worker, range(N))), counters={f"counter_{n}_total": COUNT for n in range(50)},
     measures=Measures(staleness=dict.fromkeys(range(200), COUNT)),
+    limit=Limit(
+        kind="partition", worker=N, partitions=tuple(range(N, N + 8)), num_partitions=N, unread=OFFSET, share=0.9
+    ),
 )  # fmt: skip
 
 RECORDS: dict[str, AnyRecord] = {

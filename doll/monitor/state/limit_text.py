@@ -1,0 +1,59 @@
+"""What limits a job, in one line with the remedy. Pure."""
+
+from __future__ import annotations
+
+from doll.config import JobConfig
+from doll.records.control import Limit, ServerStatus
+
+
+def limit_text(config: JobConfig, status: ServerStatus | None) -> str:
+    """Empty where nothing is known to limit the job."""
+    if status is None or (item := status.limit) is None:
+        return ""
+    match item.kind:
+        case "dry":
+            return (
+                f"the others wait for worker {item.worker}, whose {_partitions(item)} no records (policy "
+                f"{config.training.policy.name} takes a batch of each worker): fewer workers (doll scale), records for "
+                "these partitions, or a policy that waits for none without batches (doll, asp, ssp)"
+            )
+        case "slow":
+            batch_s = next((worker.batch_s for worker in status.workers if worker.worker == item.worker), 0.0)
+            return (
+                f"the others wait for worker {item.worker}, which takes {batch_s:.3g} s for a batch (policy "
+                f"{config.training.policy.name}): another machine for it, or a policy that does not wait (doll, asp)"
+            )
+        case "partition":
+            return _of_partition(item)
+        case "workers":
+            return _of_workers(config, status, item)
+
+
+def _of_partition(item: Limit) -> str:
+    others = item.num_partitions - 1
+    rest = f"its {others} other partition{'s' * (others > 1)} may move to others (data.rebalance_s); " if others else ""
+    return (
+        f"partition {item.partitions[0]} has {item.share:.0%} of the {item.unread:,} unread records, and worker "
+        f"{item.worker} computes without pause: more workers do not help; {rest}spread its keys over more partitions, "
+        "or use a faster machine"
+    )
+
+
+def _of_workers(config: JobConfig, status: ServerStatus, item: Limit) -> str:
+    workers = status.num_workers or config.data.workers
+    partitions = sum(worker.partitions for worker in status.workers)
+    places = min(config.data.places, partitions)
+    if workers < places:
+        todo = f"more workers (doll scale, up to {places})"
+    elif workers < partitions:
+        todo = "more workers (resume with a larger data.max_workers)"
+    else:
+        todo = "each has one partition: more partitions, or faster machines"
+    return f"all {workers} workers compute without pause, and {item.unread:,} records are unread: {todo}"
+
+
+def _partitions(item: Limit) -> str:
+    named, more = ", ".join(map(str, item.partitions)), item.num_partitions - len(item.partitions)
+    if item.num_partitions == 1:
+        return f"partition {named} has"
+    return f"partitions {named}{f' and {more} more' if more else ''} have"

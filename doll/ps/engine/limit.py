@@ -1,0 +1,75 @@
+"""What limits the job: a partition, a worker, or all workers. From what the server knows, for people. Pure."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Final, Literal
+
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.membership import Worker
+from doll.records.control import Limit
+
+STANDS_S: Final = 3.0  # for so long it must be the same: a batch more or less is nothing
+_NAMED: Final = 8  # partitions of a worker
+_SLOW: Final = 1.5  # times the median time of a batch
+_MOST: Final = 0.5  # share of the unread records
+_BACKLOG_BATCHES: Final = 4  # for each worker: fewer are on their way
+_BUSY: Final = 0.75  # share of the workers
+
+
+class LimitWatch:
+    """Reports what has limited the job for a while. Call `observe` about once a second."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[str, int, tuple[int, ...]] | None = None
+        self._since_s = 0.0
+
+    def observe(self, engine: Engine, now: float) -> Limit | None:
+        """What limits the job since `STANDS_S` or longer; None: nothing, or something else each time."""
+        item = limit_of(engine)
+        seen = None if item is None else (item.kind, item.worker, item.partitions)
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now
+        return item if now - self._since_s >= STANDS_S else None
+
+
+def limit_of(engine: Engine) -> Limit | None:
+    """What limits the job at this moment, as far as counters and heartbeats say; None where nothing waits."""
+    live = [worker for worker in engine.workers() if worker.is_live]
+    unread = sum(worker.lag for worker in live)
+    for number in sorted(engine.policy.waits_for(engine)):
+        worker = engine.worker(number)
+        if (kind := _why(worker, live)) is not None:
+            partitions = tuple(sorted(worker.queue.partitions))
+            return Limit(
+                kind=kind, worker=number, partitions=partitions[:_NAMED] if kind == "dry" else (),
+                num_partitions=len(partitions), unread=unread,
+            )  # fmt: skip
+    backlog = _BACKLOG_BATCHES * engine.settings.records_per_batch
+    fullest = max(live, key=_fullest_of, default=None)
+    if fullest is not None and (most := _fullest_of(fullest)) >= max(backlog, _MOST * unread) and _is_busy(fullest):
+        partition = max(fullest.most_unread, key=lambda item: item[1])[0]
+        return Limit(
+            kind="partition", worker=fullest.number, partitions=(partition,), share=most / unread, unread=unread,
+            num_partitions=len(fullest.queue.partitions),
+        )  # fmt: skip
+    if unread >= backlog * max(1, len(live)) and sum(map(_is_busy, live)) >= _BUSY * len(live):
+        return Limit(kind="workers", unread=unread)
+    return None
+
+
+def _why(worker: Worker, live: list[Worker]) -> Literal["dry", "slow"] | None:
+    """Why the others wait for this worker; None: it is its turn, as it is that of another in a moment."""
+    if not (worker.lag or worker.queue.waiting or worker.computing):
+        return "dry"
+    others = [other.batch_s for other in live if other is not worker and other.batch_s]
+    return "slow" if others and worker.batch_s > _SLOW * median(others) else None
+
+
+def _fullest_of(worker: Worker) -> int:
+    """Unread records of the partition of a worker that has most."""
+    return max((count for _, count in worker.most_unread), default=0)
+
+
+def _is_busy(worker: Worker) -> bool:
+    return worker.computing > 0 or worker.held > 0
