@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 from pydantic import (
     AwareDatetime,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -97,6 +98,9 @@ class DataConfig(Section):
     partitions: PositiveInt | None = Field(default=None, le=100_000)
     """partitions of the samples topic when the job begins, each a stream of its own; a worker serves any number of
     them, and those that are added later are read as well [data.workers; with data.topic: as many as that topic has]"""
+    rebalance_s: NonNegativeFloat = 60.0
+    """how often partitions may go to other workers, where a worker that is behind has much more to learn than others
+    (seconds); as long is measured what each partition brings; 0: only `doll scale` moves partitions, by their number"""
     batch_size: PositiveInt = Field(default=64, le=10_000_000)
     """b: samples per batch; records, where a task makes several samples of one (`Task.max_samples_per_record`)"""
     samples_per_record: PositiveInt = 1

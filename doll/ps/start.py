@@ -80,6 +80,7 @@ def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
     return EngineSettings(
         num_workers=config.data.workers,
         max_workers=config.data.places,
+        rebalance_s=config.data.rebalance_s,
         records_per_batch=config.data.records_per_batch,
         max_pending_batches=config.worker.max_pending_batches,
         lease_s=config.worker.lease_s,

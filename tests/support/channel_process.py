@@ -59,7 +59,7 @@ _IDS: Final = 24
 JOB = """
 job: unit
 task: %s
-data: {workers: %d, max_workers: %d, batch_size: 4}
+data: {workers: %d, max_workers: %d, batch_size: 4, rebalance_s: 1}
 training: {policy: %s, optimizer: {name: sgd, lr: %g}}
 worker: {max_pending_batches: 12}
 checkpoint: {every_updates: %d, every_s: 1000000}

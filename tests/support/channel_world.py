@@ -75,6 +75,7 @@ class World(worlds.World[Process]):
         )  # fmt: skip
         self.rng, self.cut_rng = random.Random(seed), random.Random(seed + 1)
         self.share_cut = self.cut_rng.choice((0.0, 0.05, 0.5))
+        self.loads = random.Random(seed)  # of partitions, and where these go for it
         self.partitions = self._partitions_at_start = self.rng.choice((WORKERS, WORKERS, WORKERS + 2, 3 * WORKERS))
         self._topic_rng = random.Random(-1 - seed)
         self.growth = self._topic_rng.choice(_GROWTH) if self.grows else 0.0
@@ -329,7 +330,7 @@ class World(worlds.World[Process]):
                 self.compute(process)
             case "announce" if core is not None:
                 self.do(process, core._announce_all())
-                process.to_server["kafka"].append(Alive(worker=process.worker, session=core.session))
+                process.to_server["kafka"].append(self.alive(process))
             case "copy" if process.sent_again:
                 self.copy(process)
             case "link":
@@ -350,6 +351,8 @@ class World(worlds.World[Process]):
                 self.pass_time(_GRANT_TIMEOUT_S, self.live())
             case "scale":
                 self.scale()
+                if self.loads.random() < 0.2:
+                    self.balance()
             case "lease":
                 self.pass_time(_LEASE_S, [item for item in self.live() if item is not process])
 
@@ -367,6 +370,13 @@ class World(worlds.World[Process]):
         self.handle(ev.TopicGrew(partitions=self.partitions))
         self.counts["partitions added"] += len(self.engine.snapshot(self.now).origins) - known
 
+    def alive(self, process: Process) -> Alive:
+        """A heartbeat by which a partition of the worker has much to learn, so that others may get its others."""
+        core = process.protocol
+        unread = tuple((number, self.loads.choice((0, 10, 1000))) for number in sorted(core.served)[:2])
+        lag = sum(count for _, count in unread)
+        return Alive(worker=process.worker, session=core.session, lag=lag, most_unread=unread)
+
     def scale(self) -> None:
         """The job is to have another number of workers; processes come for them, some of them before."""
         wanted = self.rng.randrange(1, PLACES + 1)
@@ -375,6 +385,15 @@ class World(worlds.World[Process]):
             if not self.processes[worker]:
                 self.start_process(worker)
         self.handle(Scale(workers=wanted, run_id=""))
+
+    def balance(self) -> None:
+        """Any partitions go to any workers, while their number stays."""
+        moves = self.engine.moves
+        if self.engine.finished is None and not moves.targets:
+            owners = self.engine.snapshot(self.now).assignment
+            wanted = [self.loads.choice((owner, self.loads.randrange(moves.num_workers))) for owner in owners]
+            assert moves._plan(wanted) == []
+            self.counts["balanced"] += bool(moves.targets)
 
     def copy(self, process: Process) -> None:
         """Something that this process got or sent comes again, late, on any channel."""
@@ -423,7 +442,7 @@ class World(worlds.World[Process]):
         self.now += seconds
         for process in heard:
             if process.core is not None:
-                self.handle(Alive(worker=process.worker, session=process.core.session))
+                self.handle(self.alive(process))
         self.handle(ev.Tick())
 
 

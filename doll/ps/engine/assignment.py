@@ -8,12 +8,19 @@ In a new job, partition p is served by worker p modulo the number of workers. Th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from doll.ps.engine.events import EngineSnapshot
 from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.settings import EngineSettings
+
+# A move must lower the larger load of the two workers by this share of the mean load: few partitions move.
+_LEAST_GAIN: Final = 0.1
+# What each partition counts beside its load, as a share of the mean load of one: so idle ones are spread as well.
+_BASE_LOAD: Final = 0.05
 
 
 def first_assignment(num_partitions: int, num_workers: int) -> tuple[int, ...]:
@@ -48,6 +55,77 @@ def reassigned(current: Sequence[int], num_workers: int) -> tuple[int, ...]:
             partitions.append(free.pop())
     owners = {partition: worker for worker, partitions in enumerate(served) for partition in partitions}
     return tuple(owners[partition] for partition in range(len(current)))
+
+
+def reassigned_by_load(current: Sequence[int], num_workers: int, loads: Sequence[float]) -> tuple[int, ...]:
+    """The assignment to `num_workers` workers by what each partition brings, with few moves.
+
+    Partitions of workers that are no more go first, the largest to whoever has least. Then partitions go from the
+    worker with most to the one with least, as long as that lowers the larger of both loads by a tenth of the mean. Each
+    worker has a partition, where there are enough. It is its own: assigned again by the same loads, nothing moves.
+
+    Args:
+        loads: of each partition, not negative, in any unit.
+
+    >>> reassigned_by_load((0, 1, 0, 1, 0, 1), 2, (90, 1, 40, 1, 40, 1))
+    (1, 1, 0, 1, 0, 1)
+    >>> reassigned_by_load((0, 1, 0, 1), 2, (90, 1, 1, 1))
+    (0, 1, 0, 1)
+    """
+    base = _BASE_LOAD * (sum(loads) / len(loads) or 1.0)
+    weights = [load + base for load in loads]
+    owners = list(current)
+    served: list[set[int]] = [set() for _ in range(num_workers)]
+    totals = [0.0] * num_workers
+
+    def give(number: int, taker: int) -> None:
+        owners[number] = taker
+        served[taker].add(number)
+        totals[taker] += weights[number]
+
+    for number, worker in enumerate(current):
+        if worker < num_workers:
+            give(number, worker)
+    free = [number for number, worker in enumerate(current) if worker >= num_workers]
+    for number in sorted(free, key=lambda number: (-weights[number], number)):
+        give(number, min(range(num_workers), key=totals.__getitem__))
+    least_gain = _LEAST_GAIN * sum(weights) / num_workers
+    givers = set(range(num_workers))
+    while givers:
+        giver = min(givers, key=lambda worker: (-totals[worker], worker))
+        taker = min(range(num_workers), key=lambda worker: (totals[worker], worker))
+        gap = totals[giver] - totals[taker]
+        # The one that makes both most alike.
+        number = min(served[giver], key=lambda number: (abs(gap / 2 - weights[number]), number), default=-1)
+        gain = min(weights[number], gap - weights[number]) if number >= 0 else 0.0
+        if giver == taker or len(served[giver]) < 2 or (gain < least_gain and served[taker]):
+            givers.discard(giver)
+            continue
+        served[giver].discard(number)
+        totals[giver] -= weights[number]
+        give(number, taker)
+    return tuple(owners)
+
+
+def largest_load(assignment: Sequence[int], loads: Sequence[float]) -> float:
+    """Of any worker."""
+    totals: dict[int, float] = {}
+    for worker, load in zip(assignment, loads, strict=True):
+        totals[worker] = totals.get(worker, 0.0) + load
+    return max(totals.values(), default=0.0)
+
+
+def first_snapshot(
+    settings: EngineSettings, origins: Sequence[int], *, policy: str, generation: int, samples_id: str, run_id: str
+) -> EngineSnapshot:
+    """What the engine of a new job begins with."""
+    n, p = settings.num_workers, len(origins)
+    return EngineSnapshot(
+        version=0, origins=tuple(origins), records_per_batch=settings.records_per_batch, applied=(0,) * p,
+        assignment=first_assignment(p, n), sessions=(0,) * n, processes=("",) * n, incarnations=(0,) * n,
+        restarts=(0,) * n, samples_total=0, elapsed_s=0.0, counters={}, policy=policy, policy_state=None,
+        generation=generation, samples_id=samples_id, run_id=run_id,
+    )  # fmt: skip
 
 
 def partitions_by_worker(

@@ -26,7 +26,7 @@ from typing import Final
 import msgspec
 
 from doll.errors import IllegalEventError
-from doll.ps.engine.assignment import as_they_stand, first_assignment, for_workers, partitions_by_worker, require_fit
+from doll.ps.engine.assignment import as_they_stand, first_snapshot, for_workers, partitions_by_worker, require_fit
 from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, LatePush, PushedSet, left_out_of
 from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.ending import Ending
@@ -129,17 +129,12 @@ class Engine:
         """
         if (origins is None) == (snapshot is None):
             raise ValueError("expected either origins (a new job) or a snapshot (a resumed one)")
-        n = settings.num_workers
         if snapshot is None:
-            p = len(origins or ())
-            snapshot = EngineSnapshot(
-                version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * p,
-                assignment=first_assignment(p, n), sessions=(0,) * n, processes=("",) * n, incarnations=(0,) * n,
-                restarts=(0,) * n, samples_total=0, elapsed_s=0.0, counters={}, policy=policy.name, policy_state=None,
-                generation=generation, samples_id=samples_id, run_id=run_id,
-            )  # fmt: skip
+            snapshot = first_snapshot(
+                settings, origins or (), policy=policy.name, generation=generation, samples_id=samples_id, run_id=run_id
+            )
         require_fit(snapshot, settings.records_per_batch)
-        snapshot = for_workers(snapshot, n, settings.places)
+        snapshot = for_workers(snapshot, settings.num_workers, settings.places)
         self.settings = settings
         self.policy = policy
         self.term = term
@@ -179,8 +174,8 @@ class Engine:
             max_pending_batches=settings.max_pending_batches, costs_rests=policy.holds_back,
         )  # fmt: skip
         self.moves = Moves(
-            self._workers, self._owners, self._partitions, snapshot.num_workers, members=self._members,
-            grants=self._grants, settling=self._settling, durability=self._durability,
+            self._workers, self._owners, self._partitions, snapshot.num_workers, settings=settings,
+            members=self._members, grants=self._grants, settling=self._settling, durability=self._durability,
         )  # fmt: skip
 
         self.ending = Ending(self._partitions, settings.records_per_batch, snapshot.source_ends)
@@ -396,7 +391,7 @@ class Engine:
         if event.run_id != self.start.run_id or not 1 <= event.workers <= self.settings.places:
             self.counters["refused_content"] += 1
         elif event.workers != self.moves.num_workers:
-            self._join_again(self.moves.plan(event.workers))
+            self._join_again(self.moves.scale(event.workers, self._now))
             self._durability.keep()  # a later server is to know of it
 
     def _freeze(self, giver: Worker, partition: Partition) -> None:
@@ -947,6 +942,7 @@ class Engine:
             self._actions.append(Finish(self.finished, event.version, self.error))
 
     def _on_tick(self) -> None:
+        self.moves.balance(self._now)
         for worker in self._members.expired(self._now):
             self._remove(worker, "lease")
         for worker, since_s in self._limits.overdue(self._now):

@@ -10,12 +10,20 @@ worker keeps it. Both workers join again, by a Hello, and their Welcomes say wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
-from doll.ps.engine.assignment import reassigned
+from doll.ps.engine.assignment import largest_load, reassigned, reassigned_by_load
 from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.grants import Grants
 from doll.ps.engine.membership import Membership, Worker
+from doll.ps.engine.partition_loads import PartitionLoads
 from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.settings import EngineSettings
+
+# Partitions move while the number of workers stays only where the largest load falls below this share of itself,
+_MOST_LEFT: Final = 0.8
+# and where its worker has so many batches of records unread: one that keeps up has no need of it.
+_BACKLOG_BATCHES: Final = 4
 
 
 class Moves:
@@ -29,13 +37,19 @@ class Moves:
 
     def __init__(
         self, workers: Sequence[Worker], owners: list[Worker], partitions: list[Partition], num_workers: int, *,
-        members: Membership, grants: Grants, settling: Settling, durability: Durability,
+        settings: EngineSettings, members: Membership, grants: Grants, settling: Settling, durability: Durability,
     ) -> None:  # fmt: skip
         """
         Args:
             workers: all for which there is place.
             owners: the worker that serves each partition, for all parts of the engine, as are `partitions`.
         """
+        self._backlog = _BACKLOG_BATCHES * settings.records_per_batch
+        self._every_s = settings.rebalance_s
+        self._balanced_at_s: float | None = None
+        self._loads = PartitionLoads(
+            partitions, owners, window_s=max(1.0, self._every_s), records_per_batch=settings.records_per_batch
+        )
         self._workers = workers
         self._owners = owners
         self._partitions = partitions
@@ -45,19 +59,53 @@ class Moves:
         self._durability = durability
         self.targets: dict[int, Worker] = {}
         self.frozen: set[int] = set()
-        self.plan(num_workers)
+        self._by_taker: dict[Worker, dict[int, None]] = {}  # `targets`, by worker
+        self.num_workers = num_workers
+        self._plan(reassigned([worker.number for worker in owners], num_workers))
 
     def serves(self, worker: Worker, number: int) -> bool:
         """Whether this worker serves a partition, and goes on to."""
         return number in worker.queue.partitions and number not in self.frozen
 
-    def plan(self, num_workers: int) -> list[int]:
-        """Serve by `num_workers` workers, with the fewest moves from now. Workers that must join again: they keep a
-        partition of which nothing was granted."""
-        self.num_workers = num_workers
+    def scale(self, num_workers: int, now: float) -> list[int]:
+        """Serve by `num_workers` workers, with few moves from now. Workers that must join again: they keep a partition
+        of which nothing was granted."""
+        self.num_workers, self._balanced_at_s = num_workers, now
         owners = [worker.number for worker in self._owners]
-        wanted = reassigned(owners, num_workers)
+        loads = self._loads.loads(now) if self._every_s else None
+        return self._plan(
+            reassigned(owners, num_workers) if loads is None else reassigned_by_load(owners, num_workers, loads)
+        )
+
+    def balance(self, now: float) -> None:
+        """Plan moves where one worker has much more to learn than others, and is behind; now and then."""
+        if not self._every_s:
+            return
+        self._loads.observe(now)
+        if self._balanced_at_s is None:
+            self._balanced_at_s = now
+        if now - self._balanced_at_s < self._every_s or self.targets:
+            return
+        self._balanced_at_s = now
+        loads = self._loads.loads(now)
+        if loads is None or not all(worker.is_here for worker in self._workers[: self.num_workers]):
+            return
+        owners = [worker.number for worker in self._owners]
+        wanted = reassigned_by_load(owners, self.num_workers, loads)
+        largest = largest_load(owners, loads)
+        fullest = (worker for worker in set(self._owners) if self._load_of(worker, loads) >= largest)
+        if largest_load(wanted, loads) <= _MOST_LEFT * largest and any(item.lag >= self._backlog for item in fullest):
+            self._plan(wanted)
+
+    def _load_of(self, worker: Worker, loads: Sequence[float]) -> float:
+        return sum(loads[number] for number in sorted(worker.queue.partitions))
+
+    def _plan(self, wanted: Sequence[int]) -> list[int]:
+        owners = [worker.number for worker in self._owners]
         self.targets = {number: self._workers[new] for number, new in enumerate(wanted) if new != owners[number]}
+        self._by_taker = {}
+        for number, taker in self.targets.items():
+            self._by_taker.setdefault(taker, {})[number] = None
         kept = self.frozen - self.targets.keys()
         self.frozen -= kept
         return sorted({owners[number] for number in kept})
@@ -79,7 +127,11 @@ class Moves:
             self._grants.note_change(worker)
             met.add(worker.number)
         self._durability.keep()
-        return sorted(met.union(self.plan(self.num_workers)))
+        if self._every_s and self._loads.loads(now) is not None:  # the others stay where they are by load
+            wanted = tuple(self.targets.get(number, worker).number for number, worker in enumerate(self._owners))
+        else:
+            wanted = reassigned([worker.number for worker in self._owners], self.num_workers)
+        return sorted(met.union(self._plan(wanted)))
 
     def _taker(self, wanted: Worker) -> Worker:
         """Who serves a partition that is new: not who has never been here, where another serves already."""
@@ -95,28 +147,39 @@ class Moves:
             freeze: called once before a partition moves: nothing of it is announced or computed afterwards.
         """
         met: set[int] = set()
-        for number, taker in list(self.targets.items()):
-            partition, giver = self._partitions[number], self._owners[number]
-            if not taker.is_here:
-                if number in self.frozen:  # it has gone meanwhile
-                    self.frozen.discard(number)
-                    met.add(giver.number)
-                continue
-            if number not in self.frozen:
-                self.frozen.add(number)
-                freeze(giver, partition)
-            if partition.held:
-                continue
-            if not self._settling.is_whole(giver):
-                self._durability.ask()  # nothing is held back then
-                continue
-            self._durability.moved(giver, taker, partition.unsaved)
-            giver.queue.give(partition, taker.queue)
-            self._owners[number] = taker
-            del self.targets[number]
-            self.frozen.discard(number)
-            for worker in (giver, taker):
-                met.add(worker.number)
-                self._members.note_partitions(worker, now)
-                self._grants.note_change(worker)
+        for taker, numbers in list(self._by_taker.items()):
+            if taker.is_here:
+                for number in list(numbers):
+                    giver = self._owners[number]
+                    if self._move(number, giver, taker, now, freeze):
+                        met |= {giver.number, taker.number}
+            elif self.frozen:  # it has gone meanwhile
+                kept = self.frozen & numbers.keys()
+                self.frozen -= kept
+                met |= {self._owners[number].number for number in kept}
         return sorted(met)
+
+    def _move(
+        self, number: int, giver: Worker, taker: Worker, now: float, freeze: Callable[[Worker, Partition], None]
+    ) -> bool:
+        """Whether the partition has moved."""
+        partition = self._partitions[number]
+        if number not in self.frozen:
+            self.frozen.add(number)
+            freeze(giver, partition)
+        if partition.held:
+            return False
+        if not self._settling.is_whole(giver):
+            self._durability.ask()  # nothing is held back then
+            return False
+        self._durability.moved(giver, taker, partition.unsaved)
+        giver.queue.give(partition, taker.queue)
+        self._owners[number] = taker
+        del self.targets[number], self._by_taker[taker][number]
+        if not self._by_taker[taker]:
+            del self._by_taker[taker]
+        self.frozen.discard(number)
+        for worker in (giver, taker):
+            self._members.note_partitions(worker, now)
+            self._grants.note_change(worker)
+        return True

@@ -25,6 +25,7 @@ class EngineSettings:
     on_bad_records: BadRecordsConfig = field(default_factory=BadRecordsConfig)
     job: str = ""  # its name, for the keys of weights
     fingerprint: str = ""  # see `doll.config.fingerprint`: what a Welcome says
+    rebalance_s: float = 0.0  # how often partitions may move to balance the workers' loads; 0: never
     max_workers: int = 0  # for so many there is place; 0: for as many as the job file has
 
     @property

@@ -59,11 +59,15 @@ def test_each_partition_goes_on_with_the_workers_that_there_are(policy: str) -> 
                 world.start_process(worker)
         calm(world)
         engine = world.engine
+        for _ in range(5):  # partitions move for what is unread, too
+            if not engine.moves.targets:
+                break
+            calm(world)
         assert not engine.moves.targets, (policy, seed)
         assert engine.moves.num_workers == workers
         served = {worker.number: sorted(worker.queue.partitions) for worker in engine.workers()}
         assert sorted(itertools.chain.from_iterable(served.values())) == list(range(world.partitions))
-        assert max(map(len, served.values())) <= -(-world.partitions // workers), "balanced"
+        assert [number for number, own in served.items() if own] == list(range(min(workers, world.partitions)))
         assert served == {number: sorted(_core(world, number).served) for number in served}, "as the workers know it"
         before = engine.snapshot(world.now).applied
         for _ in range(5):  # a worker computes its batches in the order in which it has read them

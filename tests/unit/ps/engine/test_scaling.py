@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from access_counts import CountingList
 from doll.ps.engine.engine import Engine
-from doll.ps.engine.events import SendHello, StoreCheckpoint
+from doll.ps.engine.events import SendHello, StoreCheckpoint, Tick
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.records.control import Announce, Grant, Join, Run, Scale, Welcome
@@ -96,3 +97,21 @@ def test_the_number_is_in_a_checkpoint_and_a_changed_job_file_counts_before_it()
     assert not [
         action for action in engine.handle(Scale(workers=4, run_id="run"), 0.0) if isinstance(action, StoreCheckpoint)
     ]
+
+
+def test_partitions_that_wait_for_a_worker_cost_an_event_nothing() -> None:
+    engine = engine_of(num_workers=2, max_workers=4, partitions=1_000)
+    for worker in (0, 1):
+        join(engine, worker)
+    engine.handle(Scale(workers=4, run_id="run"), 0.0)
+    assert len(engine.moves.targets) == 500
+    engine.moves._partitions = CountingList(engine.moves._partitions)
+    CountingList.reads = 0
+    session = engine.worker(0).session
+    for number in range(20):
+        engine.handle(Announce(worker=0, session=session, runs=(Run(0, number, number + 1),)), 0.0)
+        engine.handle(Tick(), 0.0)
+    assert CountingList.reads == 0
+    join(engine, 2)
+    assert CountingList.reads >= 250, "they are counted"
+    assert len(engine.moves.targets) == 250
