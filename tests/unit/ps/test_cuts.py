@@ -9,10 +9,13 @@ import pytest
 from channel_process import POLICIES as CHANNEL_POLICIES
 from channel_world import World as ChannelWorld
 from channel_world import play as play_channels
+from doll.ps.engine import engine
+from doll.ps.engine.partition_state import Partition
 from engine_runs import check_random_run
 from engine_world import POLICIES
 from fuzzing import SHARE
 from ledger_world import LedgerWorld
+from msgspec import structs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # loads torch
 
@@ -72,3 +75,40 @@ def test_the_interleavings_read_batches_in_two_ways() -> None:
         seen += counts(policy, 60)
     expected = {"read in two ways", "computed in two ways", "refused_announce", "scaled"}
     assert expected <= set(+seen), seen
+
+
+# --- would it be seen? ------------------------------------------------------------------------------------------------
+
+
+def is_caught(policies: tuple[str, ...] = ("asp", "bsp"), seeds: int = 8) -> bool:
+    """Whether a random run with cuts fails, or its audit does."""
+    for policy in policies:
+        for seed in range(seeds):
+            world = CutWorld(policy, seed)
+            try:
+                check_random_run(POLICIES[policy], seed, 1500, world=world)
+            except (AssertionError, ValueError):
+                return True
+            if world.audit().violations():
+                return True
+    return False
+
+
+def test_a_checkpoint_that_does_not_say_what_cuts_have_left_out_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_they_stand = engine.as_they_stand
+    monkeypatch.setattr(engine, "as_they_stand", lambda *args: structs.replace(as_they_stand(*args), left_out=()))
+    assert is_caught()
+
+
+def test_a_server_that_keeps_cuts_of_batches_that_it_has_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget_waiting(partition: Partition) -> None:
+        partition.announced = partition.granted
+
+    monkeypatch.setattr(Partition, "forget_waiting", forget_waiting)
+    assert is_caught()
+
+
+def test_a_welcome_that_does_not_name_what_is_decided_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Partition.served
+    monkeypatch.setattr(Partition, "served", lambda self, end=0: structs.replace(served(self, end), decided=0, cuts=()))
+    assert is_caught()
