@@ -317,7 +317,7 @@ class ParameterServer:
 
     def status(self) -> ServerStatus:
         """The engine's state for other processes, for the `metrics` topic."""
-        engine, now, time_s = self.engine, self._clock(), time.time()
+        engine, now, time_s, measures = self.engine, self._clock(), time.time(), self._measures.report()
         kinds, counters = self._channel_report()
         return ServerStatus(
             term=engine.term, time_s=time_s, leader_since_s=self._leader_since_s, pid=os.getpid(),
@@ -342,8 +342,8 @@ class ParameterServer:
             ),
             num_workers=engine.moves.num_workers, moving_partitions=len(engine.moves.targets),
             run_id=engine.start.run_id, source_ended=bool(engine.ending.ends),
-            counters={**engine.counters, **counters, **self._refused}, measures=self._measures.report(),
-            limit=self._limit.observe(engine, now),
+            counters={**engine.counters, **counters, **self._refused}, measures=measures,
+            limit=self._limit.observe(engine, now, computing_s=measures.computing_s, idle_s=measures.idle_s),
             dead_reasons=engine.refusals.reasons.in_order(), recent_records=engine.refusals.recent_records,
             recent_refused=engine.refusals.recent_refused, skipped=engine.refusals.skipped.in_order(),
         )  # fmt: skip

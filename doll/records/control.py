@@ -459,15 +459,16 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     `dry`: others wait for a worker whose partitions hold no record to read. `slow`: others wait for a worker that takes
     longer for a batch. `partition`: one partition has most of the unread records, and its worker computes all the time.
-    `workers`: all of them compute all the time, and records are unread.
+    `workers`: all of them compute most of the time, and records are unread. `updates`: they have batches, and wait for
+    weights most of the time.
     """
 
-    kind: Literal["dry", "slow", "partition", "workers"]
+    kind: Literal["dry", "slow", "partition", "workers", "updates"]
     worker: int = -1  # that is waited for, or serves the partition; -1: all
     partitions: tuple[int, ...] = ()  # that one; of a dry worker, its first ones
     num_partitions: int = 0  # that the worker serves
     unread: int = 0  # records, of all partitions
-    share: float = 0.0  # of these in that partition
+    share: float = 0.0  # of these in that partition; of `updates`: of the workers' time in which they compute
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

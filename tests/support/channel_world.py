@@ -394,6 +394,7 @@ class World(worlds.World[Process]):
             wanted = [self.loads.choice((owner, self.loads.randrange(moves.num_workers))) for owner in owners]
             assert moves._plan(wanted) == []
             self.counts["balanced"] += bool(moves.targets)
+            self.handle(ev.GrantsLost(worker=-1))  # of nobody: what can move does so in the event that plans it
 
     def copy(self, process: Process) -> None:
         """Something that this process got or sent comes again, late, on any channel."""

@@ -27,6 +27,12 @@ def limit_text(config: JobConfig, status: ServerStatus | None) -> str:
             return _of_partition(item)
         case "workers":
             return _of_workers(config, status, item)
+        case "updates":
+            return (
+                f"{item.unread:,} records are unread, and the workers compute {item.share:.0%} of the time: they wait "
+                f"for the next weights (policy {config.training.policy.name}): larger batches, more batches in an "
+                "update, or a policy that lets workers go on (asp, ssp)"
+            )
 
 
 def _of_partition(item: Limit) -> str:

@@ -8,7 +8,7 @@ how many are left (`PolicyView.num_left`). Another source may send more at any t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain, repeat
 from typing import Final
 
@@ -33,8 +33,8 @@ class Ending:
         self.num_left: int | None = None
         self._partitions = partitions
         self._size = records_per_batch
-        self._is_open = bool(ends)  # something before the ends is not in the model
-        self._reached: set[int] = set()  # partitions that are announced up to their ends
+        self._is_open = self._is_new = bool(ends)  # something before the ends is not in the model
+        self._behind: dict[int, int] = {}  # by worker: a partition of it that is not announced up to its end
         self._asked_at_s = float("-inf")
 
     def end(self, ends: Sequence[int]) -> bool:
@@ -44,7 +44,7 @@ class Ending:
         later += self.ends[len(later) :]
         if later == self.ends:
             return False
-        self.ends, self._is_open = later, True
+        self.ends, self._is_open, self._is_new = later, True, True
         return True
 
     def of(self, partition: int) -> int:
@@ -62,35 +62,49 @@ class Ending:
             if worker.is_live
         ]  # fmt: skip
 
-    def look(self, workers: Sequence[Worker]) -> list[Worker]:
-        """Count again; returns the workers of which a policy may think otherwise now.
+    def look(self, workers: Sequence[Worker], changed: Collection[int]) -> list[Worker]:
+        """Look at the workers whose counters have changed; returns those of which a policy may think otherwise now.
 
-        While a source has ended and not all of it is in the model, this takes time for each partition.
+        Behind each worker that is not done, one partition is remembered: while that is not announced up to its end, the
+        others need not be looked at.
         """
         if not self._is_open:
             return []
-        before, left = self.num_left, self._count()
-        self.num_left = left
-        reached = self._reached if self._is_open else set[int]()
+        is_new, self._is_new = self._is_new, False
+        looked = workers if is_new else [workers[number] for number in changed]
+        for worker in looked:
+            self._look_at(worker)
+        before, self.num_left = self.num_left, self._count(workers)
+        turns = (before is None) != (self.num_left is None)
         met = []
-        for worker in workers:
-            is_done = bool(worker.queue.partitions) and worker.queue.partitions.keys() <= reached
-            if is_done != worker.is_done or (before is None) != (left is None):
+        for worker in workers if turns or not self._is_open else looked:
+            is_done = self._is_open and bool(worker.queue.partitions) and worker.number not in self._behind
+            if is_done != worker.is_done or turns:
                 worker.is_done = is_done
                 met.append(worker)
         return met
 
-    def _count(self) -> int | None:
-        self._is_open = False
-        self._reached.clear()
-        for partition in self._partitions:
-            bounds, end = partition.bounds(self._size), self.of(partition.number)
-            if bounds.lo(partition.announced) >= end:
-                self._reached.add(partition.number)
-            self._is_open |= bounds.lo(partition.applied) < end
-        if not self._is_open or len(self._reached) < len(self._partitions):
+    def _look_at(self, worker: Worker) -> None:
+        partitions = worker.queue.partitions
+        known = self._behind.get(worker.number, -1)
+        if known not in partitions or self._is_reached(partitions[known]):
+            known = next((number for number, item in partitions.items() if not self._is_reached(item)), -1)
+        if known < 0:
+            self._behind.pop(worker.number, None)
+        else:
+            self._behind[worker.number] = known
+
+    def _is_reached(self, partition: Partition) -> bool:
+        return partition.bounds(self._size).lo(partition.announced) >= self.of(partition.number)
+
+    def _count(self, workers: Sequence[Worker]) -> int | None:
+        """Batches that are announced and not in the model, where all are announced; None: more may come, or all is
+        learned."""
+        if self._behind:
             return None
-        return sum(partition.announced - partition.applied for partition in self._partitions)
+        left = sum(len(worker.queue.waiting) + worker.computing + worker.held for worker in workers)
+        self._is_open = left > 0
+        return left or None
 
     def asks(self, workers: Sequence[Worker], term: int, now: float) -> list[Settle]:
         """Ask workers for what they keep for a push of more batches, now and then: these will not come."""

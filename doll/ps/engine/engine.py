@@ -715,7 +715,7 @@ class Engine:
         """Apply what belongs together and start what may start, until nothing changes."""
         granted: dict[int, list[ActiveGrant]] = {}  # at this version, not sent yet: what a worker gets is one message
         while self.finished is None:
-            for worker in self.ending.look(self._workers):
+            for worker in self.ending.look(self._workers, self._grants.changed):
                 self._grants.note_change(worker)
             if self._grants.changed:
                 self._report_changes()

@@ -1,4 +1,4 @@
-"""What limits the job: a partition, a worker, or all workers. From what the server knows, for people. Pure."""
+"""What limits the job: a partition, a worker, all workers, or the updates. From what the server knows. Pure."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _SLOW: Final = 1.5  # times the median time of a batch
 _MOST: Final = 0.5  # share of the unread records
 _BACKLOG_BATCHES: Final = 4  # for each worker: fewer are on their way
 _BUSY: Final = 0.75  # share of the workers
+_COMPUTING: Final = 0.5  # share of their time
 
 
 class LimitWatch:
@@ -23,10 +24,19 @@ class LimitWatch:
     def __init__(self) -> None:
         self._seen: tuple[str, int, tuple[int, ...]] | None = None
         self._since_s = 0.0
+        self._times = (0.0, 0.0)
 
-    def observe(self, engine: Engine, now: float) -> Limit | None:
-        """What limits the job since `STANDS_S` or longer; None: nothing, or something else each time."""
+    def observe(self, engine: Engine, now: float, *, computing_s: float = 0.0, idle_s: float = 0.0) -> Limit | None:
+        """What limits the job since `STANDS_S` or longer; None: nothing, or something else each time.
+
+        Args:
+            computing_s, idle_s: of all workers since the server began (`doll.records.control.Measures`).
+        """
+        computed_s, waited_s = computing_s - self._times[0], idle_s - self._times[1]
+        self._times = computing_s, idle_s
         item = limit_of(engine)
+        if item is not None and item.kind == "workers" and computed_s < _COMPUTING * (computed_s + waited_s):
+            item = Limit(kind="updates", unread=item.unread, share=computed_s / (computed_s + waited_s))
         seen = None if item is None else (item.kind, item.worker, item.partitions)
         if seen != self._seen:
             self._seen, self._since_s = seen, now

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
+from doll.ps.engine.partition_state import Partition
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import Bsp
@@ -142,3 +143,25 @@ def test_a_source_that_goes_on_is_waited_for_again() -> None:
     job.announce(1, 0, 1)
     job.answer_all()
     assert job.applied == (5, 1)
+
+
+def test_the_end_of_a_source_costs_an_event_nothing_for_each_partition() -> None:
+    """While a worker has one that is not announced up to its end, its others are not looked at."""
+    engine = Engine(SETTINGS, Doll(2), term=1, now=0.0, origins=(0,) * 1000)
+    for worker in range(2):
+        engine.handle(Join(worker=worker, process=f"p{worker}"), 0.0)
+    engine.handle(SourceEnded(ends=(400,) * 1000), 0.0)
+    looks: list[int] = []
+    is_reached = engine.ending._is_reached
+
+    def counted(partition: Partition) -> bool:
+        looks.append(partition.number)
+        return is_reached(partition)
+
+    engine.ending._is_reached = counted  # type: ignore[method-assign]
+    session = engine.worker(0).session
+    for number in range(10):
+        engine.handle(Announce(worker=0, session=session, runs=(Run(2 * number, 0, 1, 0, ()),)), 0.0)
+        engine.handle(ev.Tick(), 0.0)
+    assert 0 < len(looks) <= 3 * 20
+    assert set(looks) == {0}

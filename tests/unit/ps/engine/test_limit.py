@@ -112,6 +112,21 @@ def test_it_is_reported_once_it_has_lasted() -> None:
     assert watch.observe(rig.engine, 11.0 + STANDS_S) is None, "another partition"
 
 
+def test_workers_that_wait_for_weights_most_of_the_time_are_not_what_limits_a_job() -> None:
+    rig, watch = Rig("asp"), LimitWatch()
+    for partition in range(3):
+        rig.announce(partition)
+        rig.unread(partition, 500, (partition, 100))
+    kinds = []
+    for second, (computing_s, idle_s) in enumerate([(1.0, 9.0), (2.0, 18.0), (3.0, 27.0), (4.0, 36.0), (5.0, 45.0)]):
+        limit = watch.observe(rig.engine, 3.0 * second, computing_s=computing_s, idle_s=idle_s)
+        kinds.append(None if limit is None else (limit.kind, round(limit.share, 2)))
+    assert kinds == [None, *[("updates", 0.1)] * 4]
+    assert watch.observe(rig.engine, 20.0, computing_s=10.0, idle_s=45.0) is None
+    limit = watch.observe(rig.engine, 24.0, computing_s=15.0, idle_s=45.0)
+    assert limit == Limit(kind="workers", unread=1500)
+
+
 CONFIG = parse("job: j\ntask: {class: 'a:B'}\ndata: {workers: 3, partitions: 12}\n")
 
 
@@ -134,6 +149,10 @@ CONFIG = parse("job: j\ntask: {class: 'a:B'}\ndata: {workers: 3, partitions: 12}
         (
             Limit(kind="partition", worker=1, partitions=(7,), num_partitions=1, unread=12345, share=0.9),
             ("more workers do not help; spread its keys",),
+        ),
+        (
+            Limit(kind="updates", unread=99, share=0.11),
+            ("99 records are unread, and the workers compute 11% of the time",),
         ),
         (Limit(kind="workers", unread=99), ("all 3 workers compute without pause", "doll scale, up to 12")),
     ],
