@@ -24,7 +24,7 @@ _OPERATIONS: Final[dict[Role, dict[str, tuple[TopicKind, ...]]]] = {
     "worker": {"Read": ("samples", "commands"), "Write": ("events", "dead", "metrics")},
     "server": {"Read": ("events", "updates", "metrics"), "Write": ("commands", "updates", "metrics")},
     "evaluator": {"Read": ("updates",), "Write": ("events", "metrics")},
-    "provisioner": {"Read": ("updates", "events", "metrics", "commands"), "Write": ("metrics",)},
+    "provisioner": {"Read": ("updates", "events", "metrics", "commands"), "Write": ("events", "metrics")},
 }
 _IMPLIED: Final = {"Describe": ("Read", "Write", "Delete", "Alter"), "DescribeConfigs": ("AlterConfigs",)}
 

@@ -116,7 +116,8 @@ def _fed_by(config: JobConfig, positions: Sequence[int], sender: SampleSender) -
 class LiveWorkers:
     """Which workers are live, as the parameter server reports once a second: for streams that pause with their worker.
 
-    It follows the `metrics` topic. A worker that was never reported is not live.
+    It follows the `metrics` topic. A worker that was never reported is not live. The streams of one that is released go
+    on: others serve them.
 
     Raises:
         ServiceUnavailableError: the topic does not exist, or the broker does not answer.
@@ -124,17 +125,19 @@ class LiveWorkers:
 
     def __init__(self, config: JobConfig, services: Services) -> None:
         self._tail = Tail(config, services, (config.topic("metrics"),))
+        self._num_workers = config.data.workers
         self._live: frozenset[int] = frozenset()
 
     def poll(self) -> None:
         """Take in what was reported since the last call; does not wait."""
         for timed in self._tail.poll(0.0):
             if isinstance(timed.record, ServerStatus):
-                self._live = frozenset(status.worker for status in timed.record.workers if status.is_live)
+                live = (status.worker for status in timed.record.workers if status.is_live)
+                self._live = frozenset(live).union(timed.record.released)
 
     def is_live(self, stream: int) -> bool:
-        """Whether the worker of this stream is live."""
-        return stream in self._live
+        """Whether the worker that serves this stream at first is live, or released."""
+        return stream % self._num_workers in self._live
 
     def __enter__(self) -> LiveWorkers:
         return self

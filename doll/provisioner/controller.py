@@ -36,6 +36,7 @@ from doll.provisioner.observation import Observed
 from doll.provisioner.planning.state import Market, PlannerSettings, PlannerState
 from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.reconcile import FleetStatus, Launch, Readiness, Terminate, Wait, reconcile
+from doll.provisioner.scale_in import release_request
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import RetriedStateStore, StateStore
 from doll.records import control as records
@@ -173,6 +174,12 @@ class Controller:
     def planned(self) -> PlannerSettings:
         """What the planner is asked with, see `MarketPlan.planned`."""
         return self._plan.planned(self.observed)
+
+    def release_request(self, decision: Decision) -> records.Scale | None:
+        """What the parameter server is to be told after this decision; None: nothing."""
+        if self._dry_run or decision.phase != "run":
+            return None
+        return release_request(decision.released, self.observed.status)
 
     # --- a turn -----------------------------------------------------------------------------------------------------
 

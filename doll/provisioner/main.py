@@ -24,7 +24,7 @@ from doll.provisioner.lease import Lease, claims_of
 from doll.provisioner.machines import Machines
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
-from doll.records.control import AnyRecord, Finished, Leave, Metric, Welcome
+from doll.records.control import AnyRecord, Finished, Leave, Metric, Scale, Welcome
 from doll.service_checks import require_services
 from doll.services import Services
 
@@ -34,12 +34,15 @@ class DecisionPublisher:
 
     Args:
         topic: the job's `metrics`.
+        events: the job's `events`, which the parameter server reads.
         clock: monotonic seconds.
     """
 
-    def __init__(self, publisher: Publisher, topic: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, publisher: Publisher, topic: str, events: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:  # fmt: skip
         self._publisher = publisher
-        self._topic = topic
+        self._topic, self._events = topic, events
         self._clock = clock
         self._sent_s = clock()
 
@@ -52,6 +55,10 @@ class DecisionPublisher:
         """
         values = {**decision.measurements(), **({LEFT: 1.0} if last else {})}
         self._send(decision.record(), Metric(source=PROVISIONER, values=values, time_s=decision.now_s))
+
+    def ask(self, request: Scale) -> None:
+        """Ask the parameter server; again after the next decision, where it does not do so."""
+        self._publisher.try_send(self._events, request)
 
     def heartbeat(self) -> None:
         """Send a heartbeat if nothing was sent for `HEARTBEAT_EVERY_S`; call it often."""
@@ -204,6 +211,8 @@ class ProvisionerProcess:
         decision = self._controller.turn(now_s)
         if self._publisher is not None:
             self._publisher.publish(decision, last=last or decision.finished)
+            if (request := self._controller.release_request(decision)) is not None:
+                self._publisher.ask(request)
         self._log_changes(decision)
         if self._placement is not None and (scores := self._placement.poll_scores(now_s)) is not None:
             log.info("placement_scores", **scores)
@@ -243,7 +252,7 @@ class ProvisionerProcess:
 
 def _publisher(config: JobConfig, services: Services) -> DecisionPublisher:
     publisher = Publisher(config, services, linger_ms=5, message_timeout_ms=30_000)
-    return DecisionPublisher(publisher, config.topic("metrics"))
+    return DecisionPublisher(publisher, config.topic("metrics"), config.topic("events"))
 
 
 def publish_last(config: JobConfig, services: Callable[[], Services], decision: Decision) -> None:

@@ -18,7 +18,7 @@ from doll.provisioner.observation import Observed
 from doll.provisioner.planning import planner
 from doll.provisioner.planning.estimators import re_estimated
 from doll.provisioner.planning.state import Bools, Market, PlannerSettings, PlannerState, SlotHistory
-from doll.provisioner.scale_in import ScaleIn, SlotChange
+from doll.provisioner.scale_in import ScaleIn, SlotChange, sharing
 from doll.provisioner.settings import ControllerSettings
 from doll.theory.cost import SECONDS_PER_HOUR, Prices, unequal_cost_usd
 
@@ -290,7 +290,7 @@ class MarketPlan(KeptState):
         """
         settings, active = self.planned(observed), self.scale_in.active
         first = self._on_spot is None and fleet_is_empty
-        working = state.of_slots(active)
+        working = sharing(state, active, observed.capacity_per_s(settings.batch_size))
         plan = (planner.start if first else planner.plan)(working, settings)
         chosen, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
         expected_usd, finish_s = plan.forecast.expected_cost_usd, plan.forecast.expected_finish_s

@@ -139,7 +139,9 @@ class Observed(KeptState):
         self.keeps_losses = keeps_losses
         self.losses = LossHistory()
         self.released: Bools = np.zeros(self.num_slots, dtype=np.bool_)
-        """Slots without a worker by scale-in: nothing is observed of their streams' rates, shape (N,)."""
+        """Slots without a worker by scale-in: others serve their streams, shape (N,)."""
+        self.status: ServerStatus | None = None
+        """The parameter server's newest, of this run."""
         self._service = (0, 0.0)
         self.last_decision: ProvisionDecision | None = None
         """The newest decision that a provisioner has published, this one included."""
@@ -189,6 +191,8 @@ class Observed(KeptState):
                 self._lineage_changed(record, self._lineage.feed(record), at_s)
             case ProvisionDecision():
                 self._decision_recorded(record)
+            case ServerStatus() if record.term >= self.generation:
+                self.status = record
             case _:
                 pass
 
@@ -228,8 +232,9 @@ class Observed(KeptState):
     def _welcomed(self, slot: _Slot, record: Welcome, at_s: float) -> None:
         if record.session < slot.session:
             return
+        slot.read_to = -1  # it may read other partitions from now on
         if record.process != slot.process:
-            slot.process, slot.since_s, slot.read_to = record.process, at_s, -1
+            slot.process, slot.since_s = record.process, at_s
         slot.session, slot.incarnation, slot.left = record.session, record.incarnation, False
         slot.note_incarnation(record.incarnation)
         slot.last_seen_s = max(slot.last_seen_s, at_s)
@@ -257,6 +262,7 @@ class Observed(KeptState):
         if is_new_run:
             self.generation_s, self.loss, self.evaluations = record.time_s, math.nan, []
             self.losses.clear()
+            self.status = None
             if self.last_decision is not None and self.last_decision.time_s < record.time_s:
                 self.last_decision = None
         self.finished = None
@@ -265,7 +271,8 @@ class Observed(KeptState):
         self.losses.cut(record.resumed_version)
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
-        """The end of each sample partition, offsets, as seen at `now_s`: how fast samples come while they come."""
+        """The end of each slot's streams, offsets, as seen at `now_s`: how fast samples come while they come. These are
+        the partitions that the slot's worker serves at first, whoever serves them now."""
         if self._last_arrival_s is None:
             self._last_arrival_s = now_s
         if self._ends is not None and now_s > self._ends[0]:
@@ -274,7 +281,7 @@ class Observed(KeptState):
             came, span_s = grown > 0, now_s - before_s
             # A gap between two samples is part of the rate; a pause of the source is not.
             gap_s = np.where(self._quiet_s <= self._pause_s(), self._quiet_s, 0.0)
-            self._arrived.observe(grown * ~self.released, np.where(came, span_s + gap_s, 0.0) * ~self.released)
+            self._arrived.observe(grown, np.where(came, span_s + gap_s, 0.0))
             self._quiet_s = np.where(came, 0.0, self._quiet_s + span_s)
             if came.any():
                 self._last_arrival_s = now_s
@@ -291,14 +298,15 @@ class Observed(KeptState):
 
     def source_silent_since_s(self) -> float | None:
         """Since when no stream has sent anything; None where one has not long ago, or the ends are not known."""
-        if self._last_arrival_s is None or not (self._quiet_s > self._pause_s())[~self.released].all():
+        if self._last_arrival_s is None or not (self._quiet_s > self._pause_s()).all():
             return None
         return self._last_arrival_s
 
     # --- what the planner asks --------------------------------------------------------------------------------------
 
     def rates_per_s(self) -> Floats:
-        """λ̂_n: samples that come per second, or that the worker can read where those are fewer; shape (N,)."""
+        """λ̂_n: samples that come per second in the streams of each slot, or that its worker can read where those are
+        fewer; shape (N,)."""
         rates: Floats = np.minimum(self._arrived.per_s(), self._read.per_s())
         return rates
 
@@ -311,6 +319,11 @@ class Observed(KeptState):
     def slot_service_s(self, slot: int) -> float:
         """Recent mean service time of the batches of one slot; 0 before the first."""
         return self._slots[slot].service_s
+
+    def capacity_per_s(self, batch_size: int) -> Floats:
+        """Samples that each slot's worker can compute per second; 0 before its first batch, shape (N,)."""
+        service_s = np.array([slot.service_s for slot in self._slots])
+        return np.where(service_s > 0, batch_size / np.maximum(service_s, 1e-9), 0.0)
 
     def replica_losses(self) -> Floats | None:
         """Recent mean loss of each slot's batches on its worker's own weights, NaN before the first, shape (N,); None

@@ -1,11 +1,10 @@
 """The rule that removes workers that hardly speed a job up: when, which one, and when it comes back. Pure.
 
 A slot without a worker by this rule is *released*. Its machine is ended in order: the worker finishes or returns its
-batches, sends what it still holds back, and leaves. The records of its stream stay in Kafka, and the planner counts on
-the other streams only. (The paper's workers draw from one store, so that the others take over the data of one that
-leaves. Here that needs an assignment of partitions which changes while a job runs, `doll.ps.engine.assignment`; the
-place for it is the release in `ScaleIn.review`.) A released slot is *recalled*, with all records that have waited,
-where the deadline comes into danger or the rule is switched off. See docs/decisions/0032-scale-in-releases-slots.md.
+batches, sends what it still holds back, and leaves. The server gives its partitions to the other workers
+(`release_request`), so that they take over its data, as in the paper. A released slot is *recalled*, and gets
+partitions again, where the deadline comes into danger or the rule is switched off. See
+docs/decisions/0032-scale-in-releases-slots.md and 0079-the-others-take-over-from-a-released-worker.md.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from doll.provisioner.planning import planner
 from doll.provisioner.planning.estimators import MIN_EVALUATIONS, MIN_FALL
 from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
 from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
-from doll.records.control import ProvisionDecision
+from doll.records.control import ProvisionDecision, Scale, ServerStatus
+from doll.theory.checks import Floats
 from doll.theory.fitting import fit_tail
 
 _RECALL: Final = 0.5
@@ -84,6 +84,30 @@ def release_refusal(before: PlannerState, after: PlannerState, settings: Planner
             "time, the other workers would have to be on-demand for longer"
         )
     return ""
+
+
+def sharing(state: PlannerState, slots: Bools, capacity_per_s: Floats) -> PlannerState:
+    """The state of the slots that have workers, each with its share of the streams of the others.
+
+    Args:
+        state: of all slots, each with the rate of its own streams.
+        slots: those with workers, shape (N,).
+        capacity_per_s: samples that a worker can compute, shape (N,); 0: not known, and no share is counted on.
+
+    Raises:
+        ValueError: no slot with a rate above 0 is left.
+    """
+    own = state.rates_per_s
+    share = float(own[~slots].sum()) / max(1, int(slots.sum()))
+    rates = np.maximum(own, np.minimum(own + share, capacity_per_s))
+    return replace(state, rates_per_s=rates).of_slots(slots)
+
+
+def release_request(released: Sequence[int], status: ServerStatus | None) -> Scale | None:
+    """What the parameter server is to be told; None: it knows which workers are released, or none runs."""
+    if status is None or not status.num_workers or tuple(released) == status.released:
+        return None
+    return Scale(workers=status.num_workers, run_id=status.run_id, released=tuple(released))
 
 
 @dataclass(frozen=True)
@@ -193,7 +217,7 @@ class ScaleIn(KeptState):
 
     def why(self, slot: int) -> str:
         """Why this slot is released."""
-        return f"released by scale-in, its records stay in Kafka: {self._whys.get(slot, _UNKNOWN)}"
+        return f"released by scale-in, the others have its partitions: {self._whys.get(slot, _UNKNOWN)}"
 
     def retarget(self, settings: ScaleInSettings | None) -> None:
         """Other settings; switched on in mid-run, it begins with what is observed from then on."""
@@ -228,7 +252,8 @@ class ScaleIn(KeptState):
         """
         if self._settings is None:
             return [self._recall(slot, "scale-in is switched off") for slot in np.flatnonzero(self.released).tolist()]
-        if self.released.any() and (changes := self._recall_in_danger(state, asked)):
+        capacity_per_s = observed.capacity_per_s(asked.batch_size)
+        if self.released.any() and (changes := self._recall_in_danger(state, asked, capacity_per_s)):
             return changes
         if self._stopped or self._tuner is None:
             return []
@@ -245,13 +270,15 @@ class ScaleIn(KeptState):
         self._tuner.removed(observed.losses, now_s)
         return [SlotChange("release", slot, verdict.why)]
 
-    def _recall_in_danger(self, state: PlannerState, asked: PlannerSettings) -> list[SlotChange]:
+    def _recall_in_danger(
+        self, state: PlannerState, asked: PlannerSettings, capacity_per_s: Floats
+    ) -> list[SlotChange]:  # fmt: skip
         """As many of the released slots, the fastest stream first, as the deadline needs."""
         assert self._settings is not None
         reserve = _RECALL * self._settings.deadline_reserve
         changes: list[SlotChange] = []
         for slot in sorted(np.flatnonzero(self.released).tolist(), key=lambda slot: -float(state.rates_per_s[slot])):
-            if not (danger := deadline_at_risk(state.of_slots(self.active), asked, reserve)):
+            if not (danger := deadline_at_risk(sharing(state, self.active, capacity_per_s), asked, reserve)):
                 break
             changes.append(self._recall(slot, danger))
             self._stopped = f"slots were recalled: {danger}"
@@ -305,7 +332,8 @@ class ScaleIn(KeptState):
                     return refusal
                 per_update = asked.samples_per_update or observed.batches_per_update * asked.batch_size
                 asked = replace(asked, samples=max(asked.samples, needed * per_update if needed else 0.0))
-        before, after = state.of_slots(self.active), state.of_slots(remaining)
+        capacity_per_s = observed.capacity_per_s(asked.batch_size)
+        before, after = (sharing(state, slots, capacity_per_s) for slots in (self.active, remaining))
         return release_refusal(before, after, asked, settings.deadline_reserve)
 
     # --- kept over restarts

@@ -340,7 +340,8 @@ class ParameterServer:
                 for worker in engine.workers()
                 if worker.number < engine.moves.num_workers or worker.session
             ),
-            num_workers=engine.moves.num_workers, moving_partitions=len(engine.moves.targets),
+            num_workers=engine.moves.num_workers, released=tuple(sorted(engine.moves.released)),
+            moving_partitions=len(engine.moves.targets),
             run_id=engine.start.run_id, source_ended=bool(engine.ending.ends),
             counters={**engine.counters, **counters, **self._refused}, measures=measures,
             limit=self._limit.observe(engine, now, computing_s=measures.computing_s, idle_s=measures.idle_s),

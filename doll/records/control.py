@@ -151,10 +151,11 @@ class Leave(Record, frozen=True):
 
 
 class Scale(Record, frozen=True):
-    """The job is to go on with another number of workers: `doll scale`."""
+    """The job is to go on with other workers: `doll scale`, and scale-in by the provisioner."""
 
     workers: int
     run_id: str  # of the run that is meant, see `TermStarted`
+    released: tuple[int, ...] | None = None  # of these, workers that serve nothing; None: those that there are
 
 
 class SourceEnded(Record, frozen=True):
@@ -513,6 +514,7 @@ class ServerStatus(Record, frozen=True):
     recent_records: int = 0  # the last ones, of which `data.on_bad_records` takes the share
     recent_refused: int = 0  # of these
     num_workers: int = 0  # that the job is to have; 0: as many as the job file says
+    released: tuple[int, ...] = ()  # of these, workers that are to serve nothing
     moving_partitions: int = 0  # that are still to go to another worker
     run_id: str = ""  # see `TermStarted`
     source_ended: bool = False  # this server knows where a source has ended

@@ -1,4 +1,4 @@
-"""Scale-in with real workers, Kafka and Redis: one is released, its records wait, it comes back, nothing is lost."""
+"""Scale-in with real workers, Kafka and Redis: the other worker takes over, the released one comes back, all counts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def job(request: pytest.FixtureRequest, make_pipeline: Callable[..., Any]) -> An
 
 
 def test_a_worker_leaves_in_order_and_comes_back(job: Any) -> None:
-    """The knee, the release, the Leave, the waiting stream, the recall by the job file, and the audit at the end."""
+    """The knee, the release, the Leave, the move, the recall by the job file, and the audit at the end."""
     env = os.environ | {KAFKA_ENV: job.services.kafka, REDIS_ENV: job.services.redis}
     argv = [sys.executable, "-m", "doll", "provision", "run", "--job", str(job.job_path), "--run-folder", str(job.run)]
     log = job.run / "logs" / "provision.log"
@@ -96,10 +96,11 @@ def play(job: Any) -> None:
     (ended,) = [machine for machine in machines(job) if machine["instance"]["slot"] == slot]
     assert ended["exit_code"] in (0, None)
 
-    version, applied = job.version, applied_of(job, slot)
+    job.until_status(lambda status: status.released == (slot,) and not status.moving_partitions, "the move")
+    seen, applied = len(job.updates), applied_of(job, slot)
     feed(20)
-    job.until_version(version + 15)
-    assert applied_of(job, slot) == applied, "its stream waits"
+    job.until(lambda: learned_from(job, slot, seen) >= {1 - slot}, "updates of its partition by the other worker")
+    assert applied_of(job, slot) == applied
     assert len(machines(job)) == 2, "no machine is launched for it"
 
     config = load(job.job_path, ["provision.scale_in.enabled=false"])
@@ -124,6 +125,12 @@ def nothing_held_back(job: Any, slot: int) -> bool:
 
 def applied_of(job: Any, slot: int) -> int:
     return sum(member.worker == slot for update in job.updates for member in update.members)
+
+
+def learned_from(job: Any, partition: int, since: int) -> set[int]:
+    """Workers that have learned from a partition, in updates from this one on."""
+    members = (member for update in job.updates[since:] for member in update.members)
+    return {member.worker for member in members if member.partition == partition}
 
 
 def machines(job: Any) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ _LOOK: Final = 0.03
 class World(worlds.World[Process]):
     """One server at a time, `WORKERS` workers at first and up to `PLACES` later, and what goes wrong between them.
 
-    Partitions are added to the topic, and a server learns of them later, each one anew.
+    Partitions are added to the topic, and a server learns of them later, each one anew. Workers are released.
 
     Attributes:
         partitions: of the topic, by now.
@@ -66,7 +66,7 @@ class World(worlds.World[Process]):
         counts: of what has happened.
     """
 
-    grows = True
+    adds_and_releases = True
 
     def __init__(self, policy: str, seed: int, *, has_tables: bool = False) -> None:
         super().__init__(
@@ -78,7 +78,7 @@ class World(worlds.World[Process]):
         self.loads = random.Random(seed)  # of partitions, and where these go for it
         self.partitions = self._partitions_at_start = self.rng.choice((WORKERS, WORKERS, WORKERS + 2, 3 * WORKERS))
         self._topic_rng = random.Random(-1 - seed)
-        self.growth = self._topic_rng.choice(_GROWTH) if self.grows else 0.0
+        self.growth = self._topic_rng.choice(_GROWTH) if self.adds_and_releases else 0.0
         self.config, self.task = job_of(policy, has_tables=has_tables)
         self.blobs = MemoryBlobs(lambda: 0.0)
         self.saved: Checkpoint | None = None
@@ -384,14 +384,18 @@ class World(worlds.World[Process]):
         for worker in range(self.rng.randrange(1, PLACES + 1)):
             if not self.processes[worker]:
                 self.start_process(worker)
-        self.handle(Scale(workers=wanted, run_id=""))
+        released = None
+        if self.adds_and_releases and self._topic_rng.random() < 0.5:
+            released = tuple(number for number in range(PLACES) if self._topic_rng.random() < 0.3)
+            self.counts["released"] += len(released)
+        self.handle(Scale(workers=wanted, run_id="", released=released))
 
     def balance(self) -> None:
         """Any partitions go to any workers, while their number stays."""
         moves = self.engine.moves
         if self.engine.finished is None and not moves.targets:
             owners = self.engine.snapshot(self.now).assignment
-            wanted = [self.loads.choice((owner, self.loads.randrange(moves.num_workers))) for owner in owners]
+            wanted = [self.loads.choice((owner, self.loads.choice(moves._serving))) for owner in owners]
             assert moves._plan(wanted) == []
             self.counts["balanced"] += bool(moves.targets)
             self.handle(ev.GrantsLost(worker=-1))  # of nobody: what can move does so in the event that plans it

@@ -92,6 +92,8 @@ class JobWorld:
         samples: learned from so far.
         loss_of: loss of a version.
         most_per_slot: most instances that a slot ever had at a time.
+        released: slots whose streams the others read, as far as they can compute them.
+        capacity_per_s: samples that a worker can compute; 0: those of its own stream.
     """
 
     def __init__(
@@ -111,6 +113,8 @@ class JobWorld:
         """Instances whose worker hangs."""
         self.finished_s: float | None = None
         self.most_per_slot = 0
+        self.released: tuple[int, ...] = ()
+        self.capacity_per_s = 0.0
         self.log: list[tuple[object, float]] = [
             (TermStarted(term=1, resumed_version=0, origins=(), records_per_batch=1, time_s=now()), now())
         ]
@@ -147,8 +151,11 @@ class JobWorld:
         self.most_per_slot = max([self.most_per_slot, *per_slot.values()])
         if self.finished_s is not None:
             return
-        for slot in self.working():
-            self._read[slot] += seconds * float(self._settings.rates_per_s[slot])
+        rates_per_s, working = self._settings.rates_per_s, self.working()
+        share = float(rates_per_s[list(self.released)].sum()) / max(1, len(working))
+        for slot in working:
+            own = float(rates_per_s[slot])
+            self._read[slot] += seconds * max(own, min(own + share, self.capacity_per_s))
         self.samples = float(self._read.sum())
         for instance in sorted(alive, key=lambda instance: instance.incarnation):
             if instance.state is InstanceState.RUNNING:
@@ -174,7 +181,8 @@ class JobWorld:
         return ServerStatus(
             term=1, time_s=self._now(), leader_since_s=0.0, pid=1, version=version, durable_version=version,
             samples_total=int(self.samples), batches_total=batches, waiting_batches=0, computing_batches=0,
-            shortfall_batches=0, stalled_s=0.0, workers=(),
+            shortfall_batches=0, stalled_s=0.0, workers=(), run_id="run", num_workers=self._settings.num_slots,
+            released=self.released,
         )  # fmt: skip
 
     def _join(self, instance: Instance, now_s: float) -> None:

@@ -121,7 +121,7 @@ class JobMetrics:
             case ServerStatus() if self._lineage.is_current(record.term):
                 self._put("ps", (*server_samples(record), _measured_at("ps", record.time_s)))
                 if record.num_workers:
-                    self._put("job", (Sample("doll_job_workers", (), record.num_workers),))
+                    self._put("job", (Sample("doll_job_workers", (), record.num_workers - len(record.released)),))
             case Metric():
                 self._measured(record)
             case TermStarted() | Update() | Finished():

@@ -7,7 +7,7 @@ In a new job, partition p is served by worker p modulo the number of workers. Th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import msgspec
@@ -28,55 +28,54 @@ def first_assignment(num_partitions: int, num_workers: int) -> tuple[int, ...]:
     return tuple(number % num_workers for number in range(num_partitions))
 
 
-def reassigned(current: Sequence[int], num_workers: int) -> tuple[int, ...]:
-    """The assignment to `num_workers` workers with the fewest moves by which no worker has two more than another.
+def reassigned(current: Sequence[int | None], workers: Collection[int]) -> tuple[int, ...]:
+    """The assignment to these workers with the fewest moves by which none of them has two more than another.
 
-    It is its own: assigned again to as many workers, nothing moves. A partition of a worker from `num_workers` on is
-    given to another.
+    It is its own: assigned again to the same workers, nothing moves. `current` may name others, or nobody.
 
-    >>> reassigned((0, 1, 2, 0, 1), 2)
+    >>> reassigned((0, 1, 2, 0, 1), range(2))
     (0, 1, 0, 0, 1)
-    >>> reassigned((0, 1, 0, 1, 0), 3)
+    >>> reassigned((0, 1, 0, 1, None), range(3))
     (0, 1, 0, 1, 2)
     """
-    served: list[list[int]] = [[] for _ in range(num_workers)]
+    served: dict[int, list[int]] = {worker: [] for worker in sorted(workers)}
     free: list[int] = []
-    for partition, worker in enumerate(current):
-        (served[worker] if worker < num_workers else free).append(partition)
-    least, more = divmod(len(current), num_workers)
-    fullest_first = sorted(range(num_workers), key=lambda worker: (-len(served[worker]), worker))
+    for partition, owner in enumerate(current):
+        (free if owner is None else served.get(owner, free)).append(partition)
+    least, more = divmod(len(current), len(served))
+    fullest_first = sorted(served, key=lambda worker: (-len(served[worker]), worker))
     room = {worker: least + (rank < more) for rank, worker in enumerate(fullest_first)}
-    for worker, partitions in enumerate(served):
+    for worker, partitions in served.items():
         free += partitions[room[worker] :]
         del partitions[room[worker] :]
     free.sort(reverse=True)
-    for worker, partitions in enumerate(served):
+    for worker, partitions in served.items():
         while len(partitions) < room[worker]:
             partitions.append(free.pop())
-    owners = {partition: worker for worker, partitions in enumerate(served) for partition in partitions}
+    owners = {partition: worker for worker, partitions in served.items() for partition in partitions}
     return tuple(owners[partition] for partition in range(len(current)))
 
 
-def reassigned_by_load(current: Sequence[int], num_workers: int, loads: Sequence[float]) -> tuple[int, ...]:
-    """The assignment to `num_workers` workers by what each partition brings, with few moves.
+def reassigned_by_load(current: Sequence[int], workers: Collection[int], loads: Sequence[float]) -> tuple[int, ...]:
+    """The assignment to these workers by what each partition brings, with few moves.
 
-    Partitions of workers that are no more go first, the largest to whoever has least. Then partitions go from the
+    Partitions of other workers go first, the largest to whoever has least. Then partitions go from the
     worker with most to the one with least, as long as that lowers the larger of both loads by a tenth of the mean. Each
     worker has a partition, where there are enough. It is its own: assigned again by the same loads, nothing moves.
 
     Args:
         loads: of each partition, not negative, in any unit.
 
-    >>> reassigned_by_load((0, 1, 0, 1, 0, 1), 2, (90, 1, 40, 1, 40, 1))
+    >>> reassigned_by_load((0, 1, 0, 1, 0, 1), range(2), (90, 1, 40, 1, 40, 1))
     (1, 1, 0, 1, 0, 1)
-    >>> reassigned_by_load((0, 1, 0, 1), 2, (90, 1, 1, 1))
+    >>> reassigned_by_load((0, 1, 0, 1), range(2), (90, 1, 1, 1))
     (0, 1, 0, 1)
     """
     base = _BASE_LOAD * (sum(loads) / len(loads) or 1.0)
     weights = [load + base for load in loads]
     owners = list(current)
-    served: list[set[int]] = [set() for _ in range(num_workers)]
-    totals = [0.0] * num_workers
+    served: dict[int, set[int]] = {worker: set() for worker in sorted(workers)}
+    totals = dict.fromkeys(served, 0.0)
 
     def give(number: int, taker: int) -> None:
         owners[number] = taker
@@ -84,16 +83,16 @@ def reassigned_by_load(current: Sequence[int], num_workers: int, loads: Sequence
         totals[taker] += weights[number]
 
     for number, worker in enumerate(current):
-        if worker < num_workers:
+        if worker in served:
             give(number, worker)
-    free = [number for number, worker in enumerate(current) if worker >= num_workers]
+    free = [number for number, worker in enumerate(current) if worker not in served]
     for number in sorted(free, key=lambda number: (-weights[number], number)):
-        give(number, min(range(num_workers), key=totals.__getitem__))
-    least_gain = _LEAST_GAIN * sum(weights) / num_workers
-    givers = set(range(num_workers))
+        give(number, min(served, key=totals.__getitem__))
+    least_gain = _LEAST_GAIN * sum(weights) / len(served)
+    givers = set(served)
     while givers:
         giver = min(givers, key=lambda worker: (-totals[worker], worker))
-        taker = min(range(num_workers), key=lambda worker: (totals[worker], worker))
+        taker = min(served, key=lambda worker: (totals[worker], worker))
         gap = totals[giver] - totals[taker]
         # The one that makes both most alike.
         number = min(served[giver], key=lambda number: (abs(gap / 2 - weights[number]), number), default=-1)
@@ -165,7 +164,8 @@ def for_workers(snapshot: EngineSnapshot, num_workers: int, max_workers: int) ->
         snapshot,
         num_workers=wanted,
         job_workers=num_workers,
-        assignment=owners if wanted == before else reassigned(owners, wanted),
+        released=snapshot.released if is_scaled else (),
+        assignment=owners if wanted == before else reassigned(owners, range(wanted)),
         by_worker=(snapshot.by_worker or tuple(by_worker)) + (0,) * new,
         sessions=snapshot.sessions + (0,) * new,
         processes=snapshot.processes + ("",) * new,

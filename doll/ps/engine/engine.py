@@ -174,7 +174,7 @@ class Engine:
             max_pending_batches=settings.max_pending_batches, costs_rests=policy.holds_back,
         )  # fmt: skip
         self.moves = Moves(
-            self._workers, self._owners, self._partitions, snapshot.num_workers, settings=settings,
+            self._workers, self._owners, self._partitions, snapshot.num_workers, snapshot.released, settings=settings,
             members=self._members, grants=self._grants, settling=self._settling, durability=self._durability,
         )  # fmt: skip
 
@@ -272,6 +272,7 @@ class Engine:
             as_they_stand(self.start, self._partitions, self._owners, self._workers),
             version=self.version,
             num_workers=self.moves.num_workers,
+            released=tuple(sorted(self.moves.released)),
             samples_total=self.samples_total,
             elapsed_s=self._elapsed_s(now),
             counters=dict(self.counters),
@@ -388,10 +389,14 @@ class Engine:
         self._grants.note_change(worker)
 
     def _on_scale(self, event: Scale) -> None:
-        if event.run_id != self.start.run_id or not 1 <= event.workers <= self.settings.places:
+        released = self.moves.released if event.released is None else frozenset(event.released)
+        released &= frozenset(range(event.workers))
+        if event.released is None and len(released) == event.workers:
+            released = frozenset()
+        if event.run_id != self.start.run_id or not len(released) < event.workers <= self.settings.places:
             self.counters["refused_content"] += 1
-        elif event.workers != self.moves.num_workers:
-            self._join_again(self.moves.scale(event.workers, self._now))
+        elif (event.workers, released) != (self.moves.num_workers, self.moves.released):
+            self._join_again(self.moves.scale(event.workers, released, self._now))
             self._durability.keep()  # a later server is to know of it
 
     def _freeze(self, giver: Worker, partition: Partition) -> None:

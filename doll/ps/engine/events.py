@@ -252,6 +252,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     # Of the job; `sessions` and what follows may be of more, for which it has place, or had. 0: of as many.
     num_workers: int = 0
     job_workers: int = 0  # of the job file when that number was set: one that is changed since then counts instead
+    released: tuple[int, ...] = ()  # workers below `num_workers` that are to serve nothing
     # Batches in the model that each worker has computed or skipped; (): those of the partitions assigned to it.
     by_worker: tuple[int, ...] = ()
     leader_epochs: tuple[int, ...] = ()  # of each partition's last applied batch (`PushedBatch`); (): not known

@@ -9,7 +9,7 @@ worker keeps it. Both workers join again, by a Hello, and their Welcomes say wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from doll.ps.engine.assignment import largest_load, reassigned, reassigned_by_load
@@ -31,13 +31,15 @@ class Moves:
 
     Attributes:
         num_workers: how many workers the job is to have; the others, above, serve nothing, and wait as spares.
+        released: of these, workers that are to serve nothing either.
         targets: the worker that each of these partitions goes to.
         frozen: those of them of which nothing is granted any more.
     """
 
     def __init__(
-        self, workers: Sequence[Worker], owners: list[Worker], partitions: list[Partition], num_workers: int, *,
-        settings: EngineSettings, members: Membership, grants: Grants, settling: Settling, durability: Durability,
+        self, workers: Sequence[Worker], owners: list[Worker], partitions: list[Partition], num_workers: int,
+        released: Iterable[int], *, settings: EngineSettings, members: Membership, grants: Grants, settling: Settling,
+        durability: Durability,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -60,22 +62,20 @@ class Moves:
         self.targets: dict[int, Worker] = {}
         self.frozen: set[int] = set()
         self._by_taker: dict[Worker, dict[int, None]] = {}  # `targets`, by worker
-        self.num_workers = num_workers
-        self._plan(reassigned([worker.number for worker in owners], num_workers))
+        self.num_workers, self.released = num_workers, frozenset(released)
+        self._plan(reassigned([worker.number for worker in owners], self._serving))
 
     def serves(self, worker: Worker, number: int) -> bool:
         """Whether this worker serves a partition, and goes on to."""
         return number in worker.queue.partitions and number not in self.frozen
 
-    def scale(self, num_workers: int, now: float) -> list[int]:
-        """Serve by `num_workers` workers, with few moves from now. Workers that must join again: they keep a partition
-        of which nothing was granted."""
-        self.num_workers, self._balanced_at_s = num_workers, now
-        owners = [worker.number for worker in self._owners]
+    def scale(self, num_workers: int, released: frozenset[int], now: float) -> list[int]:
+        """Serve by `num_workers` workers without those that are released, with few moves from now. Workers that must
+        join again: they keep a partition of which nothing was granted."""
+        self.num_workers, self.released, self._balanced_at_s = num_workers, released, now
+        owners, serving = [worker.number for worker in self._owners], self._serving
         loads = self._loads.loads(now) if self._every_s else None
-        return self._plan(
-            reassigned(owners, num_workers) if loads is None else reassigned_by_load(owners, num_workers, loads)
-        )
+        return self._plan(reassigned(owners, serving) if loads is None else reassigned_by_load(owners, serving, loads))
 
     def balance(self, now: float) -> None:
         """Plan moves where one worker has much more to learn than others, and is behind; now and then."""
@@ -87,11 +87,11 @@ class Moves:
         if now - self._balanced_at_s < self._every_s or self.targets:
             return
         self._balanced_at_s = now
-        loads = self._loads.loads(now)
-        if loads is None or not all(worker.is_here for worker in self._workers[: self.num_workers]):
+        loads, serving = self._loads.loads(now), self._serving
+        if loads is None or not all(self._workers[number].is_here for number in serving):
             return
         owners = [worker.number for worker in self._owners]
-        wanted = reassigned_by_load(owners, self.num_workers, loads)
+        wanted = reassigned_by_load(owners, serving, loads)
         largest = largest_load(owners, loads)
         fullest = (worker for worker in set(self._owners) if self._load_of(worker, loads) >= largest)
         if largest_load(wanted, loads) <= _MOST_LEFT * largest and any(item.lag >= self._backlog for item in fullest):
@@ -110,14 +110,19 @@ class Moves:
         self.frozen -= kept
         return sorted({owners[number] for number in kept})
 
+    @property
+    def _serving(self) -> list[int]:
+        """Workers that are to serve."""
+        return [number for number in range(self.num_workers) if number not in self.released]
+
     def add_partitions(self, count: int, now: float) -> list[int]:
         """The samples topic has `count` partitions by now: those that are new begin at offset 0, and a checkpoint that
         knows of them is due. Workers that must join again: they serve a new one, or keep one that was to move."""
         first, met = len(self._partitions), set[int]()
         if count <= first:
             return []
-        wanted = reassigned([*(worker.number for worker in self._owners), *[self.num_workers] * (count - first)],
-                            self.num_workers)  # fmt: skip
+        owners = [worker.number for worker in self._owners]
+        wanted = reassigned([*owners, *[None] * (count - first)], self._serving)
         for number in range(first, count):
             partition, worker = Partition(number, 0, 0), self._taker(self._workers[wanted[number]])
             self._partitions.append(partition)
@@ -130,12 +135,12 @@ class Moves:
         if self._every_s and self._loads.loads(now) is not None:  # the others stay where they are by load
             wanted = tuple(self.targets.get(number, worker).number for number, worker in enumerate(self._owners))
         else:
-            wanted = reassigned([worker.number for worker in self._owners], self.num_workers)
+            wanted = reassigned([worker.number for worker in self._owners], self._serving)
         return sorted(met.union(self._plan(wanted)))
 
     def _taker(self, wanted: Worker) -> Worker:
         """Who serves a partition that is new: not who has never been here, where another serves already."""
-        serving = [worker for worker in self._workers[: self.num_workers] if worker.queue.partitions]
+        serving = [worker for number in self._serving if (worker := self._workers[number]).queue.partitions]
         if wanted.is_here or wanted in serving or not serving:
             return wanted
         return min(serving, key=lambda worker: (len(worker.queue.partitions), worker.number))

@@ -22,7 +22,7 @@ def test_only_the_producer_writes_samples_and_only_the_server_commands_and_updat
     }
     assert writers == {
         "samples": ["producer"], "commands": ["server"], "updates": ["server"],
-        "events": ["producer", "worker", "evaluator"],
+        "events": ["producer", "worker", "evaluator", "provisioner"],
         "dead": ["worker"],
     }  # fmt: skip
 

@@ -32,7 +32,7 @@ def decision(folder: Path) -> Decision:
 
 def test_a_decision_is_a_record_and_measurements(tmp_path: Path) -> None:
     kept, made = KeptRecords(), decision(tmp_path)
-    publisher = DecisionPublisher(kept.publisher, "metrics")
+    publisher = DecisionPublisher(kept.publisher, "metrics", "events")
     publisher.publish(made, last=False)
     publisher.publish(made, last=True)
     publisher.close()
@@ -49,7 +49,7 @@ def test_a_decision_is_a_record_and_measurements(tmp_path: Path) -> None:
 
 def test_heartbeats_fill_the_time_between_decisions(tmp_path: Path) -> None:
     kept, clock = KeptRecords(), VirtualClock()
-    publisher = DecisionPublisher(kept.publisher, "metrics", clock)
+    publisher = DecisionPublisher(kept.publisher, "metrics", "events", clock)
     clock.advance(HEARTBEAT_EVERY_S - 1)
     publisher.heartbeat()
     assert kept.sent == []

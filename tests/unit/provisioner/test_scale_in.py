@@ -16,12 +16,14 @@ from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import EndReason, Instance
 from doll.provisioner.launch_state import LaunchLimits
+from doll.provisioner.planning.state import Alpha, PlannerState
 from doll.provisioner.planning.tuner import TunerSettings
 from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.reconcile import Launch, Terminate
-from doll.provisioner.scale_in import ErrorTarget, ScaleIn, ScaleInSettings
+from doll.provisioner.scale_in import ErrorTarget, ScaleIn, ScaleInSettings, release_request, sharing
 from doll.provisioner.settings import ControllerSettings, controller_settings
-from doll.records.control import Evaluated, Member, ProvisionDecision, TermStarted, Update
+from doll.records.control import Evaluated, Member, ProvisionDecision, Scale, TermStarted, Update
+from doll.theory.cost import Prices
 from doll.theory.scale_in import ReferenceCurve
 from fake_fleet import FakeFleet, VirtualClock
 from fleet_rigs import Ec2Rig
@@ -30,6 +32,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from job_world import ON_DEMAND, SPOT, JobWorld, settings
 from memory_state_store import MemoryStateStore
+from statuses import server_status
 
 CURVE = ReferenceCurve((0.05, 1.2, 0.5, 0.4))
 TUNER = TunerSettings(every_s=60.0, horizon_s=30.0, threshold=0.05, knee_slope=-2e-3, min_workers=2)
@@ -50,6 +53,7 @@ class Scene:
         self.fleet: Any = FakeFleet(self.clock, boot_s=20.0, ending_s=5.0)
         self.state_store, self.more = MemoryStateStore(), more
         self.decisions: list[Decision] = []
+        self.requests: list[Scale | None] = []
         self.begin()
 
     def begin(self) -> None:
@@ -65,6 +69,9 @@ class Scene:
     def step(self, seconds: float = 10.0) -> Decision:
         self.world.tell(self.controller)
         self.decisions.append(self.controller.turn(self.clock()))
+        self.requests.append(self.controller.release_request(self.decisions[-1]))
+        if (request := self.requests[-1]) is not None:
+            self.world.released = request.released or ()
         self.clock.advance(seconds)
         self.world.pass_time(seconds)
         return self.decisions[-1]
@@ -109,10 +116,10 @@ def test_a_slot_is_released_at_the_knee_and_its_machine_is_ended_in_order() -> N
     assert "knee" in entry["why"]
     (end,) = [result.action for result in decision.actions if isinstance(result.action, Terminate)]
     assert end.slot == slot
-    assert "its records stay in Kafka" in end.why
+    assert "the others have its partitions" in end.why
     assert decision.markets[slot] is None
     assert decision.to_dict()["released_slots"] == 1
-    assert "its records stay in Kafka" in decision.reasons[slot]
+    assert "the others have its partitions" in decision.reasons[slot]
     assert decision.record().markets[slot] == ""
     kinds = [entry["kind"] for entry in scene.state_store.journal]
     assert kinds.index("release") < kinds.index("end"), "noted before it is done"
@@ -211,8 +218,8 @@ def test_a_slot_with_an_interruption_notice_goes_first() -> None:
     assert decision.actions == ()
 
 
-def test_the_streams_of_released_slots_do_not_count() -> None:
-    """They count neither for the availability of spot, nor for rates, nor for the time that the work takes."""
+def test_nothing_is_counted_on_of_released_slots_where_nobody_knows_how_fast_the_others_compute() -> None:
+    """Neither for the availability of spot, nor for the time that the work takes; their rates stay as they were."""
     scene = Scene()
     scene.until_released()
     before = scene.decisions[-2]
@@ -232,6 +239,70 @@ def test_the_streams_of_released_slots_do_not_count() -> None:
         scene.clock.advance(10.0)
     assert scene.controller.observed.rates_per_s()[slot] == pytest.approx(rate)
     assert scene.controller.observed.spot.alpha().point >= alpha - 0.02
+
+
+def with_service(scene: Scene, seconds: float) -> None:
+    """Each worker has computed a batch of 25 samples in this time, and goes on so."""
+    scene.world.capacity_per_s = 25 / seconds
+    members = tuple(
+        Member(worker=slot, partition=slot, batch=0, lo=0, hi=1, n_samples=1, base_version=0, compute_s=seconds)
+        for slot in range(4)
+    )
+    scene.controller.feed(Update(term=1, version=0, members=members, n_samples=1, loss=2.4), scene.clock())
+
+
+def test_the_others_take_over_as_much_of_the_stream_as_they_can_compute() -> None:
+    rates, works = np.array([10.0, 10.0, 4.0, 10.0]), np.ones(4, dtype=np.bool_)
+    state = PlannerState(
+        elapsed_s=0.0, samples_done=0.0, rates_per_s=rates, on_spot=works, up=works, alpha=Alpha(0.9),
+        prices=Prices(SPOT, ON_DEMAND),
+    )  # fmt: skip
+    slots = np.array([True, True, False, True])
+    for capacity, expected in ((0.0, 10.0), (100.0, 10.0 + 4 / 3), (10.5, 10.5), (3.0, 10.0)):
+        assert sharing(state, slots, np.full(4, capacity)).rates_per_s == pytest.approx([expected] * 3)
+    assert sharing(state, works, np.full(4, 100.0)).rates_per_s.tolist() == rates.tolist()
+
+
+def test_a_deadline_that_three_workers_meet_with_all_streams_lets_one_go() -> None:
+    """Three streams of four take 3333 s, all of them 2500 s: with 2800 s one goes if the others can compute them."""
+    for seconds, lets_go in ((0.0, False), (0.1, True)):
+        scene = Scene(job(deadline_s=2800.0))
+        scene.step()
+        if seconds:
+            with_service(scene, seconds)
+        scene.until(lambda scene=scene: scene.world.progress()[0] >= 250)  # type: ignore[misc]
+        assert bool(scene.decisions[-1].released) == lets_go
+        scene.until(lambda scene=scene: scene.world.finished_s is not None)  # type: ignore[misc]
+        assert scene.world.finished_s - scene.decisions[0].started_s <= 2800  # type: ignore[operator]
+
+
+def test_the_parameter_server_is_asked_until_it_says_so() -> None:
+    scene = Scene()
+    decision = scene.until_released()
+    expected = Scale(workers=4, run_id="run", released=decision.released)
+    assert scene.requests[-1] == expected
+    scene.world.released = ()  # the request was lost
+    scene.world.pass_time(0.0)
+    scene.restart()
+    scene.step()
+    assert scene.requests[-2:] == [expected, expected], "a successor goes on"
+    scene.step()
+    assert scene.requests[-1] is None
+    scene.job = job(rule=None)
+    scene.controller.retarget(scene.job)
+    scene.step()
+    assert scene.requests[-1] == Scale(workers=4, run_id="run", released=())
+
+
+def test_a_job_that_ends_and_a_dry_run_and_a_server_that_is_not_there_are_asked_for_nothing() -> None:
+    for draining, scene in ((True, Scene()), (False, Scene(dry_run=True))):
+        scene.world.released = (1,)
+        scene.world.pass_time(1.0)
+        scene.world.tell(scene.controller)
+        decision = scene.controller.turn(scene.clock(), draining=draining)
+        assert scene.controller.release_request(decision) is None
+    assert release_request((1,), None) is None
+    assert release_request((1,), server_status()) is None, "of an earlier release"
 
 
 # --- what it refuses

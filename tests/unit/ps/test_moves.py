@@ -51,7 +51,8 @@ def test_each_partition_goes_on_with_the_workers_that_there_are(policy: str) -> 
         for _ in range(DISORDERLY_STEPS):
             world.step()
         workers = world.rng.randrange(1, PLACES + 1)
-        world.handle(Scale(workers=workers, run_id=""))
+        released = frozenset(number for number in range(workers - 1) if world.rng.random() < 0.2)
+        world.handle(Scale(workers=workers, run_id="", released=tuple(released)))
         world.partitions += seed % 3
         world.look_at_topic()
         for worker in range(PLACES):
@@ -59,16 +60,17 @@ def test_each_partition_goes_on_with_the_workers_that_there_are(policy: str) -> 
                 world.start_process(worker)
         calm(world)
         engine = world.engine
-        for _ in range(5):  # partitions move for what is unread, too
-            if not engine.moves.targets:
+        for _ in range(5):  # partitions move for what is unread, too, and the workers learn of it a moment later
+            if not engine.moves.targets and _served(world) == _known(world):
                 break
             calm(world)
         assert not engine.moves.targets, (policy, seed)
-        assert engine.moves.num_workers == workers
-        served = {worker.number: sorted(worker.queue.partitions) for worker in engine.workers()}
+        assert (engine.moves.num_workers, engine.moves.released) == (workers, released)
+        served = _served(world)
         assert sorted(itertools.chain.from_iterable(served.values())) == list(range(world.partitions))
-        assert [number for number, own in served.items() if own] == list(range(min(workers, world.partitions)))
-        assert served == {number: sorted(_core(world, number).served) for number in served}, "as the workers know it"
+        serving = [number for number in range(workers) if number not in released]
+        assert [number for number, own in served.items() if own] == serving[: world.partitions]
+        assert served == _known(world), "as the workers know it"
         before = engine.snapshot(world.now).applied
         for _ in range(5):  # a worker computes its batches in the order in which it has read them
             calm(world)
@@ -80,6 +82,14 @@ def test_each_partition_goes_on_with_the_workers_that_there_are(policy: str) -> 
         counts += engine.counters + world.counts
     assert counts["partitions added"]
     assert counts["requeued_moved"] or RUNS < 50
+
+
+def _served(world: World) -> dict[int, list[int]]:
+    return {worker.number: sorted(worker.queue.partitions) for worker in world.engine.workers()}
+
+
+def _known(world: World) -> dict[int, list[int]]:
+    return {worker.number: sorted(_core(world, worker.number).served) for worker in world.engine.workers()}
 
 
 def _core(world: World, worker: int) -> WorkerCore:

@@ -46,9 +46,9 @@ THIRD_PARTY = {"bounded_lead": "{name: bounded_lead, lead: 2, eager: true}", "fe
 
 
 class Steady(World):
-    """Nobody adds partitions: the interleaving of a seed is that of before they could."""
+    """No partitions are added and no workers released: the interleaving of a seed is that of before they could be."""
 
-    grows = False
+    adds_and_releases = False
 
 
 def check(policy: str) -> Counter[str]:

@@ -20,10 +20,10 @@ owners_ = st.lists(st.tuples(st.integers(0, 6), st.sampled_from((0.0, 0.1, 1.0, 
 @given(owners_, st.integers(1, 9))
 def test_an_assignment_by_load_is_whole_and_its_own(items: list[tuple[int, float]], num_workers: int) -> None:
     owners, loads = zip(*items, strict=True)
-    made = reassigned_by_load(owners, num_workers, loads)
+    made = reassigned_by_load(owners, range(num_workers), loads)
     assert {*made} <= {*range(num_workers)}
     assert len({*made}) == min(num_workers, len(owners)), "nobody is idle while another has two"
-    assert reassigned_by_load(made, num_workers, loads) == made
+    assert reassigned_by_load(made, range(num_workers), loads) == made
     if max(owners) < num_workers:
         assert largest_load(made, loads) <= largest_load(owners, loads) + 0.05 * sum(loads)
     # No worker has more than the mean and a tenth of it beside its largest partition.
@@ -36,16 +36,16 @@ def test_an_assignment_by_load_is_whole_and_its_own(items: list[tuple[int, float
 @given(st.integers(1, 200), st.integers(1, 12), st.integers(1, 12))
 def test_equal_loads_move_no_more_partitions_than_equal_numbers_need(partitions: int, before: int, after: int) -> None:
     owners = first_assignment(partitions, before)
-    made = reassigned_by_load(owners, after, [1.0] * partitions)
-    wanted = reassigned(owners, after)
+    made = reassigned_by_load(owners, range(after), [1.0] * partitions)
+    wanted = reassigned(owners, range(after))
     moves, needed = (sum(a != b for a, b in zip(owners, to, strict=True)) for to in (made, wanted))
     assert moves <= needed
 
 
 def test_one_partition_with_most_of_the_records_is_left_alone_and_the_others_are_spread() -> None:
     loads = [90.0, *[10 / 7] * 7]
-    assert reassigned_by_load(first_assignment(8, 4), 4, loads)[0] == 0
-    grown = reassigned_by_load(first_assignment(8, 1), 4, loads)
+    assert reassigned_by_load(first_assignment(8, 4), range(4), loads)[0] == 0
+    grown = reassigned_by_load(first_assignment(8, 1), range(4), loads)
     own = [number for number, worker in enumerate(grown) if worker == grown[0]]
     assert own == [0], "with room for it, nothing waits behind it"
 
@@ -54,7 +54,7 @@ def test_skewed_partitions_are_balanced_by_their_rates() -> None:
     loads = [50.0, 3, 3, 3, 40, 3, 3, 3, 30, 3, 3, 3]  # all three large ones at worker 0
     owners = first_assignment(12, 4)
     assert largest_load(owners, loads) == 120
-    made = reassigned_by_load(owners, 4, loads)
+    made = reassigned_by_load(owners, range(4), loads)
     assert largest_load(made, loads) < 60, "50 is one partition"
     assert sum(a != b for a, b in zip(owners, made, strict=True)) <= 3
 

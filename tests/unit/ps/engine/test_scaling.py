@@ -8,7 +8,7 @@ from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import SendHello, StoreCheckpoint, Tick
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
-from doll.records.control import Announce, Grant, Join, Run, Scale, Welcome
+from doll.records.control import Announce, Grant, Join, Leave, Run, Scale, Welcome
 
 
 def engine_of(num_workers: int = 2, max_workers: int = 4, partitions: int = 4, **more: object) -> Engine:
@@ -115,3 +115,45 @@ def test_partitions_that_wait_for_a_worker_cost_an_event_nothing() -> None:
     join(engine, 2)
     assert CountingList.reads >= 250, "they are counted"
     assert len(engine.moves.targets) == 250
+
+
+def test_the_partitions_of_a_released_worker_go_to_the_others_and_come_back() -> None:
+    engine = engine_of(num_workers=3)
+    for worker in range(3):
+        join(engine, worker)
+    assert owned(engine) == [[0, 3], [1], [2], []]
+    actions = engine.handle(Scale(workers=3, run_id="run", released=(0,)), 0.0)
+    assert owned(engine) == [[], [0, 1], [2, 3], []]
+    assert engine.num_live == 2
+    (snapshot,) = (action.snapshot for action in actions if isinstance(action, StoreCheckpoint))
+    assert (snapshot.num_workers, snapshot.released) == (3, (0,))
+    later = Engine(engine.settings, Asp(), term=2, now=0.0, snapshot=snapshot)
+    assert (later.moves.released, later.moves.targets) == (frozenset({0}), {})
+    engine.handle(Scale(workers=3, run_id="run", released=()), 0.0)
+    assert sorted(map(len, owned(engine))) == [0, 1, 1, 2]
+    engine.check_invariants()
+
+
+def test_who_is_released_may_be_gone_before_its_partitions_move() -> None:
+    engine = engine_of(num_workers=2)
+    for worker in range(2):
+        join(engine, worker)
+    engine.handle(Leave(worker=1, session=engine.worker(1).session, cause="sigterm"), 0.0)
+    engine.handle(Scale(workers=2, run_id="run", released=(1,)), 0.0)
+    assert owned(engine) == [[0, 1, 2, 3], [], [], []]
+    engine.check_invariants()
+
+
+def test_another_number_leaves_the_released_ones_as_they_are_where_that_can_be() -> None:
+    engine = engine_of(num_workers=3)
+    for number, released, expected in (
+        (3, (1,), {1}), (4, None, {1}), (2, None, {1}), (1, None, set()), (2, (0, 7), {0}),
+    ):  # fmt: skip
+        engine.handle(Scale(workers=number, run_id="run", released=released), 0.0)
+        assert (engine.moves.num_workers, engine.moves.released) == (number, expected)
+    engine.handle(Scale(workers=2, run_id="run", released=(0, 1)), 0.0)
+    assert engine.counters["refused_content"] == 1, "somebody must serve"
+
+
+def owned(engine: Engine) -> list[list[int]]:
+    return [sorted(worker.queue.partitions) for worker in engine.workers()]
