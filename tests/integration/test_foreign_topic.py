@@ -126,7 +126,7 @@ def test_it_begins_where_retention_has_left_the_log(owner: OwnersTopic, make_pip
 def test_a_start_is_decided_once(
     owner: OwnersTopic, make_pipeline: Callable[..., Any], start: str, origins: tuple[int, int]
 ) -> None:
-    owner.create(2)
+    owner.create(2, {"retention.ms": "-1"})  # the records are dated weeks ago, and the broker's default is a week
     day_ms, first_ms = 86_400_000, 1_793_491_200_000  # 2026-11-01T00:00:00Z
     for partition, counts in enumerate([(40, 60), (60, 0)]):
         for count, time_ms in zip(counts, (first_ms - day_ms, first_ms), strict=True):
