@@ -10,6 +10,7 @@ from channel_process import POLICIES as CHANNEL_POLICIES
 from channel_world import World as ChannelWorld
 from channel_world import play as play_channels
 from doll.ps.engine import engine
+from doll.ps.engine.assignment import as_they_stand
 from doll.ps.engine.partition_state import Partition
 from engine_runs import check_random_run
 from engine_world import POLICIES
@@ -95,7 +96,6 @@ def is_caught(policies: tuple[str, ...] = ("asp", "bsp"), seeds: int = 8) -> boo
 
 
 def test_a_checkpoint_that_does_not_say_what_cuts_have_left_out_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_they_stand = engine.as_they_stand
     monkeypatch.setattr(engine, "as_they_stand", lambda *args: structs.replace(as_they_stand(*args), left_out=()))
     assert is_caught()
 
