@@ -362,14 +362,21 @@ class FunctionJob(TimedWorld):
         at_s = self._store.put(worker, self._blobs[record.key].num_bytes, self.now)
         heappush(self._queue, (at_s, MESSAGE, worker, 0))
 
+    def _read_next(self, worker: int) -> None:
+        protocol = self.process(worker).protocol
+        self._read(worker, protocol.served[protocol.worker].next_batch + 1)
+
     def _on_stored(self, worker: int, number: int) -> None:
         push, self._on_their_way[worker] = self._on_their_way[worker], None
         assert push is not None, "a worker sends one push after the other"
-        self.handle(push)
         process, state = self.process(worker), self._workers[worker]
+        if not self.engine.policy.exact_version:
+            self._read_next(worker)  # a policy with clocks does not wait for a worker without a batch
+        self.handle(push)
         rest = process.protocol.rest
         if not state.is_leaving:
-            self._read(worker, process.protocol.served[process.protocol.worker].next_batch + 1)
+            if self.engine.policy.exact_version:
+                self._read_next(worker)
         elif rest is not None and (held := state.residual.of(rest.until)) is not None:
             # A worker that leaves sends what it holds back first.
             state.residual.clear()
