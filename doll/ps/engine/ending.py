@@ -9,7 +9,7 @@ how many are left (`PolicyView.num_left`). Another source may send more at any t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import chain, repeat
+from itertools import zip_longest
 from typing import Final
 
 from doll.ps.engine.membership import Worker
@@ -23,7 +23,8 @@ class Ending:
     """Where sources have ended, and how many batches are left before that.
 
     Attributes:
-        ends: of each partition, offsets; () while no source has ended.
+        ends: of each partition, offsets, also of some that were added and that the engine does not know yet; () while
+            no source has ended.
         num_left: batches that are announced and not in the model, where no more will come; None: more may.
     """
 
@@ -39,9 +40,7 @@ class Ending:
 
     def end(self, ends: Sequence[int]) -> bool:
         """A source has ended where the partitions ended there; whether that is behind what was known."""
-        known = chain(self.ends, repeat(0))
-        later = tuple(max(end, before) for end, before in zip(ends[: len(self._partitions)], known, strict=False))
-        later += self.ends[len(later) :]
+        later = tuple(map(max, zip_longest(self.ends, ends, fillvalue=0)))
         if later == self.ends:
             return False
         self.ends, self._is_open, self._is_new = later, True, True
@@ -100,7 +99,7 @@ class Ending:
     def _count(self, workers: Sequence[Worker]) -> int | None:
         """Batches that are announced and not in the model, where all are announced; None: more may come, or all is
         learned."""
-        if self._behind:
+        if self._behind or any(self.ends[len(self._partitions) :]):
             return None
         left = sum(len(worker.queue.waiting) + worker.computing + worker.held for worker in workers)
         self._is_open = left > 0

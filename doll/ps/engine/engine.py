@@ -730,7 +730,8 @@ class Engine:
                 break
             if self._skips and self._apply_skip():
                 continue
-            if self.moves.targets:
+            # A gradient that is on its way is held in a moment: until then it cannot be taken back.
+            if self.moves.targets and not any(isinstance(item, FetchGradient) for item in self._actions):
                 self._send_all_grants(granted)
                 self._join_again(self.moves.carry_out(self._now, self._freeze))
                 if self._grants.changed:  # also where what moves is only withdrawn yet: the policy must know
