@@ -84,7 +84,7 @@ class SamplesTopic:
     def put(self, partition: int, value: bytes, on_offset: Callable[[int], None]) -> None:
         """Send one record, until Kafka has it; a later `poll` calls `on_offset` with its offset."""
         if self._publisher is None:
-            self._publisher = Publisher(self._config, self._services)
+            self._publisher = Publisher(self._config, self._services, compression_type="none")
         self._send(self._publisher, partition, value, on_offset)
 
     def _send(self, publisher: Publisher, partition: int, value: bytes, on_offset: Callable[[int], None]) -> None:

@@ -133,6 +133,7 @@ class SampleSender:
                 on_error=self._on_error,
                 linger_ms=_LINGER_MS,
                 queue_buffering_max_kbytes=_QUEUE_KBYTES,
+                compression_type="none",  # samples are the user's bytes, and many are numbers
                 message_max_bytes=int(plan_topics(self._config)[0].settings["max.message.bytes"]),
             )
         return self._publisher

@@ -74,6 +74,7 @@ from doll.records.control import (
     WorkerStatus,
     decode,
 )
+from doll.records.record_sizes import fitted
 from doll.storage.blobs import HEADER_BYTES, Buffer
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.telemetry import get_logger
@@ -286,7 +287,7 @@ class ParameterServer:
                     max_pending_batches=self._config.worker.max_pending_batches,
                 )  # fmt: skip
                 log.error("no_update_possible", reason=why)
-            self._outbox.send_status(self.status())
+            self._outbox.send_status(fitted(self.status()))
             workers = self.engine.moves.num_workers
             if workers != self._workers_published and self._publish_workers(workers):
                 self._workers_published = workers
@@ -457,7 +458,7 @@ class ParameterServer:
         )  # fmt: skip
 
     def _finish(self, action: ev.Finish) -> None:
-        self._outbox.send_status(self.status())  # with all that was measured
+        self._outbox.send_status(fitted(self.status()))  # with all that was measured
         self._send_update(
             Finished(
                 term=self.engine.term,

@@ -347,7 +347,7 @@ class TermStarted(Record, frozen=True, omit_defaults=True):
     run_id: str = ""  # random; of all terms of one generation, also of terms that resume it
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One batch of an update: offsets [lo, hi) of a partition; or `batches` of them, which hold no record."""
 
     worker: int

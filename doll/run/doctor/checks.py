@@ -11,11 +11,13 @@ from doll.kafka.topic_plan import (
     RECORD_LIMIT_BYTES,
     SIZE_SETTING,
     ActualTopic,
+    TopicPlan,
     alter_command,
     find_problems,
     plan_topics,
 )
 from doll.records.bounded import short
+from doll.records.record_sizes import COMPRESSED, status_bytes, update_bytes
 from doll.run.doctor.report import Check, Result
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from doll.provisioner.fleets.ec2.quota_facts import QuotaFacts
     from doll.storage.redis_facts import RedisFacts
 
-_STATUS_BYTES_PER_WORKER: Final = 256  # tests/unit/records/test_sizes.py
 _SLOW_S: Final = 0.05
 _SLOW_REGISTRY_S: Final = 1.0
 _SHOWN_CHARS: Final = 120
@@ -166,8 +167,7 @@ def _check_topics(config: JobConfig, facts: KafkaFacts, roles: Sequence[Role], p
             else:
                 yield Check(name, "ok", f"{count} partitions")
             if (actual := facts.topics.get(plan.name)) is not None:
-                if kind == "metrics":
-                    yield from _check_status_size(config, name, actual)
+                yield from _check_size(config, plan, actual)
                 for finding in find_problems(plan, actual, config.kafka.replication_factor):
                     problem, _, todo = finding.text.removeprefix(f"topic {plan.name}: ").partition("; change it: ")
                     yield Check(f"{name}: settings", "failed" if finding.fatal else "warning", problem, todo)
@@ -207,15 +207,19 @@ def _check_foreign(config: JobConfig, facts: KafkaFacts, principal: str) -> Chec
     return Check(name, "ok", f"{facts.partitions[topic]} partitions")
 
 
-def _check_status_size(config: JobConfig, name: str, actual: ActualTopic) -> Iterator[Check]:
-    """Whether the server's status, the longest record of `metrics`, fits: a standby elects by it."""
+def _check_size(config: JobConfig, plan: TopicPlan, actual: ActualTopic) -> Iterator[Check]:
+    """Whether the longest record of a topic fits: the server's status, by which a standby elects, or an update."""
     limit_bytes = int(actual.settings.get(SIZE_SETTING, RECORD_LIMIT_BYTES))
-    size_bytes = _STATUS_BYTES_PER_WORKER * config.data.workers
-    if size_bytes > limit_bytes:
-        yield Check(f"{name}: settings", "failed", f"{SIZE_SETTING} is {limit_bytes}, the status of "
-                    f"{config.data.workers} workers may take {size_bytes}",
-                    alter_command(config.topic("metrics"),
-                                  f"{SIZE_SETTING}={RECORD_LIMIT_BYTES}"))  # fmt: skip
+    if plan.kind == "metrics":
+        what, size_bytes = f"the status of {config.data.places} workers", status_bytes(config.data.places)
+    elif plan.kind == "updates":
+        what, size_bytes = f"an update of {config.group_size} batches", update_bytes(config.group_size)
+    else:
+        return
+    if (sent_bytes := size_bytes // COMPRESSED) > limit_bytes:
+        yield Check(f"topic {plan.name}: settings", "failed",
+                    f"{SIZE_SETTING} is {limit_bytes}, {what} may take {sent_bytes}",
+                    alter_command(plan.name, f"{SIZE_SETTING}={RECORD_LIMIT_BYTES}"))  # fmt: skip
 
 
 def _settings(settings: dict[str, str]) -> str:

@@ -6,6 +6,7 @@ import pytest
 from doll.records.control import (
     Announce,
     AnyRecord,
+    DeadLetter,
     Durable,
     Limit,
     Measures,
@@ -16,12 +17,15 @@ from doll.records.control import (
     Run,
     Served,
     ServerStatus,
+    Skip,
     TermStarted,
     Update,
     Welcome,
     WorkerStatus,
     encode,
 )
+from doll.records.record_sizes import STATUS_LIMIT_BYTES, fitted, status_bytes, update_bytes
+from msgspec.structs import replace
 
 LIMIT_BYTES = 1_048_588 - 100  # max.message.bytes of a record batch, and what surrounds a record in it
 N = 1_000
@@ -96,7 +100,70 @@ def test_a_record_fits_into_a_brokers_default_limit(name: str) -> None:
     assert len(encode(RECORDS[name])) < LIMIT_BYTES
 
 
-def test_the_status_takes_no_more_for_each_worker_than_doctor_reckons_with() -> None:
-    from doll.run.doctor.checks import _STATUS_BYTES_PER_WORKER
+@pytest.mark.parametrize("workers", [1_000, 4_800, 10_000])
+def test_a_status_and_an_update_take_no_more_than_is_reckoned_with(workers: int) -> None:
+    status = replace(STATUS, workers=tuple(map(worker, range(workers))))
+    assert len(encode(fitted(status))) <= status_bytes(workers)
+    members = tuple(map(member, range(workers)))
+    update = Update(term=3, version=VERSION, members=members, n_samples=COUNT, loss=0.5)
+    assert len(encode(update)) <= update_bytes(workers)
 
-    assert len(encode(STATUS)) < _STATUS_BYTES_PER_WORKER * N
+
+def waiting(number: int, text: str) -> WorkerStatus:
+    return replace(worker(number), waiting_for=text)
+
+
+def test_a_status_that_fits_is_left_as_it_is() -> None:
+    assert fitted(STATUS) is STATUS
+    few = replace(STATUS, workers=tuple(waiting(n, "é" * 200) for n in range(700)))
+    assert fitted(few) is few
+
+
+def test_a_reason_for_which_all_wait_is_said_once() -> None:
+    workers = tuple(waiting(n, ("the registry is away: " * 10)[:200] if n % 3 else "") for n in range(6_000))
+    status = fitted(replace(STATUS, workers=workers))
+    assert len(encode(status)) <= STATUS_LIMIT_BYTES
+    said = [status.workers[n].waiting_for for n in (0, 1, 2, 4)]
+    assert said == ["", workers[1].waiting_for, "as worker 1", "as worker 1"]
+    assert replace(status, workers=workers) == replace(STATUS, workers=workers), "nothing else is changed"
+
+
+def test_of_a_status_that_is_still_too_long_stays_what_others_decide_by() -> None:
+    workers = tuple(waiting(n, f"reason {n} of its own: " * 8) for n in range(10_000))
+    status = fitted(replace(STATUS, workers=workers))
+    assert len(encode(status)) <= STATUS_LIMIT_BYTES
+    for short, full in zip(status.workers, workers, strict=True):
+        for name in ("worker", "is_live", "session", "incarnation", "silent_s", "market", "is_spare"):
+            assert getattr(short, name) == getattr(full, name)
+    assert status.workers[7].waiting_for == ""
+    assert status.counters == STATUS.counters
+
+
+def test_of_many_reasons_no_more_than_500_are_said() -> None:
+    workers = tuple(waiting(n, f"reason {n} of its own: " * 8) for n in range(5_000))
+    said = [item.waiting_for for item in fitted(replace(STATUS, workers=workers)).workers]
+    assert said[499] == workers[499].waiting_for
+    assert said[500:] == ["see its log"] * 4_500
+
+
+def test_records_that_name_gaps_and_refused_offsets_have_a_bound_by_the_size_of_a_batch() -> None:
+    """Every other offset of a batch without a record, or refused: 9 bytes and 19 for each."""
+    for batch_size in (64, 10_000, 100_000):
+        offsets = tuple(range(OFFSET, OFFSET + batch_size, 2))
+        gaps = tuple((offset, offset + 1) for offset in offsets)
+        batch = PushedBatch(batch=BATCH, grant_id=BATCH, n_samples=0, loss_sum=0.0, dead=offsets, gaps=gaps)
+        push = Push(worker=1, session=2, term=3, version=VERSION, key="k" * 100, batches=(batch,))
+        assert len(encode(push)) < 400 + 28 * len(offsets)
+        skip = Skip(worker=1, session=2, partition=3, first=BATCH, until=BATCH + 1, gaps=gaps)
+        assert len(encode(skip)) < 200 + 19 * len(gaps)
+
+
+def test_a_dead_letter_keeps_a_beginning_of_a_long_record() -> None:
+    from doll.consumers.intake.dead_letters import _MAX_PAYLOAD_BYTES
+    from doll.consumers.intake.decoding import MAX_REASON_CHARS
+
+    letter = DeadLetter(
+        worker=N, partition=N, offset=OFFSET, reason="é" * MAX_REASON_CHARS, payload=bytes(_MAX_PAYLOAD_BYTES),
+        payload_bytes=COUNT, time_s=TIME_S,
+    )  # fmt: skip
+    assert len(encode(letter)) < 70_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from doll.kafka.facts import KafkaFacts, StreamFacts
 from doll.kafka.permissions import Role, needed
 from doll.kafka.topic_plan import ActualTopic, plan_topics
@@ -182,3 +183,33 @@ def test_a_report_is_a_table_and_its_exit_follows_from_failures() -> None:
 
 def test_every_role_has_permissions_that_are_judged() -> None:
     assert all(needed(CONFIG, role) for role in ("producer", "worker", "server", "evaluator", "provisioner"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "what"),
+    [
+        ("metrics", ["data.workers=5000"], "the status of 5000 workers may take 640000"),
+        ("updates", ["training.policy.group_size=7000"], "an update of 7000 batches may take 1120000"),
+    ],
+)
+def test_a_topic_that_does_not_take_the_longest_records_says_which(kind: str, overrides: list[str], what: str) -> None:
+    config = job("data.workers=1000", "worker.max_pending_batches=100", *overrides)
+    facts = KafkaFacts()
+    for plan in plan_topics(config):
+        facts.partitions[plan.name] = plan.partitions
+        settings = plan.settings | {"max.message.bytes": "600000"} if plan.kind == kind else plan.settings
+        facts.topics[plan.name] = ActualTopic(settings, 1, 1)
+    checks = check_kafka(config, facts, ["server"], "User:me", NOW_S)
+    (check,) = [check for check in checks if check.name.startswith("topic doll.j.") and "may take" in check.detail]
+    assert (check.result, check.detail) == ("failed", f"max.message.bytes is 600000, {what}")
+    assert check.todo.endswith(f"--entity-name doll.j.{kind} --add-config max.message.bytes=33554432")
+
+
+def test_ten_thousand_workers_fit_into_what_managed_services_take() -> None:
+    config = job("data.workers=10000", "training.policy.group_size=6000")
+    facts = KafkaFacts()
+    for plan in plan_topics(config):
+        facts.partitions[plan.name] = plan.partitions
+        facts.topics[plan.name] = ActualTopic(plan.settings | {"max.message.bytes": "1000000"}, 1, 1)
+    checks = check_kafka(config, facts, ["server"], "User:me", NOW_S)
+    assert not [check for check in checks if "may take" in check.detail]
