@@ -60,6 +60,12 @@ def test_clicks_in_avro(services: Services, registry: Apicurio, job_name: str, t
         FOLDER / "job.yaml",
         *(word for key, value in settings.items() for word in ("--set", f"{key}={value}")),
     ]
+    checks = json.loads(run(environment, "-m", "doll", "doctor", *job, "--role", "worker", "--json"))["checks"]
+    subject = next(check for check in checks if check["name"] == f"worker: subject {owner.name}-value")
+    assert (subject["result"], subject["detail"]) == ("ok", "fields impression, clicked, counts, categories")
+    wrong = [*job, "--set", f"data.format.subject={owner.name}-valu"]
+    missing = run(environment, "-m", "doll", "doctor", *wrong, "--role", "worker", code=1)
+    assert f"there is {owner.name}-value" in missing
     report = json.loads(run(environment, "-m", "doll", "up", *job, "--parent-folder", tmp_path, "--json"))
     assert report["audit"]["ok"]
     assert report["audit"]["produced"] == CLICKS
