@@ -10,7 +10,6 @@ A value above `data.max_record_bytes`, and each record of a batch that the libra
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 import time
@@ -24,7 +23,7 @@ from confluent_kafka import TopicPartition as _TopicPartition
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import make_consumer
 from doll.kafka.denials import is_denial, reason_of
-from doll.kafka.reader import Partition, count_partitions, end_of_unreadable, unreadable
+from doll.kafka.reader import Partition, end_of_unreadable, unreadable
 from doll.kafka.topic_plan import batch_limit_bytes
 from doll.records.refusals import UnreadValue
 from doll.task.records import Envelope
@@ -57,7 +56,6 @@ _WAIT_S: Final = 1.0  # how soon a pause sees that a commit is due
 _LAST_COMMIT_S: Final = 0.7
 # How long the library holds a commit back while it looks for the group's coordinator; closing it waits for as long.
 _COORDINATOR_WAIT_MS: Final = 500
-_LOOK_S: Final = 1.0  # how long, and how often, the topic is asked for its partitions
 _LAST_POLL_S: Final = 0.02  # a poll does not return when it has only called `_on_commit`
 
 # The log does not hold the next offset: it was deleted, or a new leader has a shorter log.
@@ -187,8 +185,6 @@ class ChunkReader:
         # Of the thread alone:
         self._readings: dict[int, _Reading] = {}
         self._assigned: set[int] = set()
-        self._unseen: set[int] = set()  # partitions that the library may not know of
-        self._look_at_s = 0.0
         self._unreadable: set[int] = set()  # partitions whose next records the library cannot read
         self._is_waiting_for_commit = False  # of a partition that is read no more
         self._commit_at_s = 0.0
@@ -284,8 +280,6 @@ class ChunkReader:
     def _run(self) -> None:
         try:
             while self._may_read():
-                if self._unseen:
-                    self._look()
                 self._read()
                 self._commit_if_due()
             self._commit_last()
@@ -323,19 +317,8 @@ class ChunkReader:
         gone = [reading for number, reading in self._readings.items() if wanted.get(number) is not reading]
         self._is_waiting_for_commit |= any(reading.asked > reading.committed for reading in gone)
         self._readings = wanted
-        self._unseen = (self._unseen | set(new)) & wanted.keys()
         if new:
             self._assign(new)
-
-    def _look(self) -> None:
-        """Ask for the topic's partitions: by itself, the library learns only after minutes that some were added."""
-        now = time.monotonic()
-        if now < self._look_at_s:
-            return
-        self._look_at_s = now + _LOOK_S
-        with contextlib.suppress(KafkaException):  # it is away: reading waits for it
-            count = count_partitions(self._consumer, self._topic, _LOOK_S)
-            self._unseen = {number for number in self._unseen if number >= count}
 
     def _assign(self, numbers: Iterable[int]) -> None:
         """Read these partitions at their positions: always with an explicit offset. Without one, a broker that has just

@@ -549,7 +549,7 @@ def test_what_is_read_changes_and_deliveries_say_what_they_are_for(readings: Rea
 
 
 def test_a_partition_that_was_added_since_is_read_at_once(make_rig: Callable[..., Rig]) -> None:
-    """By itself, the library would learn of it with its next look at the topic, minutes later."""
+    """The library asks again for a topic of which it does not know the partition."""
     rig = make_rig()
     rig.write(b"x")
     rig.read(0)
