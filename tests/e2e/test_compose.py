@@ -144,7 +144,8 @@ class Project:
 
     def container(self, name: str, service: dict[str, Any], command: list[str]) -> Container:
         """As the engine would make it: entry point and environment of the image, then what the file says."""
-        environment = {**self._image.environment, **service["environment"]}
+        given = {key: value for key, value in service["environment"].items() if value is not None}  # else not there
+        environment = {**self._image.environment, **given}
         assert environment["PATH"].startswith("/opt/doll/bin:")
         environment |= {
             "PATH": f"{BIN}:/usr/bin:/bin",

@@ -580,7 +580,7 @@ class WorkerCore:
         """Compute what is new. A grant may come again, also when its batches are in the model: what is being computed
         is not begun a second time, and what was answered is answered again."""
         self._applied = max(self._applied, grant.included)
-        is_whole = len(grant.batches) == len(grant.grant_ids)
+        is_whole = grant.first >= 0 and len(grant.batches) == len(grant.grant_ids)
         if not is_whole or not all(map(self._find, grant.batches)) or self._means_others(grant):
             return [self._nack(grant, "batch")]
         self._granted.update(grant.batches)
