@@ -360,10 +360,6 @@ class ServedPartition:
         """The offsets of its batches, from the first on that is not durable."""
         return Bounds(self.origin, records_per_batch, self.cuts)
 
-    def is_behind(self, item: Served) -> bool:
-        """Whether the durable model has batches that were not read: its worker had them before the partition moved."""
-        return item.origin == self.origin and item.next_batch > self.skipped.end(self.next_batch)
-
     def agrees(self, item: Served) -> bool:
         """Whether the batches that the server has decided end where they do here.
 
@@ -550,10 +546,9 @@ class WorkerCore:
 
     def _serve(self, records: Sequence[Served]) -> list[WorkerAction]:
         """Serve these partitions and no others. What is held of the others is dropped: whoever serves them reads it
-        again. So does this worker where other batches are decided than it holds, or more are
-        durable than it has read."""
+        again. So does this worker where other batches are decided than it holds."""
         known = [(item, self.served[item.partition]) for item in records if item.partition in self.served]
-        kept = {item.partition for item, served in known if served.agrees(item) and not served.is_behind(item)}
+        kept = {item.partition for item, served in known if served.agrees(item)}
         gone = tuple(number for number in self.served if number not in kept)
         new = tuple(item for item in records if item.partition not in kept)
         if not gone and not new:
@@ -836,6 +831,8 @@ def _problem(served: ServedPartition, item: Served) -> str:
         return f"the job now begins at offset {item.origin}, not at {served.origin}"
     if item.next_batch < served.durable:
         return f"the durable model is back at {item.next_batch} of {served.durable}"
+    if item.next_batch > served.skipped.end(served.next_batch):
+        return f"the durable model is at {item.next_batch}, {served.next_batch} were read"
     return ""
 
 
