@@ -63,7 +63,11 @@ class Moves:
         self.frozen: set[int] = set()
         self._by_taker: dict[Worker, dict[int, None]] = {}  # `targets`, by worker
         self.num_workers, self.released = num_workers, frozenset(released)
-        self._plan(reassigned([worker.number for worker in owners], self._serving))
+        numbers = [worker.number for worker in owners]
+        # What was assigned by load before a restart stays. Other workers than before share by number, until loads are
+        # known.
+        if not self._every_s or set(numbers) != set(self._serving):
+            self._plan(reassigned(numbers, self._serving))
 
     def serves(self, worker: Worker, number: int) -> bool:
         """Whether this worker serves a partition, and goes on to."""

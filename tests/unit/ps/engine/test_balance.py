@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
 import pytest
 from doll.ps.engine.assignment import first_assignment, largest_load, reassigned, reassigned_by_load
 from doll.ps.engine.engine import Engine
@@ -136,6 +139,21 @@ def test_a_partition_leaves_a_worker_that_is_behind_for_one_that_has_less() -> N
     for _ in range(200):
         rig.second(3, 1, 3, 1)
     assert rig.served == {0: [2], 1: [0, 1, 3]}, "it stays"
+
+
+@pytest.mark.parametrize(("rebalance_s", "kept"), [(60.0, True), (0.0, False)])
+def test_what_was_assigned_by_load_stays_over_a_restart(rebalance_s: float, kept: bool) -> None:
+    assignment = (0, 1, 1, 1)
+    snapshot = msgspec.structs.replace(Rig().engine.snapshot(0.0), assignment=assignment)
+    settings = dataclasses.replace(Rig().engine.settings, rebalance_s=rebalance_s)
+    engine = Engine(settings, Asp(), term=2, now=0.0, snapshot=snapshot)
+    assert (engine.snapshot(0.0).assignment, not engine.moves.targets) == (assignment, kept)
+
+
+def test_with_another_number_of_workers_numbers_decide_after_a_restart() -> None:
+    snapshot = msgspec.structs.replace(Rig().engine.snapshot(0.0), num_workers=3)
+    engine = Engine(Rig().engine.settings, Asp(), term=2, now=0.0, snapshot=snapshot)
+    assert [worker.number for worker in engine.moves.targets.values()] == [2]
 
 
 @pytest.mark.parametrize("reason", ["no backlog", "off", "nothing gained", "a worker is away"])
