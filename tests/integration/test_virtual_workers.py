@@ -77,14 +77,17 @@ def test_poison_among_the_records_is_refused_by_stages(make_pipeline: Any) -> No
         "infinite": np.array([np.inf, 0, 0, 0, 1], "<f4").tobytes(),
         "extreme": np.array([1e30, -1e30, 1e30, -1e30, 1], "<f4").tobytes(),
     }
-    for at, value in enumerate(value for value in poison.values() for _ in range(5)):
-        values[300 + 37 * at] = value
+    places = [300 + 37 * at for at in range(20)]
+    for place, value in zip(places, (value for value in poison.values() for _ in range(5)), strict=True):
+        values[place] = value
     job.send(values)
     job.until_version(20)
     os.kill(stages_of(job, 1)[1], signal.SIGKILL)
     job.until_finished()
     report = job.assert_audit_ok()
-    assert report.dead == 20
+    # Of the worker whose stage died less may be learned by the end: the other one does not wait for it.
+    reached = [place for place in places if place // 2 < report.partitions[place % 2].applied_until]
+    assert report.dead == len(reached) >= 11, report.partitions
     assert np.isfinite(job.checkpoint().tensors["weights"]).all()
     losses = [update.loss for update in job.updates]
     assert np.mean(losses[-20:]) < np.mean(losses[:10])

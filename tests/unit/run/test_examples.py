@@ -127,8 +127,8 @@ def test_no_job_at_all_names_one_that_everybody_has() -> None:
 @pytest.mark.parametrize(
     ("name", "files"),
     [
-        ("digits", ["job.yaml", "README.md", "market.yaml", "pipeline.yaml", "task.py"]),
-        ("market", ["market.yaml", "README.md", "job.yaml", "pipeline.yaml", "task.py"]),
+        ("digits", ["job.yaml", "README.md", "market.yaml", "notebook.ipynb", "pipeline.yaml", "task.py"]),
+        ("market", ["market.yaml", "README.md", "job.yaml", "notebook.ipynb", "pipeline.yaml", "task.py"]),
         ("stdin", ["job.yaml", "README.md", "task.py"]),
     ],
 )
