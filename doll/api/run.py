@@ -25,6 +25,8 @@ from doll.run.folder import RunFolder, display_path
 if TYPE_CHECKING:
     import torch
 
+    from doll.run.target import Target
+
 
 _LOG: Final = "run.log"
 _POLL_S: Final = 0.2
@@ -206,7 +208,7 @@ class Run:
     def _has_report(self) -> bool:
         return RunFolder(self.folder).report.exists()
 
-    def _target(self) -> Any:
+    def _target(self) -> Target:
         from doll.run.target import open_target
 
         return open_target(self.folder, [])

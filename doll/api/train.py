@@ -93,8 +93,8 @@ def train(
     if items is not None:
         content["source"] = {"kind": "feed", "socket": "/"}
     config = _parsed(content)
-    if items is None:
-        _check(config, with_task=task is None)
+    if task is None and items is None:
+        check_runnable(config)  # else its task, or its source, is in the folder of the run only
     folder = create(Path(runs_folder), config.job, datetime.now())
     run = _start(folder, content, task, items, held_out, config)
     if wait:
@@ -183,11 +183,6 @@ def _parsed(content: dict[str, Any]) -> JobConfig:
     except yaml.YAMLError as exc:
         raise ConfigError(f"settings: expected text, numbers, lists and dicts: {exc}") from exc
     return parse(text, origin=_TRAINED_BY, base_folder=Path.cwd())
-
-
-def _check(config: JobConfig, *, with_task: bool) -> None:
-    if with_task:
-        check_runnable(config)
 
 
 def _job_name(task: Any) -> str:

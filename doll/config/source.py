@@ -63,12 +63,6 @@ def _require_different(names: list[str]) -> None:
         raise ValueError(f"columns: expected different names, got {', '.join(names)}")
 
 
-def _not_json(given: FormatSection | None) -> str:
-    if given is None or isinstance(given, JsonFormat):
-        return ""
-    return f"expected none, or {{kind: json}}, because the source sends JSON objects; got kind: {given.kind}"
-
-
 class DigitsSource(SourceSection):
     """The handwritten digits of scikit-learn, each under a random affine and perspective transform."""
 
@@ -137,39 +131,9 @@ class JsonlSource(SourceSection):
         return ["jsonl", str(self.path)]
 
 
-class ParquetSource(SourceSection):
-    """The rows of Parquet files in order, as JSON objects; row i goes to stream i mod N. Dates and times become text
-    (ISO 8601), bytes base64, NaN null. It needs `doll-online[parquet]`."""
+class RowsSource(SourceSection, ABC):
+    """What sources of tables have in common: each row is sent as a JSON object."""
 
-    kind: Literal["parquet"]
-    path: Path
-    """a file, or a folder whose files `*.parquet` follow each other in the order of their names"""
-    columns: list[str] = Field(default_factory=list)
-    """names of the columns that are read; default: all"""
-    repeat: bool = False
-    """start again at the end of the last file"""
-
-    @model_validator(mode="after")
-    def _named(self) -> Self:
-        _require_different(self.columns)
-        return self
-
-    def format_problem(self, given: FormatSection | None) -> str:
-        return _not_json(given)
-
-    def position_identity(self) -> list[Any] | None:
-        return ["parquet", str(self.path)]
-
-
-class DatasetSource(SourceSection):
-    """The rows of a data set of Hugging Face that `Dataset.save_to_disk` has written, as those of Parquet files. It
-    needs `doll-online[datasets]`."""
-
-    kind: Literal["dataset"]
-    path: Path
-    """the folder that was given to `save_to_disk`"""
-    split: str | None = None
-    """which data set of a `DatasetDict`, such as `train`"""
     columns: list[str] = Field(default_factory=list)
     """names of the columns that are read; default: all"""
     repeat: bool = False
@@ -181,7 +145,32 @@ class DatasetSource(SourceSection):
         return self
 
     def format_problem(self, given: FormatSection | None) -> str:
-        return _not_json(given)
+        if given is None or isinstance(given, JsonFormat):
+            return ""
+        return f"expected none, or {{kind: json}}, because the source sends JSON objects; got kind: {given.kind}"
+
+
+class ParquetSource(RowsSource):
+    """The rows of Parquet files in order, as JSON objects; row i goes to stream i mod N. Dates and times become text
+    (ISO 8601), bytes base64, NaN null. It needs `doll-online[parquet]`."""
+
+    kind: Literal["parquet"]
+    path: Path
+    """a file, or a folder whose files `*.parquet` follow each other in the order of their names"""
+
+    def position_identity(self) -> list[Any] | None:
+        return ["parquet", str(self.path)]
+
+
+class DatasetSource(RowsSource):
+    """The rows of a data set of Hugging Face that `Dataset.save_to_disk` has written, as those of Parquet files. It
+    needs `doll-online[datasets]`."""
+
+    kind: Literal["dataset"]
+    path: Path
+    """the folder that was given to `save_to_disk`"""
+    split: str | None = None
+    """which data set of a `DatasetDict`, such as `train`"""
 
     def position_identity(self) -> list[Any] | None:
         return ["dataset", str(self.path), self.split]

@@ -17,7 +17,6 @@ from doll.errors import RecordError
 
 HEAD: Final = struct.Struct("<II")
 END: Final = 0xFFFF_FFFF
-MAX_STREAMS: Final = 100_000
 
 _positions = msgspec.json.Decoder(list[int])
 
