@@ -20,6 +20,7 @@ from doll.consumers.protocol.worker_core import (
     Exit,
     OfferWeights,
     Send,
+    Serve,
     StoreRest,
     WorkerAction,
     WorkerCore,
@@ -212,12 +213,17 @@ class World(Generic[P]):
                     process.offer(weights)
                 case Acknowledge(partition, until):
                     self.acknowledge(process, partition, until)
+                case Serve():
+                    self.serve(process)
                 case Exit(code, _):
                     self.end(process, code)
 
     def order(self, process: P, order: Compute | StoreRest) -> None:
         """The process is to compute or to store this."""
         process.orders.append(order)
+
+    def serve(self, process: P) -> None:
+        """The process serves other partitions, or reads one again: its core says from where."""
 
     def acknowledge(self, process: P, partition: int, until: int) -> None:
         """The batches of a partition below `until` need not be read again."""

@@ -393,16 +393,20 @@ class World(worlds.World[Process]):
         was_waiting = process.core is None
         super().receive(process, record)
         if was_waiting and process.core is not None:
-            assert isinstance(record, Welcome)
-            self.begin_to_read(process, record)
+            self.serve(process)
 
-    def begin_to_read(self, process: Process, welcome: Welcome) -> None:
+    def serve(self, process: Process) -> None:
         """A process reads its stream from the first batch that is not durable."""
+        self.begin_to_read(process, process.protocol.served[process.worker].origin)
+
+    def begin_to_read(self, process: Process, origin: int) -> None:
+        """`origin`: offset of batch 0."""
+        served = process.protocol.served[process.worker]
         process.batcher = Batcher(
-            origin=welcome.served[0].origin,
+            origin=origin,
             records_per_batch=self.settings.records_per_batch,
-            next_batch=welcome.served[0].next_batch,
-            cuts=process.protocol.served[process.worker].cuts,
+            next_batch=served.next_batch,
+            cuts=served.cuts,
         )
         process.position = process.batcher.next_offset
 

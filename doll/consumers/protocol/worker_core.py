@@ -361,13 +361,16 @@ class ServedPartition:
         return Bounds(self.origin, records_per_batch, self.cuts)
 
     def agrees(self, item: Served) -> bool:
-        """Whether the batches that the server has decided end where they do here.
+        """Whether all that is durable was read, and the batches that the server has decided end where they do here.
 
-        Another process may have served the partition meanwhile, and have cut what was not decided.
+        Another process may have served the partition meanwhile: what it had in the model has become durable, and it has
+        cut what was not decided.
         """
         cuts = self.cuts
-        if item.origin != self.origin or not self.durable <= item.next_batch <= self.skipped.end(self.next_batch):
+        if item.origin != self.origin or item.next_batch < self.durable:
             return True  # what is held is of no use for another reason: see `_problem`
+        if item.next_batch > self.skipped.end(self.next_batch):
+            return False
         is_same = cuts.before(item.next_batch) == item.left_out
         return is_same and cuts.within(item.next_batch, item.decided) == item.cuts
 
@@ -546,7 +549,8 @@ class WorkerCore:
 
     def _serve(self, records: Sequence[Served]) -> list[WorkerAction]:
         """Serve these partitions and no others. What is held of the others is dropped: whoever serves them reads it
-        again. So does this worker where other batches are decided than it holds."""
+        again. So does this worker where other batches are decided than it holds, or more are durable than it has
+        read."""
         known = [(item, self.served[item.partition]) for item in records if item.partition in self.served]
         kept = {item.partition for item, served in known if served.agrees(item)}
         gone = tuple(number for number in self.served if number not in kept)
@@ -831,8 +835,6 @@ def _problem(served: ServedPartition, item: Served) -> str:
         return f"the job now begins at offset {item.origin}, not at {served.origin}"
     if item.next_batch < served.durable:
         return f"the durable model is back at {item.next_batch} of {served.durable}"
-    if item.next_batch > served.skipped.end(served.next_batch):
-        return f"the durable model is at {item.next_batch}, {served.next_batch} were read"
     return ""
 
 

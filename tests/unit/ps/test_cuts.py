@@ -108,7 +108,30 @@ def test_a_server_that_keeps_cuts_of_batches_that_it_has_forgotten_is_caught(mon
     assert is_caught()
 
 
+def refused_after_a_restart() -> int:
+    """Announcements that the server refuses of a new process, where a batch that was cut before is not durable."""
+    world = CutWorld("asp", 0)
+
+    def go_on(records: int, share_cut: float) -> None:
+        world.high[0] += records
+        world.share_cut = share_cut
+        for _ in range(40):
+            (process,) = world.processes[0]
+            world.send(process)
+            world.receive_next(process)
+            world.read(process)
+            world.compute(process)
+
+    go_on(2, 1.0)
+    assert world.engine.version > world.engine.durable_version
+    world.kill_worker(0)
+    world.start_process(0)
+    go_on(10, 0.0)
+    return world.engine.counters["refused_announce"]
+
+
 def test_a_welcome_that_does_not_name_what_is_decided_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused_after_a_restart() == 0
     served = Partition.served
     monkeypatch.setattr(Partition, "served", lambda self, end=0: structs.replace(served(self, end), decided=0, cuts=()))
-    assert is_caught()
+    assert refused_after_a_restart() > 0

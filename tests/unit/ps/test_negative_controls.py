@@ -17,10 +17,9 @@ from doll.ps.engine.engine import Engine
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll, DollPolicyConfig
-from doll.records.control import Announce, AnyRecord, Join, Welcome
+from doll.records.control import Announce, AnyRecord, Join
 from engine_world import POLICIES, Process
 from ledger_world import LedgerWorld
-from msgspec import structs
 
 pytestmark = pytest.mark.slow  # long random runs
 
@@ -43,12 +42,10 @@ class AcknowledgingOnAnnounce(LedgerWorld):
     def acknowledge(self, process: Process, partition: int, until: int) -> None:
         """What is acknowledged is in `committed`."""
 
-    def begin_to_read(self, process: Process, welcome: Welcome) -> None:
-        super().begin_to_read(process, welcome)
+    def begin_to_read(self, process: Process, origin: int) -> None:
+        super().begin_to_read(process, origin)
         ahead = max(0, self.committed.get(process.worker, 0) - process.position)
-        (served,) = welcome.served
-        served = structs.replace(served, origin=served.origin + ahead)
-        super().begin_to_read(process, structs.replace(welcome, served=(served,)))
+        super().begin_to_read(process, origin + ahead)
 
 
 class _ForgetfulEngine(Engine):

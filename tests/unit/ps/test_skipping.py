@@ -34,6 +34,10 @@ class HoleyWorld(World):
         self.unread: dict[str, Iterator[RawBatch[int]]] = {}
         super().__init__(policy)
 
+    def serve(self, process: Process) -> None:
+        self.unread.pop(process.name, None)
+        super().serve(process)
+
     def read(self, process: Process) -> None:
         core, batcher = process.core, process.batcher
         if core is None or batcher is None or process.paused or process.is_dead:

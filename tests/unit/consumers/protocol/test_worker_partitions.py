@@ -110,6 +110,16 @@ def test_another_place_in_a_partition_means_reading_again(core: WorkerCore) -> N
     ]
 
 
+def test_a_partition_that_is_durable_further_than_was_read_is_read_from_there(core: WorkerCore) -> None:
+    """It has moved here from a worker whose last batches have become durable since: the process goes on."""
+    ahead = Served(partition=7, origin=0, next_batch=9, included=9)
+    serve, *others = core.on_record(welcome(SERVED[0], ahead), 1.0)
+    assert serve == Serve((7,), (ahead,))
+    assert not [action for action in others if isinstance(action, Exit)]
+    assert core.served[7].next_batch == 9
+    core.hold(batch(7, 9))
+
+
 def test_room_is_of_all_partitions_together(core: WorkerCore) -> None:
     assert core.has_room
     for number in (3, 4, 5, 6):
