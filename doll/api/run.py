@@ -143,11 +143,15 @@ class Run:
         """
         return _read_csv(self.folder / f"{kind}.csv", frame)
 
-    def model(self, version: int | None = None) -> torch.nn.Module:
+    def model(self, version: int | None = None, *, average: bool | None = None) -> torch.nn.Module:
         """The task's model with the weights of a checkpoint: the newest one, or that of a version that is kept.
 
+        Args:
+            average: the moving average of the weights, or the weights; default: the average where `training.ema` is
+                set.
+
         Raises:
-            CheckpointError: there is none, or not of this version.
+            CheckpointError: there is none, or not of this version, or it has no average.
         """
         from doll.evaluation.stored_weights import newest_weights
         from doll.model.flat_model import build
@@ -156,7 +160,7 @@ class Run:
 
         config = self._target().config
         model = build(config, load_task(config), with_rows=False)
-        stored = newest_weights(config, self.folder, model, version=version)
+        stored = newest_weights(config, self.folder, model, version=version, average=average)
         if stored is None:
             raise errors.CheckpointError(f"no checkpoint in {checkpoint_location(config, self.folder)} yet")
         stored.load_into(model)

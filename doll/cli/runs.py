@@ -139,6 +139,10 @@ def export(
     out: Annotated[
         Path | None, typer.Option("--out", help="Output folder [default: model/ in the run folder].")
     ] = None,
+    average: Annotated[
+        bool | None,
+        typer.Option("--average/--weights", help="The average of training.ema, or the weights [default: the average]."),
+    ] = None,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -150,8 +154,9 @@ def export(
 
     job_target = job.target(run_folder)
     folder = out or job_target.run.model
-    exported = export_model(job_target.config, job_target.run.path, folder)
-    emit(as_json, exported, f"version {exported['version']} of {exported['job']}: {folder / 'model.safetensors'}")
+    exported = export_model(job_target.config, job_target.run.path, folder, average=average)
+    what = f"version {exported['version']} of {exported['job']}" + (", average" if exported["average"] else "")
+    emit(as_json, exported, f"{what}: {folder / 'model.safetensors'}")
 
 
 def _print(report: dict[str, Any], as_json: bool) -> None:

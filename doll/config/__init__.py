@@ -21,7 +21,10 @@ from doll.config.source import FeedSource as FeedSource
 from doll.config.source import StdinSource as StdinSource
 from doll.config.training import AdagradConfig as AdagradConfig
 from doll.config.training import AdamConfig as AdamConfig
+from doll.config.training import EmaConfig as EmaConfig
 from doll.config.training import OptimizerConfig as OptimizerConfig
+from doll.config.training import SchedulePart as SchedulePart
 from doll.config.training import SgdConfig as SgdConfig
 from doll.config.training import StopConfig as StopConfig
+from doll.config.training import TorchConfig as TorchConfig
 from doll.config.training import TrainingConfig as TrainingConfig

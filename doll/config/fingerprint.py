@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from doll.config import JobConfig
+    from doll.config import JobConfig, TrainingConfig
     from doll.config.data import DataConfig
 
 MAY_CHANGE: Final = (
@@ -25,11 +25,20 @@ MAY_CHANGE: Final = (
     "training.optimizer.nesterov",
     "training.optimizer.beta1",
     "training.optimizer.beta2",
+    "training.optimizer.args.lr",
+    "training.optimizer.args.weight_decay",
     "training.reduction",
     "training.clip_norm",
+    "training.clip_value",
+    "training.ema.",
     "training.guard.",
 )
-"""What a resume may change: keys, or sections where they end in a dot. They leave no trace in a checkpoint."""
+"""What a resume may change: keys, or sections where they end in a dot. They leave no trace in a checkpoint, or, as the
+average of `training.ema`, one that another value can go on from."""
+
+_SCHEDULE: Final = "training.schedule"
+_SCHEDULED: Final = ("training.optimizer.lr", "training.optimizer.args.lr")
+"""What a checkpoint of a job with a schedule holds: a schedule goes on from the rates that it has set."""
 
 MODEL_KEYS: Final = ("parameters", "buffers", "shapes", "others", "frozen", "tables")
 """The keys that do not come from the job file."""
@@ -81,9 +90,19 @@ def job_fields(config: JobConfig) -> dict[str, str]:
         "data.batch_size": str(data.batch_size),
         "data.samples_per_record": str(data.samples_per_record),
         _PUSHES: _pushes(training.policy.sends_steps, training.policy.batches_per_push),
-        **{f"training.{key}": _value(value) for key, value in _leaves(training.model_dump())},
+        **{f"training.{key}": _value(value) for key, value in _training_fields(training)},
         **{f"task.args.{_text(key)}": _argument(key, value) for key, value in config.task.args.items()},
     }
+
+
+def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
+    """A key that earlier releases did not have is left out where it is not set: their checkpoints do not name it."""
+    section = training.model_dump(by_alias=True)
+    if "groups" in section["optimizer"]:  # the first one that matches counts
+        section["optimizer"]["groups"] = list(section["optimizer"]["groups"].items())
+    for key, value in _leaves(section):
+        if value not in (None, [], {}) or key == "clip_norm":
+            yield key, value
 
 
 def _stream_fields(data: DataConfig) -> dict[str, str]:
@@ -118,7 +137,8 @@ def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     Of a checkpoint of an earlier release, whose fingerprint had no training section and no arguments of the task, these
     are not compared.
     """
-    keys = [key for key in _changed(saved, wanted) if not _may_change(key)]
+    fixed = _SCHEDULED if _SCHEDULE in saved else ()
+    keys = [key for key in _changed(saved, wanted) if key in fixed or not _may_change(key)]
     if _PUSHES not in saved:
         keys = [key for key in keys if key in saved or not key.startswith(_NOT_IN_EARLIER)]
     return _describe(saved, wanted, keys)

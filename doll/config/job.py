@@ -166,6 +166,12 @@ class JobConfig(Section):
                 f"worker.pipeline: a worker begins a wave before the one before it is applied: expected "
                 f"worker.max_pending_batches of {needed} at least, got {room}"
             )
+        training = self.training
+        if training.schedule or training.clip_value is not None or training.optimizer.name == "class":
+            raise ValueError(
+                "worker.pipeline: a stage has a part of the parameters, under other names: expected a built-in "
+                "training.optimizer (sgd, adam, adagrad), no training.schedule and no training.clip_value"
+            )
         # Server and workers read it from the policy's section alone.
         training = self.training.model_copy(update={"policy": policy.model_copy(update={"pipelined": True})})
         object.__setattr__(self, "training", training)

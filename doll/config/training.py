@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from doll.config.named_class import NamedClass, Values, check_pattern
 from doll.config.policy import POLICIES, PolicyConfig, default_policy
 from doll.config.section import LONGEST_S, Section
 from doll.config.variants import Variants
@@ -62,9 +63,55 @@ class AdagradConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
 
 
-optimizers = Variants("name", SgdConfig, AdamConfig, AdagradConfig, default="sgd")
+class TorchConfig(NamedClass):
+    """A torch optimizer class, or one of another package with its interface, on the model's parameters by name
+    (docs/guide/model.md). `name` need not be given."""
 
-OptimizerConfig = Annotated[SgdConfig | AdamConfig | AdagradConfig, optimizers]
+    name: Literal["class"] = "class"
+    groups: dict[str, Values] = Field(default_factory=dict)
+    """arguments of a group of parameters, by a regular expression: the first one that is found in a parameter's name
+    (re.search) has it; parameters without one have `args` alone"""
+
+    @field_validator("groups")
+    @classmethod
+    def _patterns(cls, groups: dict[str, Values]) -> dict[str, Values]:
+        for pattern in groups:
+            check_pattern(pattern)
+        return groups
+
+
+class _Optimizers(Variants):
+    """The built-in ones by their names; a class says by its key what it is."""
+
+    def validate(self, value: Any) -> Section:
+        if isinstance(value, dict) and "class" in value and self.key not in value:
+            value = {self.key: "class", **value}
+        return super().validate(value)
+
+
+optimizers = _Optimizers("name", SgdConfig, AdamConfig, AdagradConfig, TorchConfig, default="sgd")
+
+OptimizerConfig = Annotated[SgdConfig | AdamConfig | AdagradConfig | TorchConfig, optimizers]
+
+
+class SchedulePart(NamedClass):
+    """A torch class of learning rates, or one with its interface, for some updates."""
+
+    updates: PositiveInt | None = None
+    """how many updates this part lasts; the last part has none, because it goes on"""
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, dict) else value
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the weights, kept at the server: after each update that has learned something,
+    average = decay * average + (1 - decay) * weights. It begins with the weights that the job begins with."""
+
+    decay: float = Field(ge=0, lt=1)
+    evaluate: bool = True
+    """held-out evaluation measures the average, at checkpoints; false: the weights"""
 
 
 class GuardConfig(Section):
@@ -84,7 +131,25 @@ class TrainingConfig(Section):
     """mean: step on the mean gradient of an update's samples; sum: on the sum, as the paper writes it"""
     clip_norm: PositiveFloat | None = None
     """maximum norm of an update's gradient; a longer gradient is scaled down"""
+    clip_value: PositiveFloat | None = None
+    """largest absolute value of a number of an update's gradient; a larger one becomes this one"""
+    schedule: Annotated[list[SchedulePart], BeforeValidator(_as_list)] = Field(default_factory=list)
+    """learning rates by update: one class, or several that follow each other (docs/guide/model.md); default: those of
+    the optimizer"""
+    ema: EmaConfig | None = None
     guard: GuardConfig = Field(default_factory=GuardConfig)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ValueError("clip_value: expected either clip_norm or clip_value, got both: remove one")
+        for number, part in enumerate(self.schedule):
+            is_last = number == len(self.schedule) - 1
+            if is_last and part.updates is not None:
+                raise ValueError(f"schedule: expected no updates in its last part, got {part.updates}: it goes on")
+            if not is_last and part.updates is None:
+                raise ValueError(f"schedule: expected `updates` in part {number} ({part.cls}): another part follows it")
+        return self
 
 
 class StopConfig(Section):

@@ -49,8 +49,9 @@ class Evaluator:
 
     Args:
         blobs: where weights are published; a round in which they raise `ServiceUnavailableError` is skipped.
-        checkpointed: reads the weights of the newest checkpoint, for a last version whose blob is gone and for models
-            with tables; None where it is the one whose term and version are given.
+        checkpointed: reads the weights of the newest checkpoint, for a last version whose blob is gone, for models
+            with tables, and for the moving average (`training.ema`); None where it is the one whose term and version
+            are given.
         run_folder: gets `updates.csv` and `evaluations.csv`.
         after_term: terms up to this one belong to earlier runs, see `History`.
 
@@ -73,6 +74,11 @@ class Evaluator:
         self._checkpointed = checkpointed
         task = load_task(config)
         self._model = build(config, task, with_rows=False)
+        ema = config.training.ema
+        # Rows of tables and the average are published with checkpoints only.
+        self._reads_checkpoints = self._model.tables is not None or (ema is not None and ema.evaluate)
+        if ema is not None and ema.evaluate:
+            log.info("evaluates_the_average", hint="training.ema.evaluate: false measures the weights")
         self._held_out = HeldOut(task, config.evaluation.max_samples)
         self._run_folder = run_folder
         self._redis_unavailable = self._reported_no_checkpoint = False
@@ -119,7 +125,7 @@ class Evaluator:
         """Measure the newest published weights; None if they have been measured, or are not available now."""
         if not self.has_held_out:
             return None
-        if self._model.tables is not None:
+        if self._reads_checkpoints:
             return self._evaluate_checkpoint()
         try:
             pointer = self._blobs.get(latest_key(self._scope))
@@ -141,7 +147,6 @@ class Evaluator:
         return None if weights is None else self._measure(latest.term, latest.version, weights)
 
     def _evaluate_checkpoint(self) -> Evaluation | None:
-        """Of a model with tables: rows are published with checkpoints only."""
         try:
             stored = self._checkpointed(self._model, self._last)
         except CheckpointError as exc:
@@ -160,7 +165,7 @@ class Evaluator:
         """
         if not self.has_held_out or self._last == (term, version):
             return None
-        if self._model.tables is None:
+        if not self._reads_checkpoints:
             try:
                 weights = self._fetch(weights_key(self._scope, term, version), version)
             except (ServiceUnavailableError, BlobError) as exc:
@@ -209,8 +214,8 @@ class Evaluator:
             self._reported_no_checkpoint = True
             log.warning(
                 "no_checkpoint", folder=checkpoint_location(self._config, self._run_folder),
-                hint="a model with tables is evaluated at its checkpoints: set checkpoint.folder to a folder that this "
-                "machine shares with the parameter server, or to s3://bucket/prefix",
+                hint="a model with tables, or an average, is evaluated at its checkpoints: set checkpoint.folder to a "
+                "folder that this machine shares with the parameter server, or to s3://bucket/prefix",
             )  # fmt: skip
 
     def _log_redis_state(self, error: str) -> None:

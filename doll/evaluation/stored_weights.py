@@ -12,7 +12,7 @@ import numpy.typing as npt
 from doll.config import JobConfig
 from doll.errors import CheckpointError
 from doll.model.flat_model import FlatModel, fingerprint
-from doll.optim.optimizer import WEIGHTS
+from doll.optim.optimizer import AVERAGE, WEIGHTS
 from doll.ps.tables.store import stored_rows
 from doll.storage.stores import checkpoint_location, open_store
 from doll.tables.rows import Floats
@@ -23,6 +23,7 @@ class StoredWeights(NamedTuple):
 
     Attributes:
         tables: all rows of each table, by name, float32, shape (num_rows, width).
+        is_average: the weights are the moving average (`training.ema`).
     """
 
     version: int
@@ -30,6 +31,7 @@ class StoredWeights(NamedTuple):
     term: int
     fingerprint: str
     tables: Mapping[str, Floats]
+    is_average: bool = False
 
     def load_into(self, model: FlatModel) -> None:
         """Have `model` compute with these weights and rows."""
@@ -45,14 +47,17 @@ def newest_weights(
     *,
     version: int | None = None,
     beside: tuple[int, int] | None = None,
+    average: bool | None = None,
 ) -> StoredWeights | None:
     """The newest checkpoint's weights; None if there is no checkpoint yet, or its (term, version) is `beside`.
 
     Args:
         version: in place of the newest, the checkpoint of this version.
+        average: the moving average in place of the weights; None: where the checkpoint has one.
 
     Raises:
-        CheckpointError: it belongs to another job or model, or all checkpoints are damaged, or none is of `version`.
+        CheckpointError: it belongs to another job or model, or all checkpoints are damaged, or none is of `version`, or
+            it has no average.
     """
     store = open_store(config, run_folder)
     if beside is not None and beside in store.versions()[-1:]:
@@ -60,15 +65,18 @@ def newest_weights(
     checkpoint = store.load_newest(fingerprint(config, model), version)
     if checkpoint is None:
         return None
-    weights = checkpoint.tensors.get(WEIGHTS)
+    is_average = AVERAGE in checkpoint.tensors if average is None else average
+    name = AVERAGE if is_average else WEIGHTS
+    weights = checkpoint.tensors.get(name)
     if weights is None or weights.shape != (model.flat.numel(),):
         raise CheckpointError(
-            f"{checkpoint_location(config, run_folder)}: expected {WEIGHTS!r} of shape ({model.flat.numel()},), got "
+            f"{checkpoint_location(config, run_folder)}: expected {name!r} of shape ({model.flat.numel()},), got "
             f"{'nothing' if weights is None else weights.shape} in version {checkpoint.version}"
+            + ("; training.ema keeps an average" if is_average else "")
         )
     tables = (
         {}
         if model.tables is None
         else {name: stored_rows(checkpoint.tensors, name, shape) for name, shape in model.tables.shapes.items()}
     )
-    return StoredWeights(checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint, tables)
+    return StoredWeights(checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint, tables, is_average)

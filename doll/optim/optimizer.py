@@ -4,12 +4,12 @@
 where workers send gradients, and each worker's own where they send steps, which `StepAdder` adds at the server, or
 `OuterOptimizer` makes a step of.
 
-To add an optimizer: its section in `doll.config.training`, a case in `Optimizer._step`, and one in
+To add a built-in optimizer: its section in `doll.config.training`, a case in `Optimizer._step`, and one in
 `doll.optim.row_optimizer` for the rows of tables. The arithmetic is that of torch's SGD, Adam and Adagrad, to the bit
 (a test compares them), in as few passes over memory as it allows; Adagrad may have momentum, which torch's has not.
 Adam and Adagrad are torch's functions `adam` and `adagrad`, called on slices that stay in the processor's cache;
-torch's optimizer classes are not used: constructing one of them imports torch's compiler, which took 5 s of CPU on two
-slow cores at each start of a parameter server, restarts included.
+torch's optimizer classes are not used for them: constructing one imports torch's compiler, which took 5 s of CPU on
+two slow cores at each start of a parameter server, restarts included. `doll.optim.torch_optimizer` has these classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, assert_never
 
 import numpy as np
@@ -26,16 +26,20 @@ import torch
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 
-from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SchedulePart, SgdConfig, TorchConfig
 from doll.config.policy import OuterStep
 from doll.errors import CheckpointError, TaskError
 from doll.model.flat_model import FlatModel
+from doll.optim.plain_values import packed, unpacked
+from doll.optim.schedule import GroupValues, Rates, Schedule
 
-WEIGHTS = "weights"
-_STATE = "optimizer."
+WEIGHTS: Final = "weights"
+AVERAGE: Final = "average"
+STATE: Final = "optimizer."
+VALUES: Final = "optimizer.values"  # what is no tensor: of a schedule, and of classes
 _ADAM_EPSILON = 1e-8
 _ADAGRAD_EPSILON = 1e-10
-_SQUARES = ("exp_avg_sq", "sum")  # of the optimizer's state: an infinite one makes each later step 0
+SQUARES: Final = ("exp_avg_sq", "sum")  # of the optimizer's state: an infinite one makes each later step 0
 # The sum is kept times this: so many finite numbers never add up to an infinite one, while their mean is finite. It is
 # a power of two: the sum has the same bits as without it, except for numbers below 1e-33.
 _SUM_FACTOR = 2.0**-16
@@ -54,13 +58,19 @@ class DivergedError(TaskError):
 class _FlatWeights(ABC):
     """The weights of a model as one vector, and the sum of what is added for its next version."""
 
-    def __init__(self, model: FlatModel, sum_in: torch.Tensor | None = None) -> None:
-        """`sum_in`: memory for the sum, as long as the weights; None: of its own."""
+    def __init__(self, model: FlatModel, sum_in: torch.Tensor | None = None, ema: float | None = None) -> None:
+        """
+        Args:
+            sum_in: memory for the sum, as long as the weights; None: of its own.
+            ema: decay of a moving average of the weights; None: there is none.
+        """
         self._model = model
         self._own = self._flat = model.flat.detach()  # `_flat` is the weights: in memory of our own, or that was given
         self.num_parameters = model.num_parameters
         self._sum = torch.zeros_like(self._own) if sum_in is None else sum_in
         self._sum_is_empty = True
+        self._ema = ema
+        self._average = None if ema is None else self._own.clone()
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
@@ -100,13 +110,18 @@ class _FlatWeights(ABC):
         self._sum_is_empty = True
         target = self._own if into is None else torch.from_numpy(into)
         self._apply_sum(scale, num_samples, target)
+        if self._average is not None and self._ema is not None:
+            n = self.num_parameters
+            self._average[:n].lerp_(self._flat[:n], 1 - self._ema)
+            self._average[n:] = self._flat[n:]
 
     @abstractmethod
     def _apply_sum(self, scale: float, num_samples: int, target: torch.Tensor) -> None:
         """Make the next weights of `_sum` in `target`, which becomes `_flat`."""
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        return {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights}
+        tensors = {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights}
+        return tensors if self._average is None else tensors | {AVERAGE: self._average.numpy().copy()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """
@@ -121,6 +136,8 @@ class _FlatWeights(ABC):
         except ValueError as exc:
             raise CheckpointError(str(exc)) from exc
         self._flat = self._own
+        if self._average is not None:  # it begins here where the checkpoint is of a job without it
+            self._average[:] = torch.from_numpy(np.array(tensors.get(AVERAGE, weights)))
 
 
 class Optimizer(_FlatWeights):
@@ -132,22 +149,37 @@ class Optimizer(_FlatWeights):
 
     def __init__(
         self, model: FlatModel, config: OptimizerConfig, clip_norm: float | None = None, *,
-        norm_of_tables: Callable[[], float] = lambda: 0.0, sum_in: torch.Tensor | None = None,
+        clip_value: float | None = None, schedule: Sequence[SchedulePart] = (), by_version: bool = False,
+        ema: float | None = None, norm_of_tables: Callable[[], float] = lambda: 0.0,
+        sum_in: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             clip_norm: the longest gradient that a step is made with, after `scale`; None: any.
+            clip_value: the largest absolute value of a number of it; None: any.
+            schedule: of the learning rate.
+            by_version: the schedule takes a step by `go_to` only, and not with each `apply`.
+            ema: as of `_FlatWeights`.
             norm_of_tables: length of what was added to the model's tables, before `scale`: it is clipped together with
                 the rest.
             sum_in: memory for the sum, float32, as long as the weights, which nothing else uses between `add` and
                 `apply`; None: the optimizer takes it.
+
+        Raises:
+            ConfigError: `schedule` cannot be made.
         """
-        super().__init__(model, sum_in)
+        super().__init__(model, sum_in, ema)
         self._config = config
-        self._clip_norm = clip_norm
+        self._clip_norm, self._clip_value = clip_norm, clip_value
         self._norm_of_tables = norm_of_tables
         self.clipped_by = 1.0
         self._state: dict[str, torch.Tensor] = {}  # named as torch's optimizer classes name it
+        self._by_version = by_version
+        self._schedule: Schedule | None = None
+        if schedule and not isinstance(config, TorchConfig):
+            self._rates = Rates(config)
+            self._groups = GroupValues(self._rates)
+            self._schedule = Schedule(schedule, self._rates, self._groups)
 
     def add(self, contribution: Contribution | torch.Tensor) -> None:
         tensor, floats = tensor_of(contribution), self._model.num_floats
@@ -162,12 +194,17 @@ class Optimizer(_FlatWeights):
     def max_change(self, gradient: Contribution) -> float:
         return 0.0  # a step is made of the sum of all
 
+    def go_to(self, version: int) -> None:
+        """Have the learning rate of the update behind `version`, where there is a schedule by version."""
+        if self._schedule is not None and self._by_version:
+            self._schedule.go_to(version)
+
     def _apply_sum(self, scale: float, num_samples: int, target: torch.Tensor) -> None:
         total, n, floats = self._sum, self.num_parameters, self._model.num_floats
         factor = scale / _SUM_FACTOR
-        if self._clip_norm is not None:
+        if self._clip_norm is not None or self._clip_value is not None:
             total[:n] *= factor
-            factor = self.clipped_by = _clip(total[:n], self._clip_norm, scale * self._norm_of_tables())
+            factor = self._clip(total[:n], scale * self._norm_of_tables())
         self._step(total[:n], factor, target[:n])
         total[n:floats] /= max(num_samples, 1) * _SUM_FACTOR
         target[n:] = total[n:]
@@ -176,32 +213,68 @@ class Optimizer(_FlatWeights):
         if not is_finite(target[:floats]):
             where = "after the step the weights are" if is_finite(total[:floats]) else "the gradient is"
             raise diverged(where)
-        if not all(is_finite(self._state[key]) for key in _SQUARES if key in self._state):
+        if not all(map(is_finite, self._squares())):
             raise diverged("after the step the optimizer's state is")
+        if self._schedule is not None and not self._by_version:
+            self._schedule.step()
+
+    def _squares(self) -> Iterable[torch.Tensor]:
+        """Of the state."""
+        return (self._state[key] for key in SQUARES if key in self._state)
+
+    def _clip(self, gradient: torch.Tensor, beside: float) -> float:
+        """Clip by value, or say what factor clips by norm together with a part that is `beside` long."""
+        if self._clip_value is not None:
+            gradient.clamp_(-self._clip_value, self._clip_value)
+        if self._clip_norm is not None:
+            self.clipped_by = _clip(gradient, self._clip_norm, beside)
+        return self.clipped_by
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        return super().tensors() | {f"{_STATE}{key}": value.numpy().copy() for key, value in self._state.items()}
+        return super().tensors() | self._state_tensors()
+
+    def _state_tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the state, and of what is no tensor."""
+        tensors = {f"{STATE}{key}": value.numpy().copy() for key, value in self._state.items()}
+        if self._schedule is not None:
+            tensors[VALUES] = packed({"groups": self._groups.changed(), "schedule": self._schedule.state()})
+        return tensors
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         super().load(tensors)
+        self._load_state(tensors)
+
+    def _load_state(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Go on from what `_state_tensors` has given, among others."""
         self._state = {
-            key.removeprefix(_STATE): torch.from_numpy(np.array(value))
+            key.removeprefix(STATE): torch.from_numpy(np.array(value))
             for key, value in tensors.items()
-            if key.startswith(_STATE)
+            if key.startswith(STATE) and key != VALUES
         }
+        if self._schedule is not None and (values := unpacked(tensors.get(VALUES))):
+            self._groups.restore(values["groups"])
+            self._schedule.load(values["schedule"])
 
     def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor) -> None:
         """One step on `factor` times `gradient`, float32, shape (num_parameters,), which may be changed."""
         before = self._flat[: self.num_parameters]
-        match self._config:
-            case SgdConfig():
-                self._sgd(self._config, gradient, factor, before, target)
-            case AdamConfig():
-                self._adam(self._config, gradient, factor, before, target)
-            case AdagradConfig():
-                self._adagrad(self._config, gradient, factor, before, target)
-            case _:
-                assert_never(self._config)
+        match self._config_now():
+            case SgdConfig() as config:
+                self._sgd(config, gradient, factor, before, target)
+            case AdamConfig() as config:
+                self._adam(config, gradient, factor, before, target)
+            case AdagradConfig() as config:
+                self._adagrad(config, gradient, factor, before, target)
+            case TorchConfig():
+                raise TypeError("expected a TorchOptimizer for a class")
+            case unknown:
+                assert_never(unknown)
+
+    def _config_now(self) -> OptimizerConfig:
+        """With the rates of the schedule."""
+        if self._schedule is None or isinstance(self._config, TorchConfig):
+            return self._config
+        return self._rates.applied_to(self._config)
 
     def _sgd(
         self, config: SgdConfig, gradient: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor
@@ -283,8 +356,9 @@ class OuterOptimizer(Optimizer):
     `age_discount ** age` times as much; the sum is divided by all samples nevertheless, so a late change moves less.
     """
 
-    def __init__(self, model: FlatModel, step: OuterStep) -> None:
-        super().__init__(model, SgdConfig(lr=step.lr, momentum=step.momentum, nesterov=step.momentum > 0))
+    def __init__(self, model: FlatModel, step: OuterStep, ema: float | None = None) -> None:
+        config = SgdConfig(lr=step.lr, momentum=step.momentum, nesterov=step.momentum > 0)
+        super().__init__(model, config, ema=ema)
         self._age_discount = step.age_discount
 
     def weight(self, num_samples: int, age: int) -> float:

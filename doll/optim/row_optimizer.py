@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol, assert_never
 
 import torch
 
-from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig, TorchConfig
 from doll.errors import ConfigError
 
 _ADAM_EPSILON = 1e-8
@@ -100,6 +100,11 @@ def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
     Raises:
         ConfigError: one that moves rows which no sample has used.
     """
+    if isinstance(config, TorchConfig):
+        raise ConfigError(
+            "training.optimizer.class: expected sgd, adam or adagrad for a model with tables (sparse embeddings), got "
+            f"{config.cls}: a step changes rows of a table one by one"
+        )
     moved = "a step would move rows that no sample of it uses: all rows of a table would have to be changed"
     if config.weight_decay:
         raise ConfigError(

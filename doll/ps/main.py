@@ -21,6 +21,7 @@ from doll.ledger.admission import ANY_TERM, admit
 from doll.ledger.lineage import Lineage
 from doll.ledger.snapshot_counts import read_counts
 from doll.model.flat_model import FlatModel, build, fingerprint
+from doll.optim.recipe import check_recipe
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
@@ -168,6 +169,7 @@ def _open(config: JobConfig, services: Services, run_folder: Path) -> tuple[Flat
     topics.ensure(config, services, begins=not store.versions())
     topics.check(config, services)
     model = build(config, load_task(config))
+    check_recipe(config.training, model)
     return model, fingerprint(config, model), store
 
 

@@ -23,10 +23,15 @@ model.eval()
 """
 
 
-def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[str, Any]:
+def export_model(
+    config: JobConfig, run_folder: Path, out_folder: Path, *, average: bool | None = None
+) -> dict[str, Any]:
     """Write the model of the newest checkpoint to `out_folder`; returns the content of `model.json`.
 
     The tensors have the names of the module's `state_dict()`.
+
+    Args:
+        average: as of `newest_weights`.
 
     Raises:
         CheckpointError: there is no checkpoint, or it belongs to another job or model.
@@ -44,7 +49,7 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
     from doll.task.base import load_task
 
     model = build(config, load_task(config), with_rows=False)
-    stored = newest_weights(config, run_folder, model)
+    stored = newest_weights(config, run_folder, model, average=average)
     if stored is None:
         raise CheckpointError(
             f"no checkpoint in {checkpoint_location(config, run_folder)}: nothing has been learned yet, or "
@@ -60,6 +65,7 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
     content = {
         "job": config.job,
         "version": stored.version,
+        "average": stored.is_average,
         "term": stored.term,
         "task": {"class": config.task.cls, "args": config.task.args},
         "parameters": model.num_parameters + model.num_table_values,

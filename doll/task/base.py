@@ -340,15 +340,11 @@ def _resolve(config: JobConfig, key: str, value: Any) -> Any:
 
 def _load(name: str, config: JobConfig) -> Any:
     """A module by its name, or by its file."""
-    return _load_file(config.path(Path(name))) if name.endswith(".py") else _load_module(name, config)
-
-
-def _load_module(name: str, config: JobConfig) -> Any:
-    # A job file's own folder may hold the user's module, as with `python script.py`.
+    # A job file's own folder may hold the user's modules, as with `python script.py`: also those of an optimizer.
     folder = str(config.base_folder)
     if folder not in sys.path:
         sys.path.append(folder)
-    return importlib.import_module(name)
+    return _load_file(config.path(Path(name))) if name.endswith(".py") else importlib.import_module(name)
 
 
 def _load_file(path: Path) -> Any:

@@ -9,23 +9,34 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from doll.config import AdagradConfig, AdamConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, SgdConfig, TrainingConfig
 from doll.errors import CheckpointError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Contribution, DivergedError, Optimizer, StepAdder
+from doll.optim.recipe import make_optimizer
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.model.updater import ContributionBuffer, Updater
 from pushes import applied_set, push_of
 
 pytestmark = pytest.mark.slow  # loads torch
 
+A_CLASS = TrainingConfig.model_validate(
+    {
+        "optimizer": {"class": "torch.optim.AdamW", "args": {"lr": 0.01}, "groups": {"bias": {"weight_decay": 0}}},
+        "schedule": {"class": "torch.optim.lr_scheduler.StepLR", "args": {"step_size": 1}},
+        "clip_norm": 1.0,
+        "ema": {"decay": 0.9},
+    }
+)
 ADAPTERS: dict[str, Callable[[FlatModel], Updater]] = {
     "sgd": lambda model: Optimizer(model, SgdConfig(lr=0.1)),
     "momentum, clipped": lambda model: Optimizer(model, SgdConfig(lr=0.1, momentum=0.9), clip_norm=1.0),
     "adam": lambda model: Optimizer(model, AdamConfig(name="adam", lr=0.01)),
     "adagrad": lambda model: Optimizer(model, AdagradConfig(lr=0.1, initial_accumulator=0.1)),
     "adagrad with momentum": lambda model: Optimizer(model, AdagradConfig(lr=0.1, momentum=0.7)),
+    "a class with a schedule, clipped, averaged": lambda model: make_optimizer(A_CLASS, model),
     "added steps": StepAdder,
+    "added steps, averaged": lambda model: StepAdder(model, ema=0.9),
 }
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from doll.config import AdagradConfig, AdamConfig, JobConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, JobConfig, OptimizerConfig, SgdConfig
 from doll.consumers.compute.bisection import RunningMedian, beyond, failing, harmful, usual_norm
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.errors import BlobError, ServiceUnavailableError, TaskError
@@ -36,6 +36,7 @@ _INSPECT_FROM_SHARE: Final = 0.3
 _USUAL_BATCHES: Final = 256
 _MAX_REASON_CHARS: Final = 300
 _TINY: Final = 1e-30
+_MOST_MOMENTUM: Final = 0.999
 
 
 class Samples(NamedTuple):
@@ -330,20 +331,38 @@ class Guard:
     def _loss_after(self, gradient: Gradient, usual: float, ordinary: Samples) -> float:
         """Loss of ordinary samples after the step that one sample's gradient makes by itself."""
         training = self._config.training
-        optimizer = training.optimizer
+        lr, momentum, normalizes = _rates(training.optimizer)
         batches = 1 if training.policy.sends_steps else self._config.group_size  # that one step is made of
         share = 1.0 / (self._config.data.batch_size * batches)
-        if isinstance(optimizer, AdamConfig | AdagradConfig):
-            # Both divide by the size of the gradients so far; one number stands for all of them here: of means,
+        if normalizes:
+            # They divide by the size of the gradients so far; one number stands for all of them here: of means,
             # so that the sample's share is one of the mean, whatever the gradients are reduced to. Adagrad's steps
             # become shorter; what a long gradient adds to its sums stays, and is judged by the first steps' length.
-            rate = optimizer.lr * math.sqrt(gradient.num_values) / max(usual, _TINY)
+            rate = lr * math.sqrt(gradient.num_values) / max(usual, _TINY)
         else:
-            rate = optimizer.lr
+            rate = lr
             share = 1.0 if training.reduction == "sum" else share
-        if isinstance(optimizer, SgdConfig | AdagradConfig):
-            rate /= 1.0 - optimizer.momentum
+        rate /= 1.0 - momentum
         if training.clip_norm is not None:
             share = min(share, training.clip_norm / max(gradient.norm, _TINY))
         with self._computer.stepped_by(gradient, -rate * share):
             return self._computer.loss(*ordinary)
+
+
+def _rates(optimizer: OptimizerConfig) -> tuple[float, float, bool]:
+    """lr, momentum, and whether steps are divided by the size of the gradients so far. A schedule's rates are not
+    known here: lr stands for them."""
+    match optimizer:
+        case SgdConfig():
+            return optimizer.lr, optimizer.momentum, False
+        case AdamConfig():
+            return optimizer.lr, 0.0, True
+        case AdagradConfig():
+            return optimizer.lr, optimizer.momentum, True
+        case _:
+            lr, momentum = (_number(optimizer.args.get(key), usual) for key, usual in (("lr", 1e-3), ("momentum", 0.0)))
+            return lr, min(momentum, _MOST_MOMENTUM), not optimizer.cls.endswith("SGD")
+
+
+def _number(value: Any, usual: float) -> float:
+    return float(value) if isinstance(value, int | float) else usual

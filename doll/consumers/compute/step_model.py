@@ -19,7 +19,8 @@ from doll.consumers.protocol.worker_core import grant_id_of
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import IllegalEventError
 from doll.model.flat_model import FlatModel
-from doll.optim.optimizer import Contribution, Optimizer, diverged
+from doll.optim.optimizer import Contribution, diverged
+from doll.optim.recipe import make_optimizer
 from doll.optim.significance_filter import Residual
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs
@@ -58,9 +59,7 @@ class StepModel:
         self._computer = computer
         # Rows of tables are clipped together with the rest.
         clips_here = rows is not None and training.clip_norm is not None
-        self._optimizer = (
-            None if takes_steps else Optimizer(model, training.optimizer, None if clips_here else training.clip_norm)
-        )
+        self._optimizer = None if takes_steps else make_optimizer(training, model, clips_norm=not clips_here)
         self._clip_norm = training.clip_norm if clips_here and training.clip_norm is not None else math.inf
         self._rows = rows
         self._pushed_rows: Mapping[str, Rows] = {}
@@ -153,6 +152,7 @@ class StepModel:
         if self._optimizer is None:
             weights[:n] += gradient.values[:n]
         else:
+            self._optimizer.go_to(self._version)
             self._optimizer.apply([gradient.values], scale, num_samples)
         np.subtract(weights[:n], step[:n], out=step[:n])
         self._kept.append(_Step(batch, step, rows, grant_id_of(self._grant, batch)))

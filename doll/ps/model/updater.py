@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from doll.config import TrainingConfig
 from doll.model.flat_model import FlatModel
-from doll.optim.optimizer import Contribution, Optimizer, OuterOptimizer, StepAdder
+from doll.optim.optimizer import Contribution, OuterOptimizer, StepAdder
+from doll.optim.recipe import decay, make_optimizer
 from doll.optim.row_optimizer import row_optimizer
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.tables.store import TableStore
@@ -237,15 +238,15 @@ def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
     """What `training` asks for; it owns the weights and the tables' rows of `model` from now on.
 
     Raises:
-        ConfigError: an optimizer that cannot be used for tables.
+        ConfigError: an optimizer that cannot be made, or cannot be used for tables.
     """
     tables = None
     if model.tables is not None:
         optimizer = None if config.policy.sends_steps else row_optimizer(config.optimizer)
         tables = TableStore(model.tables.take_initial(), optimizer)
     if (outer := config.policy.outer_step) is not None:
-        return ModelParts(OuterOptimizer(model, outer), tables)
+        return ModelParts(OuterOptimizer(model, outer, decay(config)), tables)
     if config.policy.sends_steps:
-        return ModelParts(StepAdder(model), tables)
+        return ModelParts(StepAdder(model, ema=decay(config)), tables)
     norm = (lambda: 0.0) if tables is None else tables.norm
-    return ModelParts(Optimizer(model, config.optimizer, config.clip_norm, norm_of_tables=norm), tables)
+    return ModelParts(make_optimizer(config, model, norm_of_tables=norm), tables)

@@ -95,12 +95,11 @@ def count_parameters(config: JobConfig) -> int:
         ConfigError: the task cannot be loaded, or its model does not fit the policy or the optimizer.
     """
     from doll.model.flat_model import build
-    from doll.optim.row_optimizer import row_optimizer
+    from doll.optim.recipe import check_recipe
     from doll.task.base import load_task
 
     model = build(config, load_task(config), with_rows=False)
-    if model.tables is not None:
-        row_optimizer(config.training.optimizer)
+    check_recipe(config.training, model)
     return model.num_parameters + model.num_table_values
 
 

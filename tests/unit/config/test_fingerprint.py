@@ -59,6 +59,38 @@ def test_what_differs_is_named(change: str, named: str) -> None:
     assert difference(mark(change), mark(change)) == ""
 
 
+A_CLASS = "training.optimizer={class: torch.optim.AdamW, args: {lr: 0.1}, groups: {bias: {lr: 1}, b: {lr: 2}}}"
+STEPS = "training.schedule={class: torch.optim.lr_scheduler.StepLR, args: {step_size: 2}}"
+
+
+@pytest.mark.parametrize(
+    ("change", "is_allowed"),
+    [
+        ("training.optimizer.args.lr=0.2", True),
+        ("training.optimizer.args.weight_decay=0.2", True),
+        ("training.optimizer.args.betas=[0.8, 0.9]", False),
+        ("training.optimizer.groups={b: {lr: 2}, bias: {lr: 1}}", False),
+        ("training.optimizer.class=torch.optim.Adam", False),
+        ("training.schedule={class: torch.optim.lr_scheduler.StepLR, args: {step_size: 3}}", False),
+        ("training.ema={decay: 0.9}", True),
+        ("training.clip_value=0.9", True),
+    ],
+)
+def test_what_a_resume_may_change_of_a_class(change: str, is_allowed: bool) -> None:
+    assert (refused_changes(fields_of(mark(A_CLASS)), fields_of(mark(A_CLASS, change))) == "") == is_allowed
+    assert difference(mark(A_CLASS), mark(A_CLASS, change)) != ""
+
+
+def test_a_schedule_goes_on_from_its_rates() -> None:
+    for base, change in ((A_CLASS, "training.optimizer.args.lr=0.2"), ("seed=1", "training.optimizer.lr=0.2")):
+        assert "lr: expected" in refused_changes(fields_of(mark(base, STEPS)), fields_of(mark(base, STEPS, change)))
+
+
+def test_a_fingerprint_does_not_name_later_keys_that_are_not_set() -> None:
+    """A checkpoint of a release without them would differ in them."""
+    assert {"training.schedule", "training.ema", "training.clip_value"}.isdisjoint(fields_of(mark()))
+
+
 def test_steps_for_gradients_are_named_as_what_workers_push() -> None:
     text = difference(mark("training.policy.contribution=step"), mark())
     assert "pushes: expected steps, got gradients (training.policy decides" in text

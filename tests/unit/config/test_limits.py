@@ -31,7 +31,7 @@ EXTREMES = (
 BESIDE: dict[str, dict[str, Any]] = {"version": {"registry": "http://host", "subject": "clicks"}}
 """What a section needs where a key that may be left out is given."""
 REQUIRED: dict[str, Any] = {
-    "images": "a", "labels": "a", "path": "a", "socket": "a",
+    "images": "a", "labels": "a", "cls": "a.B", "path": "a", "socket": "a",
     "launch_template": "lt-0123456789", "launch_template_version": 1,
     "subnets": ["subnet-0123456789"], "instance_types": ["c7g.large"], "stages": 2,
 }  # fmt: skip
@@ -51,6 +51,8 @@ class Key(NamedTuple):
         number = yaml.safe_load(value)
         inner: Any = {**self.section, self.path[-1]: [number] * 4 if self.is_list else number}
         for name in reversed(self.path[:-1]):
+            if name == "schedule":
+                inner = [inner, {"class": "a.B"}]
             inner = {name: {**inner, "stages": 2} if name == "pipeline" else inner}
         job = {"job": "limits", "task": {"class": "m:C"}, **inner}
         if self.path[:2] == ("worker", "pipeline"):
@@ -109,7 +111,7 @@ def test_all_numbers_are_here() -> None:
 def value_of(config: JobConfig, path: Sequence[str]) -> Any:
     value: Any = config
     for name in path:
-        value = getattr(value, name)
+        value = getattr(value[0] if isinstance(value, list) else value, name)
     return value
 
 

@@ -249,11 +249,14 @@ def test_a_server_does_not_import_torchs_compiler() -> None:
     """The import costs seconds at each start, also at a restart after a crash, when all workers wait."""
     code = """
 import sys, numpy as np, torch
-from doll.config import AdagradConfig, AdamConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, SchedulePart, SgdConfig
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
+schedule = [SchedulePart(cls="torch.optim.lr_scheduler.StepLR", args={"step_size": 2})]
 for config in (SgdConfig(momentum=0.9), AdamConfig(name="adam"), AdagradConfig()):
-    Optimizer(FlatModel(torch.nn.Linear(2, 1)), config).apply([np.ones(3, np.float32)], 1.0, 1)
+    for given in ([], schedule):
+        ours = Optimizer(FlatModel(torch.nn.Linear(2, 1)), config, schedule=given)
+        ours.apply([np.ones(3, np.float32)], 1.0, 1)
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

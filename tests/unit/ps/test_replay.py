@@ -36,11 +36,17 @@ def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
         ("training.policy={name: asp}", "training.optimizer={name: adam}"),
         ("training.policy={name: bsp}", "training.reduction=sum", "training.optimizer.lr=0.001"),
         ("training.policy.group_size=7", "training.optimizer={name: adam}"),
+        (
+            "training.optimizer={class: torch.optim.AdamW, groups: {bias: {weight_decay: 0}}}",
+            "training.clip_value=1",
+            "training.schedule={class: torch.optim.lr_scheduler.CosineAnnealingLR, args: {T_max: 15}}",
+            "training.ema={decay: 0.9}",
+        ),
         ("training.policy={name: vap, value_bound: 4.0}",),
         ("training.policy={name: ssp, staleness: 3, under_way: 4}",),
         ("training.policy={name: essp, staleness: 3, under_way: 4}",),
     ],
-    ids=["doll", "asp-adam", "bsp-sum", "doll-sets", "vap-voids", "ssp-ahead", "essp-ahead"],
+    ids=["doll", "asp-adam", "bsp-sum", "doll-sets", "class", "vap-voids", "ssp-ahead", "essp-ahead"],
 )
 def test_the_replay_of_a_run_and_of_its_successor_is_equal(
     tmp_path: Path, overrides: tuple[str, ...], seed: int

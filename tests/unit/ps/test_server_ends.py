@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import structlog
+from doll.config import SgdConfig
 from doll.errors import CheckpointError, FencedError
 from doll.optim.optimizer import DivergedError
 from doll.records.control import (
@@ -178,6 +179,7 @@ def test_a_resume_with_another_learning_rate_steps_by_it_from_the_same_state() -
     saved = rig.optimizer.weights.copy()
     rig.server.close()
     steps = []
+    assert isinstance(rig.config.training.optimizer, SgdConfig)
     rate = rig.config.training.optimizer.lr
     for overrides in ((), (f"training.optimizer.lr={4 * rate}",)):
         successor = Rig(*overrides, store=rig.store)

@@ -89,6 +89,34 @@ def test_a_step_is_the_optimizers_and_the_view_holds_it_at_once() -> None:
     assert np.array_equal(pushed(rig), rig.view - before)
 
 
+def test_a_class_steps_on_the_view_with_the_rates_of_the_version_below_it() -> None:
+    recipe: dict[str, Any] = {
+        "policy": {"name": "ssp", "staleness": 1},
+        "optimizer": {"class": "torch.optim.AdamW", "args": {"lr": 0.5}, "groups": {"bias": {"weight_decay": 0}}},
+        "schedule": {"class": "torch.optim.lr_scheduler.StepLR", "args": {"step_size": 1, "gamma": 0.5}},
+        "clip_norm": 0.1,
+    }
+    rig, other = Rig(**recipe), Rig()
+    weight, bias = other.model.module.parameters()
+    groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [bias], "weight_decay": 0}]
+    plain = torch.optim.AdamW(groups, lr=0.5)
+    for batch, version in enumerate((1, 1, 4, 2), start=5):
+        rig.load(rig.publish(version, first=batch, included=batch))
+        before = rig.view
+        other.computer.weights[:] = rig.computer.weights
+        rig.learn(batch)
+        rng = np.random.default_rng(batch)
+        x, y = rng.normal(size=(8, 4)).astype(np.float32), rng.normal(size=(8, 3)).astype(np.float32)
+        other.computer.compute(x, y)
+        other.model.grad /= 8
+        torch.nn.utils.clip_grad_norm_([weight, bias], 0.1)
+        for group in plain.param_groups:
+            group["lr"] = 0.5 * 0.5**version
+        plain.step()
+        assert np.array_equal(rig.view, other.view), batch
+        assert np.array_equal(pushed(rig), rig.view - before)
+
+
 @pytest.mark.parametrize("included", [5, 6])
 def test_newer_weights_get_the_own_steps_that_they_do_not_hold(included: int) -> None:
     rig = Rig()

@@ -1,0 +1,176 @@
+"""Learning rates by update: torch's schedulers, on a torch optimizer or on the rates of a built-in one.
+
+A schedule takes one step with each update that has learned something: the first update is made with the rates that the
+scheduler begins with, as in a loop of `optimizer.step(); scheduler.step()`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from doll.config import AdagradConfig, AdamConfig, SchedulePart, SgdConfig
+from doll.errors import ConfigError
+from doll.optim.named_classes import find_class, make
+from doll.optim.plain_values import like
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_FIELD: Final = "training.schedule"
+BuiltIn: TypeAlias = SgdConfig | AdamConfig | AdagradConfig
+
+
+class Rates(torch.optim.Optimizer):
+    """What a schedule may change of a built-in optimizer, under the names that torch's optimizer has for it.
+
+    The constructor of torch's class is not called: it imports torch's compiler.
+    """
+
+    def __init__(self, config: BuiltIn) -> None:
+        match config:
+            case SgdConfig():
+                special: dict[str, Any] = {"momentum": config.momentum}
+            case AdamConfig():
+                special = {"betas": (config.beta1, config.beta2)}
+            case AdagradConfig():
+                special = {}
+        self.defaults = {"lr": config.lr, "weight_decay": config.weight_decay, **special}
+        self.param_groups = [{"params": [], **self.defaults}]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: a scheduler expects to be called behind it."""
+
+    def applied_to(self, config: BuiltIn) -> BuiltIn:
+        """`config` with the values of now, for one step."""
+        self.step()
+        values = {key: value for key, value in self.param_groups[0].items() if key in self.defaults}
+        if "betas" in values:
+            values["beta1"], values["beta2"] = values.pop("betas")
+        return config.model_copy(update=values)
+
+
+class GroupValues:
+    """The values of an optimizer's groups, such as lr: those that it began with, and those that have changed since."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = optimizer.param_groups
+        self._first = [{key: deepcopy(value) for key, value in _values(group)} for group in self._groups]
+
+    def changed(self) -> list[dict[str, Any]]:
+        """Of each group, what is not as it was."""
+        return [
+            {key: value for key, value in _values(group) if key not in first or first[key] != value}
+            for group, first in zip(self._groups, self._first, strict=True)
+        ]
+
+    def restore(self, changed: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Make the values those of the beginning, except `changed`.
+
+        Raises:
+            ValueError: it is of another number of groups.
+        """
+        changed = changed or [{} for _ in self._first]
+        for group, first, other in zip(self._groups, self._first, changed, strict=True):
+            for key, _ in list(_values(group)):
+                del group[key]
+            group |= deepcopy(first)
+            group |= {key: like(first.get(key), value) for key, value in other.items()}
+
+
+def _values(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in group.items() if key != "params"]
+
+
+class Schedule:
+    """The schedulers of a job file on one optimizer."""
+
+    def __init__(self, parts: Sequence[SchedulePart], optimizer: torch.optim.Optimizer, groups: GroupValues) -> None:
+        """
+        Args:
+            groups: of the optimizer.
+
+        Raises:
+            ConfigError: a class does not exist, does not take its arguments, or is no schedule by updates.
+        """
+        self._parts = parts
+        self._optimizer = optimizer
+        self._groups = groups
+        self._begin()
+
+    def _begin(self) -> None:
+        self._updates = 0
+        self._is_over = False
+        self._scheduler = make_scheduler(self._parts, self._optimizer)
+
+    def step(self) -> None:
+        """One update has been made."""
+        self._updates += 1
+        if self._is_over:
+            return
+        try:
+            self._scheduler.step()
+        except ValueError as exc:  # as OneCycleLR behind its last step
+            self._is_over = True
+            log.warning("schedule_over", updates=self._updates, reason=str(exc), action="the rates stay as they are")
+
+    def go_to(self, updates: int) -> None:
+        """Have the rates of the update behind so many."""
+        if updates < self._updates:
+            self._groups.restore()
+            self._begin()
+        if updates > self._updates:
+            with warnings.catch_warnings():
+                # That no step of the optimizer was made before: it was, by another process.
+                warnings.simplefilter("ignore", UserWarning)
+                while self._updates < updates:
+                    self.step()
+
+    def state(self) -> dict[str, Any]:
+        """Plain values; the groups' own are not among them."""
+        return {"updates": self._updates, "is_over": self._is_over, "scheduler": self._scheduler.state_dict()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._updates, self._is_over = state["updates"], state["is_over"]
+        self._scheduler.load_state_dict(like(self._scheduler.state_dict(), state["scheduler"]))
+
+
+def make_scheduler(parts: Sequence[SchedulePart], optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """One scheduler, or several that follow each other.
+
+    Raises:
+        ConfigError: as `Schedule`.
+    """
+    fields = [_FIELD] if len(parts) == 1 else [f"{_FIELD}.{number}" for number in range(len(parts))]
+    schedulers = [_made(field, part.cls, part.args, optimizer) for field, part in zip(fields, parts, strict=True)]
+    if len(schedulers) == 1:
+        return schedulers[0]
+    milestones, end = [], 0
+    for part in parts[:-1]:
+        milestones.append(end := end + (part.updates or 0))
+    return make(_FIELD, SequentialLR, "SequentialLR", optimizer, {"schedulers": schedulers, "milestones": milestones})
+
+
+def _made(field: str, name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+    cls = find_class(field, name, LRScheduler)
+    if issubclass(cls, ReduceLROnPlateau):
+        raise ConfigError(
+            f"{field}.class: {name} needs a measured error at each of its steps: expected a schedule by updates, as "
+            "torch.optim.lr_scheduler.CosineAnnealingLR"
+        )
+    inner = {key: _inner(f"{field}.args.{key}", value, optimizer) for key, value in args.items()}
+    return make(field, cls, name, optimizer, inner)
+
+
+def _inner(field: str, value: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """An argument; a scheduler of a scheduler is written like one."""
+    if isinstance(value, list):
+        return [_inner(f"{field}.{number}", item, optimizer) for number, item in enumerate(value)]
+    if isinstance(value, dict) and value.keys() <= {"class", "args"} and isinstance(value.get("class"), str):
+        return _made(field, value["class"], value.get("args") or {}, optimizer)
+    return value
