@@ -44,7 +44,7 @@ def test_two_keys_make_a_job() -> None:
         ("training.policy.group_size=129", "training.policy: the 129 batches of an update .* hold 128; raise max"),
         ("training.policy.name=sync", "training.policy.name: expected one of doll, bsp, .*, diloco, got 'sync'"),
         ("training.policy=bsp", "training.policy.name: expected one of .*, got 'bsp'"),
-        ("training.optimizer.name=sgdd", "training.optimizer.name: expected one of sgd, adam, adagrad, got 'sgdd'"),
+        ("training.optimizer.name=sgdd", "training.optimizer.name: expected one of sgd, .*, class, got 'sgdd'"),
         ("training.optimizer.lr=0", "training.optimizer.lr: .* greater than 0, got 0"),
         ("training.optimizer.lr=.nan", "training.optimizer.lr: .* finite number, got nan"),
         ("training.optimizer.lr=.inf", "training.optimizer.lr: .* finite number, got inf"),

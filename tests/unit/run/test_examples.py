@@ -15,6 +15,7 @@ from doll.run import examples
 from paths import ROOT
 
 NAMES = [
+    "characters",
     "clicks",
     "clicks_avro",
     "digits",
@@ -45,9 +46,9 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
     listed = json.loads(doll("example", "list", "--json").stdout)
     assert [example["name"] for example in listed] == NAMES
     assert [example["command"] for example in listed] == [
-        "doll up clicks", "doll up clicks_avro", "doll up digits", "doll up emnist", "doll up factors",
-        "doll up intrusion", "doll up lda", "doll spot market", "doll up pipeline", "doll up ratings",
-        "doll up stdin", "doll up synthetic", "doll up trips", "doll up words",
+        "doll up characters", "doll up clicks", "doll up clicks_avro", "doll up digits", "doll up emnist",
+        "doll up factors", "doll up intrusion", "doll up lda", "doll spot market", "doll up pipeline",
+        "doll up ratings", "doll up stdin", "doll up synthetic", "doll up trips", "doll up words",
     ]  # fmt: skip
     text = doll("example", "list").stdout
     assert all(f"{example['command']} " in text and example["description"] in text for example in listed)
@@ -148,7 +149,7 @@ def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(name: str, files: l
 def test_a_copy_that_cannot_be_made_says_why(empty: Path) -> None:
     (empty / "file").write_text("")
     for name, to, expected in (
-        ("nothing", ".", "one of clicks, clicks_avro, digits"),
+        ("nothing", ".", "one of characters, clicks, clicks_avro, digits"),
         ("digits", "file/inner", "cannot write to file/inner"),
     ):
         result = doll("example", "copy", name, to)
