@@ -92,6 +92,6 @@ def _target(config: JobConfig, measure: Measure) -> float | None:
 
 def _step_size(config: JobConfig) -> float | None:
     optimizer = config.training.optimizer
-    if optimizer.name != "sgd" or config.training.reduction != "mean":
+    if optimizer.name != "sgd" or config.training.reduction != "mean" or config.training.schedule:
         return None
     return optimizer.lr / (1 - optimizer.momentum)
