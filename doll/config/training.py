@@ -139,6 +139,11 @@ class TrainingConfig(Section):
     ema: EmaConfig | None = None
     guard: GuardConfig = Field(default_factory=GuardConfig)
 
+    @property
+    def evaluates_average(self) -> bool:
+        """Whether held-out evaluation measures the average of the weights, and not these."""
+        return self.ema is not None and self.ema.evaluate
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.clip_norm is not None and self.clip_value is not None:

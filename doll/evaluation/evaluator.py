@@ -74,10 +74,9 @@ class Evaluator:
         self._checkpointed = checkpointed
         task = load_task(config)
         self._model = build(config, task, with_rows=False)
-        ema = config.training.ema
         # Rows of tables and the average are published with checkpoints only.
-        self._reads_checkpoints = self._model.tables is not None or (ema is not None and ema.evaluate)
-        if ema is not None and ema.evaluate:
+        self._reads_checkpoints = self._model.tables is not None or config.training.evaluates_average
+        if config.training.evaluates_average:
             log.info("evaluates_the_average", hint="training.ema.evaluate: false measures the weights")
         self._held_out = HeldOut(task, config.evaluation.max_samples)
         self._run_folder = run_folder

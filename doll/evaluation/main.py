@@ -59,9 +59,9 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, af
         blobs = opened.enter_context(closing(open_blobs(config, services, give_up=lambda: True, timeout_s=5.0)))
         publisher = Publisher(config, services, acks="all")
         opened.callback(publisher.close, FLUSH_S)
-        average = None if config.training.ema is None else config.training.ema.evaluate
 
         def checkpointed(model: FlatModel, beside: tuple[int, int] | None) -> StoredWeights | None:
+            average = config.training.evaluates_average
             return newest_weights(config, run_folder, model, beside=beside, average=average)
 
         evaluator = Evaluator(config, blobs, checkpointed, run_folder, after_term=after_term)

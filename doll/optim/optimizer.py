@@ -225,6 +225,7 @@ class Optimizer(_FlatWeights):
     def _clip(self, gradient: torch.Tensor, beside: float) -> float:
         """Clip by value, or say what factor clips by norm together with a part that is `beside` long."""
         if self._clip_value is not None:
+            expect_finite(gradient)
             gradient.clamp_(-self._clip_value, self._clip_value)
         if self._clip_norm is not None:
             self.clipped_by = _clip(gradient, self._clip_norm, beside)
@@ -406,6 +407,16 @@ class StepAdder(_FlatWeights):
 def is_finite(vector: torch.Tensor) -> bool:
     # One NaN or infinity makes the sum one. A sum of large numbers may overflow by itself: then each is looked at.
     return math.isfinite(vector.sum().item()) or bool(torch.isfinite(vector).all())
+
+
+def expect_finite(gradient: torch.Tensor) -> None:
+    """Before what is infinite is clipped.
+
+    Raises:
+        DivergedError: a number is not finite.
+    """
+    if not is_finite(gradient):
+        raise diverged("the gradient is")
 
 
 def diverged(what: str) -> DivergedError:

@@ -18,7 +18,7 @@ from doll.config import SchedulePart, TorchConfig
 from doll.errors import CheckpointError, ConfigError
 from doll.model.flat_model import FlatModel
 from doll.optim.named_classes import find_class, make
-from doll.optim.optimizer import SQUARES, STATE, VALUES, Optimizer
+from doll.optim.optimizer import SQUARES, STATE, VALUES, Optimizer, expect_finite
 from doll.optim.plain_values import packed, unpacked
 from doll.optim.schedule import GroupValues, Schedule
 from doll.task.base import described
@@ -63,6 +63,7 @@ class TorchOptimizer(Optimizer):
         """As torch.nn.utils does it, to the bit."""
         parameters = self._parameters.values()
         if self._clip_value is not None:
+            expect_finite(gradient)
             torch.nn.utils.clip_grad_value_(parameters, self._clip_value, foreach=False)
         if self._clip_norm is not None:
             norm = torch.nn.utils.get_total_norm(

@@ -71,6 +71,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         "accuracy": evaluation.get("accuracy"),
         "loss": evaluation.get("loss"),
         "evaluated_version": None if not evaluation else int(evaluation["version"]),
+        "evaluated_average": config.training.evaluates_average,
         "prequential": {
             "samples": running.samples,
             "loss": running.loss,
@@ -199,7 +200,8 @@ def _error_line(report: Mapping[str, Any]) -> str:
     if report["accuracy"] is not None:
         parts.append(f"held-out accuracy {report['accuracy']:.4f}")
     if report["loss"] is not None:
-        parts.append(f"held-out loss {report['loss']:.4f} at version {report['evaluated_version']}")
+        what = "the average of version" if report.get("evaluated_average") else "version"
+        parts.append(f"held-out loss {report['loss']:.4f} at {what} {report['evaluated_version']}")
     prequential = report["prequential"]
     if prequential["window_loss"] is not None:
         count = min(prequential["window_updates"], report["updates"])

@@ -350,6 +350,16 @@ def test_the_state_of_another_model_is_refused() -> None:
         make_optimizer(config, model()).load(tensors)
 
 
+@pytest.mark.parametrize("optimizer", [named("AdamW"), {"name": "adam"}])
+@pytest.mark.parametrize("clip", CLIP)
+def test_what_is_infinite_is_not_clipped(optimizer: Any, clip: str) -> None:
+    ours = make_optimizer(training(optimizer, **{clip: 1.0}), model())
+    gradient = np.ones_like(ours.weights)
+    gradient[0] = np.inf
+    with pytest.raises(DivergedError):
+        ours.apply([gradient], 1.0, 1)
+
+
 def test_a_large_gradient_that_ends_the_state_is_divergence() -> None:
     ours = make_optimizer(training(named("AdamW")), model())
     with pytest.raises(DivergedError, match="state is not finite"):
