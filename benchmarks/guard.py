@@ -21,12 +21,13 @@ import torch
 from doll.config import JobConfig, load
 from doll.consumers.compute.bisection import usual_norm
 from doll.consumers.compute.gradient import Gradient, GradientComputer
-from doll.consumers.compute.guard import Guard, Samples
+from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.model.flat_model import build
 from doll.optim.optimizer import Optimizer
 from doll.producers.sources import open_streams
 from doll.task.base import load_task
+from doll.task.batches import SampleBatch
 from examples.stdin.task import random_event
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -68,18 +69,18 @@ class RecordingGuard(Guard):
             self.ratios.append(gradient.norm / count / max(self._norms.usual, 1e-300))
         return is_unusual
 
-    def _spikes(self, samples: Samples) -> dict[int, str]:
+    def _spikes(self, samples: SampleBatch) -> dict[int, str]:
         started = time.perf_counter()
         spikes = super()._spikes(samples)
         self.inspected += 1
         self.inspect_s += time.perf_counter() - started
         return spikes
 
-    def lengths(self, samples: Samples) -> tuple[float, float]:
+    def lengths(self, samples: SampleBatch) -> tuple[float, float]:
         """The largest gradient of a sample, relative to the batch's median and to the guard's usual gradient."""
         norms = self._norms_of(samples)
-        ordinary = samples.few() if self._canary is None else self._canary
-        wrong = Samples(ordinary.x, self._wrong_targets(ordinary.y))
+        ordinary = self._canary or samples.few(16)
+        wrong = ordinary._replace(y=self._wrong_targets(ordinary.y))
         usual = max(usual_norm(self._norms_of(ordinary)), usual_norm(self._norms_of(wrong)))
         return max(norms) / max(median(norms), 1e-300), max(norms) / max(usual, 1e-300)
 
@@ -129,7 +130,7 @@ def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
                 break
             decoded = decode_records(task, RawRecords.of(values), samples_per_record=1, max_record_bytes=1 << 20)
             if version % 25 == 0 and not gradients:
-                lengths = guards[worker].lengths(Samples(decoded.x, decoded.y))
+                lengths = guards[worker].lengths(decoded.samples)
                 longest = (max(longest[0], lengths[0]), max(longest[1], lengths[1]))
             started = time.perf_counter()
             gradient, bad = guards[worker].compute(decoded.x, decoded.y)

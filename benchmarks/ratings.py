@@ -21,7 +21,8 @@ import numpy.typing as npt
 from doll.config import load
 from doll.producers.sources import ratings
 from doll.records.lines import read_file
-from doll.task.base import load_task, stack
+from doll.task.base import load_task
+from doll.task.batches import batch_of
 from examples.ratings.task import Pmf
 
 from benchmarks.plain_models import PlainFactors
@@ -90,7 +91,7 @@ def main() -> None:
         sys.exit(f"{path}: expected the ratings of MovieLens 1M; name another job file with --job")
     records = ratings.records(read_file(path, header=source.header), task.holdout_one_in)
     x, y = task.decode_many(list(records))
-    ids, truth = stack(task.holdout())
+    ids, truth = batch_of(task, task.holdout())[:2]
     alone = rmse(np.full(len(ids), y.mean()), truth)
     print(f"{len(x):,} ratings, {len(ids):,} held out; RMSE of their mean alone {alone:.4f}")
     begun_s = time.perf_counter()

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from doll.task.base import stack
+from doll.task.batches import batch_of
 from doll.task.text import read_lines, records, write_vocabulary
 from examples.lda import task as lda
 from examples.lda.task import Topics
@@ -37,7 +37,7 @@ def corpus(task: Topics | SkipGram, path: Path) -> tuple[Ids, Ids]:
     """Texts of the stream and those held out, as the task decodes them: both of shape (n, max_tokens)."""
     lines = read_lines(path, skip=HELD_OUT, max_bytes=MAX_BYTES)
     stream, _ = task.decode_many(list(records(lines, FIELDS, tokens_per_record=task.max_tokens, max_bytes=MAX_BYTES)))
-    return stream, stack(task.holdout())[0]
+    return stream, batch_of(task, task.holdout()).x
 
 
 def arguments(path: Path, folder: str) -> dict[str, Any]:

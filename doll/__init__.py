@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "BadRecordsError", "ConfigError", "DollError", "FieldsTask", "GreyImageTask", "JsonTask", "Record", "Records",
-    "RetryLater", "Run", "RunFailedError", "Sample", "Samples", "SkipRecord", "Task", "TextTask", "__version__",
-    "compare", "open", "plan", "simulate", "train",
+    "BadRecordsError", "ConfigError", "DollError", "Field", "FieldsTask", "GreyImageTask", "JsonTask", "Record",
+    "Records", "RetryLater", "Run", "RunFailedError", "Sample", "Samples", "SkipRecord", "Task", "TextTask",
+    "__version__", "compare", "open", "pad", "plan", "simulate", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from doll.errors import BadRecordsError, ConfigError, DollError, RetryLater, SkipRecord
     from doll.task.base import Sample, Samples, Task
     from doll.task.fields_task import FieldsTask, JsonTask
+    from doll.task.forms import Field
     from doll.task.images import GreyImageTask
+    from doll.task.padding import pad
     from doll.task.records import Record, Records
     from doll.task.text import TextTask
 
@@ -29,6 +31,7 @@ _MODULES = {
     "BadRecordsError": "errors",
     "ConfigError": "errors",
     "DollError": "errors",
+    "Field": "task.forms",
     "FieldsTask": "task.fields_task",
     "GreyImageTask": "task.images",
     "JsonTask": "task.fields_task",
@@ -44,6 +47,7 @@ _MODULES = {
     "TextTask": "task.text",
     "compare": "api.planning",
     "open": "api.train",
+    "pad": "task.padding",
     "plan": "api.planning",
     "simulate": "api.planning",
     "train": "api.train",

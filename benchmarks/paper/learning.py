@@ -87,7 +87,7 @@ class Learner:
         for item in update.sets:
             total = self._computer.new_sum()
             for batch in item.push.batches:
-                total.add(self._gradients.pop(batch.grant_id), batch=batch.batch, num_samples=batch.n_samples)
+                total.add(self._gradients.pop(batch.grant_id), batch=batch.batch)
             values = total.values()
             assert values is not None, "a set has a batch"
             self._contributions.put(item.grant_id, values)

@@ -9,12 +9,14 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from doll.errors import ConfigError
+from doll.errors import ConfigError, SampleError
 from doll.task import pairs
+from doll.task.base import Sample
 
 _CHUNK: Final = 4096  # rows of a frame of pandas that become dicts at once
 _EXPECTED: Final = (
-    "a pair (x, y) of numbers or arrays, bytes, a str, a dict, a dataclass or a msgspec.Struct for each sample"
+    "a pair (x, y) of numbers or arrays, or of dicts, tuples and lists of these, a doll.Sample, bytes, a str, a dict, "
+    "a dataclass or a msgspec.Struct for each sample"
 )
 
 
@@ -46,7 +48,7 @@ def items_of(source: Any) -> Items:
     try:
         encode = _encoder(first)
         encode(first)
-    except TypeError as exc:
+    except (TypeError, SampleError) as exc:
         raise ConfigError(f"source: expected {_EXPECTED}; sample 0: {exc}") from exc
     return Items(_records(itertools.chain([first], values), encode), encode is _pair)
 
@@ -55,7 +57,7 @@ def _records(values: Iterator[Any], encode: Callable[[Any], bytes]) -> Iterator[
     for number, value in enumerate(values):
         try:
             record = encode(value)
-        except (TypeError, ValueError) as exc:
+        except (TypeError, ValueError, SampleError) as exc:
             raise ConfigError(
                 f"source: expected {_EXPECTED}, each of the kind of the first; sample {number}: {exc}"
             ) from exc
@@ -89,7 +91,7 @@ def _encoder(first: Any) -> Callable[[Any], bytes]:
         return _text
     if isinstance(first, Mapping | msgspec.Struct) or dataclasses.is_dataclass(first):
         return _json
-    if isinstance(first, tuple | list) and len(first) == 2:
+    if isinstance(first, Sample) or (isinstance(first, tuple | list) and len(first) == 2):
         return _pair
     raise TypeError(f"it is {type(first).__name__}")
 
@@ -122,6 +124,6 @@ def _plain(value: Any) -> Any:
 
 
 def _pair(value: Any) -> bytes:
-    if not isinstance(value, tuple | list) or len(value) != 2:
+    if not isinstance(value, tuple | list) or not (len(value) == 2 or isinstance(value, Sample)):
         raise TypeError(f"it is {type(value).__name__}")
     return pairs.encode(*value)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
 
 from doll.errors import ConfigError
-from doll.task.base import Task, stack
+from doll.task import passes
+from doll.task.base import Task
+from doll.task.batches import batch_of
 
 CHUNK_SAMPLES = 250
 
 
 class HeldOutError(NamedTuple):
-    """Means over the held-out samples."""
+    """Means over the held-out samples, by their weights."""
 
     loss: float
     metrics: dict[str, float]
@@ -38,13 +39,12 @@ class HeldOut:
     def __init__(self, task: Task, max_samples: int) -> None:
         self._task = task
         try:
-            x, y = stack(itertools.islice(task.holdout(), max_samples))
+            self._samples = batch_of(task, task.holdout(), max_samples)
         except Exception as exc:  # the user's code may raise anything
             raise ConfigError(f"{type(task).__name__}.holdout() failed: {type(exc).__name__}: {exc}") from exc
-        self._x, self._y = torch.from_numpy(x), torch.from_numpy(y)
 
     def __len__(self) -> int:
-        return len(self._x)
+        return self._samples.num_samples
 
     def evaluate(self, module: torch.nn.Module) -> HeldOutError:
         """Means of loss and metrics of `module`, in evaluation mode, over all held-out samples.
@@ -56,18 +56,21 @@ class HeldOut:
         if not len(self):
             raise ValueError("expected held-out samples, the task has none")
         module.eval()
-        loss_sum, sums = 0.0, dict[str, float]()
+        loss_sum, total_weight, sums = 0.0, 0.0, dict[str, float]()
         try:
             with torch.inference_mode():
                 for start in range(0, len(self), CHUNK_SAMPLES):
-                    x, y = self._x[start : start + CHUNK_SAMPLES], self._y[start : start + CHUNK_SAMPLES]
-                    output = self._task.forward(module, x)
-                    loss_sum += float(self._task.loss(output, y)) * len(x)
-                    for name, value in self._task.metrics(output, y).items():
-                        sums[name] = sums.get(name, 0.0) + float(value) * len(x)
+                    inputs = passes.inputs_of(self._task, self._samples.of(slice(start, start + CHUNK_SAMPLES)))
+                    output = passes.forward(self._task, module, inputs)
+                    loss_sum += passes.loss(self._task, output, inputs).value
+                    total_weight += inputs.total_weight
+                    for name, value in passes.metric_sums(self._task, output, inputs).items():
+                        sums[name] = sums.get(name, 0.0) + value
         except Exception as exc:  # the user's code may raise anything
             name = type(self._task).__name__
             raise ConfigError(
                 f"{name} cannot be evaluated on its own held-out samples: {type(exc).__name__}: {exc}"
             ) from exc
-        return HeldOutError(loss_sum / len(self), {name: total / len(self) for name, total in sums.items()})
+        if not total_weight:
+            raise ConfigError(f"{type(self._task).__name__}.holdout(): expected a sample with a weight above 0")
+        return HeldOutError(loss_sum / total_weight, {name: total / total_weight for name, total in sums.items()})

@@ -46,8 +46,8 @@ _SUM_FACTOR = 2.0**-16
 _SLICE = 1 << 18  # numbers; several slices of float32 fit into a cache of the second or third level
 
 # What one set of batches adds to an update, float32, shape (numel,), laid out as `doll.model.flat_model` says: the sum
-# of the gradients over the set's samples, or the sum of the steps that its worker made; float buffers as values times
-# samples.
+# of the gradients over the set's samples, each times its weight, or the sum of the steps that its worker made; float
+# buffers as values times weights.
 Contribution: TypeAlias = npt.NDArray[np.float32]
 
 
@@ -77,7 +77,7 @@ class _FlatWeights(ABC):
         array: npt.NDArray[np.float32] = self._flat.numpy()
         return array
 
-    def weight(self, num_samples: int, age: int) -> float:
+    def weight(self, set_weight: float, age: int) -> float:
         return 1.0
 
     @abstractmethod
@@ -88,16 +88,16 @@ class _FlatWeights(ABC):
         self,
         contributions: Sequence[Contribution | torch.Tensor],
         scale: float,
-        num_samples: int,
+        weight: float,
         into: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """The next weights, of the sum of the contributions that were added and `contributions`, in this order.
 
         Args:
-            contributions: float32, shape (numel,) each; for float buffers, values times samples; the other buffers
+            contributions: float32, shape (numel,) each; for float buffers, values times weights; the other buffers
                 become the buffers of the last contribution.
-            scale: of the sum; 1 / num_samples for the mean of gradients.
-            num_samples: of all contributions together.
+            scale: of the sum; 1 / weight for the mean of gradients.
+            weight: sum of the weights of all contributions' samples, at least 0.
             into: memory for the new weights, as in `doll.ps.model.updater.Updater.apply`.
 
         Raises:
@@ -109,14 +109,14 @@ class _FlatWeights(ABC):
             return  # nothing but refused records: the version counts, the weights stay
         self._sum_is_empty = True
         target = self._own if into is None else torch.from_numpy(into)
-        self._apply_sum(scale, num_samples, target)
+        self._apply_sum(scale, weight, target)
         if self._average is not None and self._ema is not None:
             n = self.num_parameters
             self._average[:n].lerp_(self._flat[:n], 1 - self._ema)
             self._average[n:] = self._flat[n:]
 
     @abstractmethod
-    def _apply_sum(self, scale: float, num_samples: int, target: torch.Tensor) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor) -> None:
         """Make the next weights of `_sum` in `target`, which becomes `_flat`."""
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
@@ -199,14 +199,14 @@ class Optimizer(_FlatWeights):
         if self._schedule is not None and self._by_version:
             self._schedule.go_to(version)
 
-    def _apply_sum(self, scale: float, num_samples: int, target: torch.Tensor) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor) -> None:
         total, n, floats = self._sum, self.num_parameters, self._model.num_floats
         factor = scale / _SUM_FACTOR
         if self._clip_norm is not None or self._clip_value is not None:
             total[:n] *= factor
             factor = self._clip(total[:n], scale * self._norm_of_tables())
         self._step(total[:n], factor, target[:n])
-        total[n:floats] /= max(num_samples, 1) * _SUM_FACTOR
+        total[n:floats] /= (weight or 1.0) * _SUM_FACTOR
         target[n:] = total[n:]
         self._flat = target
         # What is not finite in the gradient is not finite in the weights then.
@@ -352,8 +352,8 @@ class Optimizer(_FlatWeights):
 class OuterOptimizer(Optimizer):
     """`doll.ps.model.updater.Updater` whose contributions are what workers have changed in several steps of their own.
 
-    One step of SGD with Nesterov momentum, whose gradient is the mean of the changes over their samples, reversed
-    (Douillard et al., DiLoCo, arXiv 2311.08105). A change that was computed `age` updates earlier counts
+    One step of SGD with Nesterov momentum, whose gradient is the mean of the changes by their samples' weights,
+    reversed (Douillard et al., DiLoCo, arXiv 2311.08105). A change that was computed `age` updates earlier counts
     `age_discount ** age` times as much; the sum is divided by all samples nevertheless, so a late change moves less.
     """
 
@@ -362,8 +362,8 @@ class OuterOptimizer(Optimizer):
         super().__init__(model, config, ema=ema)
         self._age_discount = step.age_discount
 
-    def weight(self, num_samples: int, age: int) -> float:
-        return -num_samples * self._age_discount**age
+    def weight(self, set_weight: float, age: int) -> float:
+        return -set_weight * self._age_discount**age
 
 
 class StepAdder(_FlatWeights):
@@ -371,7 +371,7 @@ class StepAdder(_FlatWeights):
 
     Steps are added as they are.
 
-    Float buffers come as values times samples, as with gradients, and become the mean; other buffers become those of
+    Float buffers come as values times weights, as with gradients, and become the mean; other buffers become those of
     the last contribution.
     """
 
@@ -391,11 +391,11 @@ class StepAdder(_FlatWeights):
         largest = float(max(parameters.max(initial=0.0), -parameters.min(initial=0.0)))
         return largest if math.isfinite(largest) else math.inf
 
-    def _apply_sum(self, scale: float, num_samples: int, target: torch.Tensor) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor) -> None:
         total, n, floats = self._sum, self.num_parameters, self._model.num_floats
         torch.add(self._flat[:n], total[:n], alpha=scale, out=target[:n])
-        if num_samples > 0:
-            total[n:floats] /= num_samples
+        if weight > 0:
+            total[n:floats] /= weight
             target[n:] = total[n:]
         elif target is not self._flat:
             target[n:] = self._flat[n:]

@@ -204,7 +204,7 @@ class Observed(KeptState):
                 self._term_started(record, is_new_run=change is Change.GENERATION)
             case Update():
                 self.version, self.batches_done = max(0, record.version), max(0, record.batches_total)
-                if record.n_samples:
+                if record.total_weight:
                     self.loss = record.loss
                     if self.keeps_losses:
                         self.losses.observe(record.version, record.loss, at_s)
@@ -223,7 +223,7 @@ class Observed(KeptState):
         took_s = member.compute_s + member.fetch_s + member.store_s
         slot.service_s += (_NEWEST if slot.service_s else 1.0) * (took_s - slot.service_s)
         slot.holds_back = member.held_back
-        if member.n_samples and math.isfinite(loss := member.loss_sum / member.n_samples):
+        if member.total_weight and math.isfinite(loss := member.loss_sum / member.total_weight):
             slot.loss = loss if slot.loss is None else slot.loss + _NEWEST * (loss - slot.loss)
 
     def _is_slot(self, worker: int) -> bool:

@@ -606,13 +606,14 @@ def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply
     """
     batches = [batch for item in update.sets for batch in item.push.batches]
     names = sorted({name for batch in batches for name in batch.metric_sums})
+    weight = sum(batch.total_weight for batch in batches)
     return Update(
         term=term,
         version=update.version,
         members=tuple(_member(item, batch) for item in update.sets for batch in item.batches),
         n_samples=num_samples,
-        loss=_mean((batch.loss_sum for batch in batches), num_samples),
-        metrics={name: _mean((batch.metric_sums.get(name, 0.0) for batch in batches), num_samples) for name in names},
+        loss=_mean((batch.loss_sum for batch in batches), weight),
+        metrics={name: _mean((batch.metric_sums.get(name, 0.0) for batch in batches), weight) for name in names},
         samples_total=update.samples_total,
         batches_total=update.batches_total,
         apply_s=apply_s,
@@ -632,9 +633,9 @@ def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
         lost=pushed.lost, dead_samples=pushed.dead_samples, compute_s=pushed.compute_s, fetch_s=push.fetch_s / size,
         store_s=push.store_s / size, wait_s=pushed.wait_s, grant_to_push_s=item.received_at_s - batch.granted_at_s,
         market=push.market, held_back=push.holds_back, set_grant_id=item.grant_id,
-        batches=batch.count, cut=batch.cut, loss_sum=pushed.loss_sum,
+        batches=batch.count, cut=batch.cut, loss_sum=pushed.loss_sum, weight=pushed.weight,
     )  # fmt: skip
 
 
-def _mean(sums: Iterable[float], count: int) -> float:
-    return float(sum(sums)) / count if count else 0.0
+def _mean(sums: Iterable[float], weight: float) -> float:
+    return float(sum(sums)) / weight if weight else 0.0

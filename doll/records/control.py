@@ -18,7 +18,8 @@ import msgspec
 from doll.errors import RecordError, SchemaVersionError
 
 MAGIC: Final = 0xD0
-SCHEMA_VERSION: Final = 8
+SCHEMA_VERSION: Final = 9
+READABLE: Final = (8, SCHEMA_VERSION)  # 9 adds the weights of samples: a release of 8 would divide by their number
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 MOST_UNREAD: Final = 8  # partitions that an Alive names
 
@@ -75,7 +76,7 @@ class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     batch: int  # its worker's number of it, as in its Grant
     grant_id: int
     n_samples: int  # usable samples in the batch; 0: it adds nothing to the gradient
-    loss_sum: float
+    loss_sum: float  # each sample's times its weight, as the metrics
     metric_sums: Mapping[str, float] = {}
     dead: tuple[int, ...] = ()  # offsets that went to the dead-letter topic
     gaps: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) in which the log holds no record
@@ -87,6 +88,11 @@ class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dead_reasons: tuple[tuple[str, int], ...] = ()  # of its dead letters, and how many have each
     skipped: tuple[tuple[str, int], ...] = ()  # why its task has left samples out, and how many for each reason
     leader_epoch: int = -1  # Kafka's, of the log: nothing up to the batch's end had a higher one; -1: not known
+    weight: float | None = None  # sum of the weights of its usable samples; None: their number
+
+    @property
+    def total_weight(self) -> float:
+        return float(self.n_samples) if self.weight is None else self.weight
 
 
 class Push(Record, frozen=True):
@@ -372,6 +378,11 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     batches: int = 1
     cut: bool = False  # it ends before it is full
     loss_sum: float = 0.0  # of its usable samples, before learning from them, on its worker's weights
+    weight: float | None = None  # as in a PushedBatch
+
+    @property
+    def total_weight(self) -> float:
+        return float(self.n_samples) if self.weight is None else self.weight
 
 
 class Update(Record, frozen=True):
@@ -381,14 +392,20 @@ class Update(Record, frozen=True):
     version: int
     members: tuple[Member, ...]
     n_samples: int
-    loss: float  # mean prequential loss of the samples, before learning from them
-    metrics: Mapping[str, float] = {}  # means over the samples, prequential
+    loss: float  # mean prequential loss of the samples, by their weights, before learning from them
+    metrics: Mapping[str, float] = {}  # means over the samples, by their weights, prequential
     samples_total: int = 0  # usable samples in the model
     batches_total: int = 0  # batches in the model, unusable samples included: progress in the streams
     apply_s: float = 0.0  # parameter server time for this update: fetch, add, step, publish
     grant_to_update_s: float = 0.0  # from the first grant of the group to the new weights
     time_s: float = 0.0
     settled: tuple[tuple[int, int], ...] = ()  # (partition, until): nothing is held back of its batches below `until`
+
+    @property
+    def total_weight(self) -> float:
+        if all(member.weight is None for member in self.members):
+            return float(self.n_samples)
+        return sum(member.total_weight for member in self.members)
 
 
 class Finished(Record, frozen=True):
@@ -578,9 +595,9 @@ def decode(data: bytes | memoryview | None) -> AnyRecord:
         raise RecordError(f"expected a control record, got {0 if data is None else len(data)} bytes")
     if data[0] != MAGIC:
         raise RecordError(f"expected a control record (first byte 0x{MAGIC:02x}), got first byte 0x{data[0]:02x}")
-    if data[1] != SCHEMA_VERSION:
+    if data[1] not in READABLE:
         raise SchemaVersionError(
-            f"expected control record schema {SCHEMA_VERSION}, got {data[1]}: upgrade the older side"
+            f"expected control record schema {' or '.join(map(str, READABLE))}, got {data[1]}: upgrade the older side"
         )
     try:
         return _decoder.decode(memoryview(data)[2:])

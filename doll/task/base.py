@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from doll.errors import ConfigError, SampleError
+from doll.errors import ConfigError
 from doll.tables.rows import LookUp, Rows
 from doll.task.records import Record, Records
 
@@ -45,32 +45,49 @@ if TYPE_CHECKING:
 
 
 class Sample(NamedTuple):
-    """One sample: features `x` (anything `numpy.asarray` takes) and target `y` (class, number or array).
+    """One sample.
 
-    Integers in `x` stay integers, so ids of any size keep their value; other numbers become float32.
+    `x` and `y` are arrays (anything `numpy.asarray` takes, such as a number or a list of numbers), or dicts, tuples and
+    lists of these: a tuple or list is one array, unless an array or a dict is in it. Every array keeps its type, with
+    two exceptions: float64 in `x` becomes float32, and so do all types but integers where `x` is one array.
+
+    Attributes:
+        x: features.
+        y: target: a class, a number, or anything that x may be.
+        weight: a finite number of 0 or more. 2 counts as the same sample twice, in the gradient, the loss and the
+            metrics.
+        group: an integer of 64 bits, or a text, which a hash makes one; for losses over several samples, such as those
+            of ranking. See `Task.loss`.
     """
 
-    x: npt.ArrayLike
-    y: npt.ArrayLike
+    x: Any
+    y: Any
+    weight: float = 1.0
+    group: int | str | None = None
 
 
 class Samples(NamedTuple):
-    """What `Task.decode_many` makes of n records, where some are skipped, or some give several samples.
+    """What `Task.decode_many` makes of n records, where it has more to say than x and y.
 
     Skipped records are counted, and are no dead letters.
 
     Attributes:
-        x, y: shapes (k, *input_shape) and (k, ...), of all samples, in the order of their records.
+        x, y: shapes (k, *input_shape) and (k, ...), of all samples, in the order of their records; or dicts, tuples and
+            lists of such arrays.
         skipped: for each reason, which records are skipped for it: booleans, shape (n,). Where two reasons name a
             record, the first counts.
         counts: how many samples each record gives, whole numbers, shape (n,): 0 where it is skipped, else 1 to
             `Task.max_samples_per_record`. None: 1 where it is not skipped.
+        weight: of each sample, shape (k,); None: 1.
+        group: of each sample, integers or texts, shape (k,); None: they have none.
     """
 
-    x: npt.NDArray[Any]
-    y: npt.NDArray[Any]
+    x: Any
+    y: Any
     skipped: Mapping[str, npt.NDArray[np.bool_]] = {}
     counts: npt.NDArray[np.integer[Any]] | None = None
+    weight: npt.NDArray[Any] | None = None
+    group: npt.NDArray[Any] | None = None
 
 
 class Task:
@@ -114,7 +131,7 @@ class Task:
         """Optional, in place of `decode`, for a task that needs a record's key, headers, timestamp or offset."""
         return self.decode(record.value)
 
-    def decode_block(self, block: memoryview, width: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+    def decode_block(self, block: memoryview, width: int) -> tuple[Any, Any] | None:
         """Optional fast path: decode records of equal length, laid end to end, in one go.
 
         Args:
@@ -122,12 +139,12 @@ class Task:
             width: bytes per record.
 
         Returns:
-            Arrays: x of shape (count, *input_shape) and y of shape (count, ...), as `decode` gives them one by one.
-            None where there is no fast path for this width, or a record is bad.
+            Arrays: x of shape (count, *input_shape) and y of shape (count, ...), as `decode` gives them one by one; or
+            dicts, tuples and lists of such arrays. None where there is no fast path for this width, or a record is bad.
         """
         return None
 
-    def decode_many(self, values: Records) -> Samples | tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+    def decode_many(self, values: Records) -> Samples | tuple[Any, Any] | None:
         """Optional fast path: decode records of any lengths, such as JSON or CSV, in one go.
 
         A call that raises or returns None is repeated for each half, down to single records, which `decode` then takes
@@ -139,9 +156,10 @@ class Task:
                 timestamps where `whole_records` is set.
 
         Returns:
-            Arrays: x of shape (n, *input_shape) and y of shape (n, ...), in the order of `values`. Row i must be what
-            `decode(values[i])` gives, of a type that does not depend on the other records. `Samples` where some
-            records are skipped, or give several samples.
+            Arrays: x of shape (n, *input_shape) and y of shape (n, ...), in the order of `values`, or dicts, tuples and
+            lists of such arrays. Row i must be what `decode(values[i])` gives, of a type that does not depend on the
+            other records. `Samples` where some records are skipped, or give several samples, or where samples have
+            weights or groups.
 
         Raises:
             BadRecordsError: some of the records are bad.
@@ -164,27 +182,78 @@ class Task:
             "values itself"
         )
 
-    def forward(self, model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def spec(self) -> tuple[Any, Any] | None:
+        """Optional: what the arrays of a sample are. A sample that does not fit is dead-lettered, by its field's name.
+
+        Returns:
+            For x and for y a `doll.Field`, or dicts, tuples and lists of fields; None for one of them leaves it open.
+            Without, and where x or y is more than one array, the first good samples of a process say it.
+        """
+        return None
+
+    def collate(self, samples: Sequence[Sample]) -> tuple[Any, Any]:
+        """Optional: how the samples of a batch become what `forward` and `loss` get. Default: each array is stacked.
+
+        A task that defines it may give samples of different shapes, such as texts; `doll.pad` makes arrays of one shape
+        of them. It is called for each part of a batch that is computed by itself, also for single samples.
+
+        Args:
+            samples: at least one; x and y of each are arrays, or dicts, tuples and lists of arrays.
+
+        Returns:
+            x and y of all samples: arrays of numpy, or dicts, tuples and lists of these.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define collate(samples)")
+
+    def forward(self, model: torch.nn.Module, x: Any) -> Any:
         """Model output for a batch `x` of shape (n, *input_shape). Default: `model(x)` on floats.
 
         `x` is of float32, or of integers where all samples of the batch hold only integers: an embedding takes
-        `x.long()`, a layer of numbers `x.float()`.
+        `x.long()`, a layer of numbers `x.float()`. Where the x of samples is a dict, tuple or list, it is one of
+        tensors, each as `Sample` says, and the default passes it on as it is.
+
+        A method that also has a parameter `group` gets the ids of the samples' groups there: int64, shape (n,), None
+        where no sample has one.
         """
         import torch
 
+        if not isinstance(x, torch.Tensor):
+            return model(x)
         output: torch.Tensor = model(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
         return output
 
-    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Mean loss over the batch, a scalar. Default: cross-entropy with `num_classes`, else mean squared error."""
+    def loss(self, output: Any, target: Any) -> torch.Tensor:
+        """Mean loss over the batch, a scalar. Default: cross-entropy with `num_classes`, else mean squared error.
+
+        A method that also has the parameters `group` or `weight` gets the ids of the samples' groups (as `forward`),
+        and their weights: float32, shape (n,), None where all are 1. With weights it returns the weighted mean. A task
+        with a `loss` of its own that has neither that parameter nor `losses` cannot have weights.
+        """
         import torch.nn.functional as F
 
+        if self.defines("losses"):
+            return self.losses(output, target).mean()
         if self.num_classes is not None:
             return F.cross_entropy(output, target.long())
         return F.mse_loss(output.reshape(target.shape), target.to(output.dtype))
 
-    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> Mapping[str, float]:
-        """Means over the batch, by name. Default: `accuracy` with `num_classes`, else nothing. See `stop.accuracy`."""
+    def losses(self, output: Any, target: Any) -> torch.Tensor:
+        """Loss of each sample, shape (n,), whose mean `loss` is; for samples with weights. Default: as that of `loss`.
+
+        Define it in place of `loss` where samples have weights and the loss is another one. It may have `group` too.
+        """
+        import torch.nn.functional as F
+
+        if self.num_classes is not None:
+            return by_sample(F.cross_entropy(output, target.long(), reduction="none"))
+        return by_sample(F.mse_loss(output.reshape(target.shape), target.to(output.dtype), reduction="none"))
+
+    def metrics(self, output: Any, target: Any) -> Mapping[str, Any]:
+        """Means over the batch, by name. Default: `accuracy` with `num_classes`, else nothing. See `stop.accuracy`.
+
+        A value may be a tensor of shape (n,) instead: of each sample. Where samples have weights, each value must be
+        one, or the method has the parameter `weight`, and returns weighted means. It may have `group`, as `loss`.
+        """
         if self.num_classes is None:
             return {}
         return {"accuracy": float((output.argmax(dim=1) == target).double().mean())}
@@ -204,7 +273,7 @@ class Task:
         return None
 
     def step(
-        self, weights: npt.NDArray[np.float32], x: npt.NDArray[Any], y: npt.NDArray[Any], rng: np.random.Generator
+        self, weights: npt.NDArray[np.float32], x: Any, y: Any, rng: np.random.Generator
     ) -> npt.NDArray[np.float32]:
         """Optional, for models that do not learn by a gradient: what a batch changes in the weights.
 
@@ -213,13 +282,15 @@ class Task:
 
         Args:
             weights: float32, shape (numel,), laid out as `doll.model.flat_model` says; it must not be changed.
-            x: shape (n, *input_shape), n >= 1.
-            y: shape (n, ...).
+            x: shape (n, *input_shape), n >= 1; or a dict, tuple or list of arrays, as those of the samples.
+            y: shape (n, ...), or the same.
             rng: the same numbers whenever this batch is computed.
 
         Returns:
             The change of the weights, of their type and shape. The server adds it to its own weights, which may be
             newer.
+
+        A method that also has the parameters `weight` or `group` gets those of the samples, as `loss`, in arrays.
         """
         raise NotImplementedError(f"{type(self).__name__} must define step(weights, x, y, rng)")
 
@@ -227,8 +298,8 @@ class Task:
         self,
         weights: npt.NDArray[np.float32],
         look_up: LookUp,
-        x: npt.NDArray[Any],
-        y: npt.NDArray[Any],
+        x: Any,
+        y: Any,
         rng: np.random.Generator,
     ) -> tuple[npt.NDArray[np.float32], Mapping[str, Rows]]:
         """Optional, as `step`, for a model with tables (embeddings with `sparse=True`).
@@ -243,6 +314,15 @@ class Task:
             The change of the weights, as of `step`; and the change of rows, by table. The server adds both.
         """
         raise NotImplementedError(f"{type(self).__name__} must define step_rows(weights, look_up, x, y, rng)")
+
+    def defines(self, method: str) -> bool:
+        """Whether the task has a method of this name of its own."""
+        return getattr(type(self), method) is not getattr(Task, method) or method in vars(self)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether samples may differ in shape: the task puts them together itself."""
+        return self.defines("collate")
 
     @property
     def reads_envelopes(self) -> bool:
@@ -267,6 +347,11 @@ class Task:
     def holdout(self) -> Iterable[Sample]:
         """Held-out samples, never in the stream. Default: none; then only prequential error is shown."""
         return ()
+
+
+def by_sample(values: torch.Tensor) -> torch.Tensor:
+    """The mean of each sample's values, shape (n,), of values of shape (n, ...)."""
+    return values if values.ndim <= 1 else values.flatten(1).mean(1)
 
 
 def load_task(config: JobConfig) -> Task:
@@ -358,34 +443,3 @@ def _load_file(path: Path) -> Any:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def stack(samples: Iterable[Sample | list[Sample]]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """x of shape (n, ...) and y of shape (n, ...); (0, ...) arrays for no samples."""
-    rows = [sample for made in samples for sample in (made if isinstance(made, list) else [made])]
-    if not rows:
-        return np.zeros((0,), np.float32), np.zeros((0,), np.float32)
-    return as_features(np.stack([as_features(row.x) for row in rows])), np.stack([as_target(row.y) for row in rows])
-
-
-def as_features(x: npt.ArrayLike) -> npt.NDArray[Any]:
-    """`x` as an array that torch takes: integers stay as they are, all other real numbers become float32."""
-    array = np.asarray(x)
-    if array.dtype.kind in "fb" and array.dtype != np.float32:
-        with np.errstate(over="ignore"):  # it becomes infinite and is refused
-            return array.astype(np.float32)
-    return _for_torch(array)
-
-
-def as_target(y: npt.ArrayLike) -> npt.NDArray[Any]:
-    """`y` as an array that torch takes; its type stays."""
-    array = np.asarray(y)
-    return array.astype(np.float64) if array.dtype == np.longdouble else _for_torch(array)
-
-
-def _for_torch(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if array.dtype == np.uint64:
-        if array.size and array.max() > np.iinfo(np.int64).max:
-            raise SampleError(f"expected integers below 2**63, got {array.max()}")
-        return array.astype(np.int64)
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

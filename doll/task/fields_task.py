@@ -36,8 +36,10 @@ from doll.config.format import FormatSection
 from doll.errors import SkipRecord
 from doll.formats.opening import open_reader
 from doll.formats.reader import FieldReader, JsonReader
+from doll.task import trees
 from doll.task.base import Sample, Samples, Task
 from doll.task.records import Record, Records
+from doll.task.trees import objects, parts_of, tree_of
 
 _DTYPES: Final[dict[Any, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 
@@ -69,17 +71,18 @@ class FieldsTask(Task):
     record: ClassVar[type[msgspec.Struct]]
     reader: FieldReader | None = None
 
-    def samples(self, columns: Columns) -> Samples | tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    def samples(self, columns: Columns) -> Samples | tuple[Any, Any]:
         """The samples of n records, n >= 1. Row i must depend on record i only.
 
         Args:
             columns: one array for each field of `record`: float64 for `float` and `float | None` (NaN where there is
-                None), int64 for `int`, booleans for `bool`, shape (n,); for lists of these, shape (n, length);
-                objects for all other types.
+                None), int64 for `int`, booleans for `bool`, shape (n,); for lists of these, shape (n, length),
+                or n lists as objects where they differ in length; objects for all other types.
 
         Returns:
-            Arrays: x of shape (n, *input_shape) and y of shape (n, ...); or `Samples` where some records are skipped,
-            or give several samples.
+            Arrays: x of shape (n, *input_shape) and y of shape (n, ...), or dicts, tuples and lists of such arrays; or
+            `Samples` where some records are skipped, or give several samples, or samples have weights or groups. A task
+            that defines `collate` may return arrays of objects: n lists or arrays.
         """
         raise NotImplementedError(f"{type(self).__name__} must define samples(columns)")
 
@@ -96,7 +99,7 @@ class FieldsTask(Task):
     def decode_record(self, record: Record) -> Sample | list[Sample]:
         return self._one(Records.of(record))
 
-    def decode_many(self, values: Sequence[bytes]) -> Samples | tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    def decode_many(self, values: Sequence[bytes]) -> Samples | tuple[Any, Any]:
         return self._arrays(self._reader.read(values), values)
 
     @property
@@ -106,20 +109,21 @@ class FieldsTask(Task):
     def _one(self, records: Records) -> Sample | list[Sample]:
         made = self._arrays([self._reader.read_one(records[0])], records)
         x, y = made[:2]
-        if isinstance(made, Samples):
-            for reason, mask in made.skipped.items():
-                if mask[0]:
-                    raise SkipRecord(reason)
-            if made.counts is not None:
-                return list(map(Sample, x, y))
-        return Sample(x[0], y[0])
+        if not isinstance(made, Samples):
+            return Sample(*(trees.taken_apart(tree, 1)[0] for tree in made))
+        for reason, mask in made.skipped.items():
+            if mask[0]:
+                raise SkipRecord(reason)
+        count = 1 if made.counts is None else int(made.counts.sum())
+        weights = [1.0] * count if made.weight is None else np.asarray(made.weight).tolist()
+        groups = [None] * count if made.group is None else np.asarray(made.group).tolist()
+        samples = list(map(Sample, trees.taken_apart(x, count), trees.taken_apart(y, count), weights, groups))
+        return samples[0] if made.counts is None else samples
 
-    def _arrays(
-        self, events: list[msgspec.Struct], records: Sequence[bytes]
-    ) -> Samples | tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    def _arrays(self, events: list[msgspec.Struct], records: Sequence[bytes]) -> Samples | tuple[Any, Any]:
         columns = {name: _column(list(map(get, events)), dtype) for name, get, dtype in _fields(self.record)}
         made = self.samples(Columns(columns, records if isinstance(records, Records) else Records(records)))
-        x, y = np.asarray(made[0]), np.asarray(made[1])
+        x, y = (tree_of(structure, list(map(np.asarray, leaves))) for leaves, structure in map(parts_of, made[:2]))
         return made._replace(x=x, y=y) if isinstance(made, Samples) else (x, y)
 
 
@@ -160,7 +164,8 @@ def _without_bounds(kind: Any) -> Any:
 
 def _column(values: list[Any], dtype: Any) -> npt.NDArray[Any]:
     if dtype is not np.object_:
-        return np.array(values, dtype)
-    column = np.empty(len(values), np.object_)  # np.array would take lists of lists apart
-    column[:] = values
-    return column
+        try:
+            return np.array(values, dtype)
+        except ValueError:  # lists of different lengths
+            return objects(values)
+    return objects(values)

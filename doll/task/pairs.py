@@ -1,4 +1,5 @@
-"""Samples as Kafka records: pairs (x, y) of arrays in MessagePack, as `doll.train` sends what a program gives it."""
+"""Samples as Kafka records in MessagePack, as `doll.train` sends what a program gives it: pairs (x, y) of arrays, or of
+dicts, tuples and lists of arrays, with weight and group."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import SampleError
-from doll.task.base import Sample, Task
+from doll.task import trees
+from doll.task.base import Sample, Samples, Task
+from doll.task.forms import NO_GROUP, group_of, weight_of
 from doll.task.records import Records
+from doll.task.trees import objects
 
 KINDS: Final = "biuf"  # of numpy's types: boolean, integer, unsigned, floating
 
@@ -27,30 +31,55 @@ class _Array(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             dtype = np.dtype(self.kind)
             if dtype.kind not in KINDS:
                 raise TypeError(f"{self.kind} is no type of numbers")
-            return np.frombuffer(self.data, dtype).reshape(self.shape)
+            return np.array(np.frombuffer(self.data, dtype).reshape(self.shape))  # torch wants to be able to write to it
         except (TypeError, ValueError) as exc:
             raise SampleError(f"expected an array of numbers: {exc}") from exc
 
 
 class _Pair(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """x and y are one array each, and have neither weight nor group."""
+
     x: _Array
     y: _Array
 
 
+class _Trees(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """x and y in `_node`'s form, whose numbers are places in `arrays`."""
+
+    arrays: list[_Array]
+    x: Any
+    y: Any
+    weight: float
+    group: int | str | None
+
+
+_PAIR: Final = b"\x92"  # MessagePack's first byte of an array of two
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Pair)
+_tree_decoder = msgspec.msgpack.Decoder(_Trees)
 
 
-def encode(x: Any, y: Any) -> bytes:
-    """The record of a sample.
+def encode(x: Any, y: Any, weight: float = 1.0, group: int | str | None = None) -> bytes:
+    """The record of a sample, as `doll.Sample` describes it; named tuples become tuples.
 
     Args:
-        x, y: numbers, or what numpy or torch make an array of numbers of.
+        x, y: numbers, or what numpy or torch make an array of numbers of; or dicts, tuples and lists of these.
 
     Raises:
         TypeError: one of them is something else.
+        SampleError: weight or group is none.
     """
-    return _encoder.encode(_Pair(_of(x, "x"), _of(y, "y")))
+    (xs, x_structure), (ys, y_structure) = trees.parts_of(x), trees.parts_of(y)
+    if x_structure is None and y_structure is None and weight == 1 and group is None:
+        return _encoder.encode(_Pair(_of(x, "x"), _of(y, "y")))
+    if group is not None:
+        group_of(group)
+    names = [*trees.names("x", x_structure), *trees.names("y", y_structure)]
+    arrays = [_of(leaf, name) for leaf, name in zip((*xs, *ys), names, strict=True)]
+    places = range(len(arrays))
+    x_node = _node(trees.tree_of(x_structure, places[: len(xs)]), "x")
+    y_node = _node(trees.tree_of(y_structure, places[len(xs) :]), "y")
+    return _encoder.encode(_Trees(arrays, x_node, y_node, weight_of(weight), group))
 
 
 def _of(value: Any, name: str) -> _Array:
@@ -62,6 +91,34 @@ def _of(value: Any, name: str) -> _Array:
     return _Array(array.dtype.str, array.shape, array.tobytes())
 
 
+def _node(tree: Any, name: str) -> Any:
+    """A tree whose leaves are numbers: a dict as a map, a tuple and a list as an array behind its kind."""
+    if isinstance(tree, dict):
+        if not all(isinstance(key, str) for key in tree):
+            raise TypeError(f"{name}: expected texts as the keys of dicts, got {list(tree)!r:.100}")
+        return {key: _node(item, name) for key, item in tree.items()}
+    if isinstance(tree, tuple | list):
+        return ["list" if isinstance(tree, list) else "tuple", *(_node(item, name) for item in tree)]
+    return tree
+
+
+def _tree(node: Any, leaves: Sequence[Any]) -> Any:
+    """
+    Raises:
+        SampleError: `_node` did not make it of a tree of so many leaves.
+    """
+    match node:
+        case dict():
+            return {key: _tree(item, leaves) for key, item in node.items()}
+        case ["list", *items]:
+            return [_tree(item, leaves) for item in items]
+        case ["tuple", *items]:
+            return tuple(_tree(item, leaves) for item in items)
+        case int() if 0 <= node < len(leaves):
+            return leaves[node]
+    raise SampleError(f"expected a tree of {len(leaves)} arrays, got {node!r:.100}")
+
+
 def decode(record: bytes) -> Sample:
     """The sample of a record.
 
@@ -69,31 +126,54 @@ def decode(record: bytes) -> Sample:
         SampleError: `encode` did not make it.
     """
     try:
-        pair = _decoder.decode(record)
-    except msgspec.MsgspecError as exc:
-        raise SampleError(f"expected a pair of arrays: {exc}") from exc
-    return Sample(pair.x.array(), pair.y.array())
+        if record[:1] == _PAIR:
+            pair = _decoder.decode(record)
+            return Sample(pair.x.array(), pair.y.array())
+        made = _tree_decoder.decode(record)
+        arrays = [array.array() for array in made.arrays]
+        return Sample(_tree(made.x, arrays), _tree(made.y, arrays), made.weight, made.group)
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise SampleError(f"expected a sample of arrays: {exc}") from exc
 
 
-def decode_many(values: Sequence[bytes]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
-    """The samples of records whose arrays have one type and shape, x of shape (n, ...) and y; None for other ones."""
+def decode_many(values: Sequence[bytes], *, is_ragged: bool = False) -> Samples | tuple[Any, Any] | None:
+    """The samples of records of one structure, whose arrays have one type and shape each; None for other ones.
+
+    `is_ragged`: arrays of different shapes come as one array of objects.
+    """
     try:
+        if not all(value[:1] == _PAIR for value in values):
+            return _decode_trees([_tree_decoder.decode(value) for value in values], is_ragged)
         pairs = [_decoder.decode(value) for value in values]
-    except msgspec.MsgspecError:
+        x, y = _column([pair.x for pair in pairs], is_ragged), _column([pair.y for pair in pairs], is_ragged)
+    except (msgspec.MsgspecError, RecursionError, SampleError):
         return None
-    x, y = _stacked([pair.x for pair in pairs]), _stacked([pair.y for pair in pairs])
     return None if x is None or y is None else (x, y)
 
 
-def _stacked(arrays: Sequence[_Array]) -> npt.NDArray[Any] | None:
+def _decode_trees(made: Sequence[_Trees], is_ragged: bool) -> Samples | None:
+    first = made[0]
+    if any((item.x, item.y, len(item.arrays)) != (first.x, first.y, len(first.arrays)) for item in made):
+        return None
+    columns = [_column(column, is_ragged) for column in zip(*(item.arrays for item in made), strict=True)]
+    if any(column is None for column in columns):
+        return None
+    groups = None if all(item.group is None for item in made) else np.array([_group(item.group) for item in made])
+    return Samples(
+        _tree(first.x, columns), _tree(first.y, columns), weight=np.array([item.weight for item in made]), group=groups
+    )
+
+
+def _group(group: int | str | None) -> int:
+    return NO_GROUP if group is None else group_of(group)
+
+
+def _column(arrays: Sequence[_Array], is_ragged: bool) -> npt.NDArray[Any] | None:
+    """The arrays of one place in all samples."""
     first = arrays[0]
     if any(array.kind != first.kind or array.shape != first.shape for array in arrays):
-        return None
-    whole = _Array(first.kind, (len(arrays), *first.shape), b"".join(array.data for array in arrays))
-    try:
-        return whole.array()
-    except SampleError:
-        return None
+        return objects([array.array() for array in arrays]) if is_ragged else None
+    return _Array(first.kind, (len(arrays), *first.shape), b"".join(array.data for array in arrays)).array()
 
 
 class PairTask(Task):
@@ -104,23 +184,23 @@ class PairTask(Task):
     def decode(self, record: bytes) -> Sample:
         return decode(record)
 
-    def decode_many(self, values: Records) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
-        return decode_many(values)
+    def decode_many(self, values: Records) -> Samples | tuple[Any, Any] | None:
+        return decode_many(values, is_ragged=self.is_ragged)
 
     def holdout(self) -> Iterable[Sample]:
         return () if self.holdout_file is None else read_pairs(self.holdout_file)
 
 
-def write_pairs(path: Path, pairs: Iterable[tuple[Any, Any]]) -> int:
-    """Write samples to a file; returns how many.
+def write_pairs(path: Path, pairs: Iterable[tuple[Any, ...]]) -> int:
+    """Write samples to a file, pairs (x, y) or `doll.Sample`; returns how many.
 
     Raises:
-        TypeError: one of them is not a pair of numbers or arrays.
+        TypeError: one of them is something else.
     """
     count = 0
     with path.open("wb") as file:
-        for x, y in pairs:
-            record = encode(x, y)
+        for pair in pairs:
+            record = encode(*pair)
             file.write(len(record).to_bytes(4, "little") + record)
             count += 1
     return count

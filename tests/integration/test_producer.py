@@ -26,8 +26,9 @@ from doll.producers.position import position_headers, source_name
 from doll.records import control as records
 from doll.records import packing
 from doll.services import Services
-from doll.task.base import load_task, stack
+from doll.task.base import load_task
 from paths import ROOT
+from stacked import stack
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration

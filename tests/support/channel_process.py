@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from doll.config import JobConfig, parse
 from doll.config.policy import POLICIES as REGISTERED
 from doll.config.policy import policy_section
@@ -152,13 +151,13 @@ class Recorder:
         process.own = {batch: step for batch, step in process.own.items() if batch < grant.first}
         return True
 
-    def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
+    def add(self, gradient: Gradient, *, batch: int) -> bool:
         process = self._process
         n, weights = process.num_parameters, process.computer.weights
         if process.sends_steps:
             process.expected.check_view(process, batch)
         before = weights[:n].astype(np.float64)
-        if not self._inner.add(gradient, batch=batch, num_samples=num_samples):
+        if not self._inner.add(gradient, batch=batch):
             return False
         if process.sends_steps:
             added = process.own[batch] = Added(weights[:n] - before, self._inner._kept[-1].rows)
@@ -268,7 +267,7 @@ class Process(worlds.Process):
         number = self.grant.grant_ids[batch - self.grant.first]
         self.expected.added[self.grant.term, self.worker, batch, number] = added
 
-    def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, batch: int) -> GuardedGradient:
+    def compute(self, x: Any, y: Any, weight: Any, group: Any, *, batch: int) -> GuardedGradient:
         """`BatchComputer`: a gradient that depends on the worker, the batch and the view."""
         rng = np.random.default_rng([self.worker, batch])
         weights, n = self.computer.weights, self.num_parameters
@@ -282,7 +281,7 @@ class Process(worlds.Process):
                 self.expected.check_rows(self, name, ids, got, batch)
                 noise = rng.normal(size=(len(ids), shape.width)).astype(np.float32)
                 rows[name] = Rows(ids, noise + np.float32(0.3) * got)
-        return GuardedGradient(Gradient(values, 1.0, {}, float(np.linalg.norm(values)), rows=rows), {})
+        return GuardedGradient(Gradient(values, 1.0, {}, float(len(x)), float(np.linalg.norm(values)), rows=rows), {})
 
     def offer(self, weights: NewVersion) -> None:
         """`LocalModel`."""

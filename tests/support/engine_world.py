@@ -87,14 +87,14 @@ class Ordered:
         self.clipped_by = 1.0
         self._added: list[float] = []
 
-    def weight(self, num_samples: int, age: int) -> float:
+    def weight(self, set_weight: float, age: int) -> float:
         assert age >= 0, "weights are older than the update, or as old"
         return 1.0
 
     def add(self, contribution: Contribution) -> None:
         self._added.append(float(contribution[0]))
 
-    def apply(self, contributions: Sequence[Contribution], scale: float, num_samples: int, into: Any = None) -> None:
+    def apply(self, contributions: Sequence[Contribution], scale: float, weight: float, into: Any = None) -> None:
         for contribution in contributions:
             self.add(contribution)
         assert self._added == sorted(self._added), "contributions are added in the order of their sets"

@@ -22,7 +22,10 @@ from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, decode_blob
 from doll.tables.embedding_tables import norm as norm_of_rows
 from doll.tables.rows import Rows, add_in_order
+from doll.task import passes, trees
 from doll.task.base import Task
+from doll.task.batches import SampleBatch
+from doll.task.trees import Array, Tree
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -33,13 +36,14 @@ _NONE: Final = (-1, -1)  # (term, version)
 
 
 class Gradient(NamedTuple):
-    """Sums over the samples of one batch."""
+    """Sums over the samples of one batch, each times its weight."""
 
     # float32, shape (numel,), laid out as `doll.model.flat_model` says. It is the model's own memory: store it before
     # the next `compute`.
     values: npt.NDArray[np.float32]
     loss_sum: float  # sum of the sample losses at the given weights, before learning from them
     metric_sums: dict[str, float]  # sums of the task's metrics over the samples
+    weight: float  # sum of the samples' weights, which each of them is multiplied by here
     norm: float = 0.0  # of the part of the parameters and of `rows`; infinite where a number of it is not finite
     buffer_change: float = 0.0  # norm of the change of the float buffers; infinite as above
     rows: Mapping[str, Rows] = {}  # of the tables that took part, by name; their memory stays as it is
@@ -81,15 +85,18 @@ class GradientComputer:
             raise ValueError(f"expected weights of shape {self.weights.shape}, got {weights.shape}")
         self.weights[:] = weights
 
-    def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, use_running_stats: bool = False) -> Gradient:
-        """Gradient of the summed loss over samples `x` of shape (n, ...), `y` of shape (n, ...), n >= 1.
+    def compute(
+        self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None, *,
+        use_running_stats: bool = False,
+    ) -> Gradient:  # fmt: skip
+        """Gradient of the summed loss over n >= 1 samples, as in `doll.task.batches.SampleBatch`.
 
         The replica is left as it was: a worker may compute several batches at one version.
 
         Args:
             use_running_stats: let batch norm use the statistics so far, so that samples do not influence each other.
         """
-        model, n = self._model, len(x)
+        model, batch = self._model, SampleBatch(x, y, weight, group)
         buffers = self.weights[model.num_parameters :].copy()
         try:
             model.grad.zero_()
@@ -97,32 +104,31 @@ class GradientComputer:
                 model.tables.reset()
             # One sample has no variance, and torch refuses it: a batch with one usable sample would end
             # the worker. Its normalisation uses the statistics so far and does not change them.
-            output, loss, target = self._forward(x, y, use_running_stats=use_running_stats or n == 1)
-            torch.autograd.backward(loss * n)  # the task's loss is a mean; the sum costs no pass over the gradient
+            output, loss, inputs = self._forward(batch, use_running_stats=use_running_stats or batch.num_samples == 1)
+            torch.autograd.backward(loss.total)
             with torch.no_grad():
-                metrics = self._task.metrics(output.detach(), target)
+                metrics = passes.metric_sums(self._task, trees.mapped(torch.Tensor.detach, output), inputs)
             model.restore_buffers()
             values, floats = model.grad.numpy(), slice(model.num_parameters, model.num_floats)
             rows = {} if model.tables is None else model.tables.gradients()
             norm = math.hypot(length(model.grad[: model.num_parameters]), norm_of_rows(rows))
             buffer_change = length(model.flat[floats].detach() - torch.from_numpy(buffers[: model.num_buffers]))
-            np.multiply(self.weights[floats], np.float32(n), out=values[floats])
+            np.multiply(self.weights[floats], np.float32(inputs.total_weight), out=values[floats])
             values[model.num_floats :] = self.weights[model.num_floats :]
-            loss_sum = float(loss.detach()) * n
-            means = {name: value * n for name, value in metrics.items()}
-            return Gradient(values, loss_sum, means, norm, buffer_change, rows)
+            return Gradient(values, loss.value, metrics, inputs.total_weight, norm, buffer_change, rows)
         finally:
             model.restore_buffers()
             self.weights[model.num_parameters :] = buffers
             if model.tables is not None:
                 model.tables.reset()  # the rows are not kept until the next batch
 
-    def loss(self, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> float:
+    def loss(self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None) -> float:
         """Mean loss over the samples, each apart from the others."""
+        batch = SampleBatch(x, y, weight, group)
         buffers = self.weights[self._model.num_parameters :].copy()
         try:
             with torch.no_grad():
-                return float(self._forward(x, y, use_running_stats=True)[1])
+                return self._forward(batch, use_running_stats=True)[1].value / batch.total_weight
         finally:
             self._model.restore_buffers()
             self.weights[self._model.num_parameters :] = buffers
@@ -158,9 +164,9 @@ class GradientComputer:
         """Numbers in the float buffers."""
         return self._model.num_buffers
 
-    def buffers(self, gradient: Gradient, n: int) -> npt.NDArray[np.float64]:
-        """The float buffers after a batch of n samples, shape (num_buffers,)."""
-        return gradient.values[self._model.num_parameters : self._model.num_floats].astype(np.float64) / n
+    def buffers(self, gradient: Gradient) -> npt.NDArray[np.float64]:
+        """The float buffers after its batch, shape (num_buffers,)."""
+        return gradient.values[self._model.num_parameters : self._model.num_floats].astype(np.float64) / gradient.weight
 
     @contextmanager
     def buffers_changed_by(self, change: npt.NDArray[np.float64]) -> Iterator[None]:
@@ -175,17 +181,17 @@ class GradientComputer:
             self.weights[floats] = before
 
     def _forward(
-        self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, use_running_stats: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Output, mean loss and target."""
+        self, batch: SampleBatch, *, use_running_stats: bool
+    ) -> tuple[Any, passes.Loss, passes.Inputs]:  # fmt: skip
+        """Output, loss, and what the task got."""
         module = self._model.module.train()
         if use_running_stats:
             for part in module.modules():
                 if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
                     part.eval()
-        target = torch.from_numpy(np.ascontiguousarray(y))
-        output = self._task.forward(module, torch.from_numpy(np.ascontiguousarray(x)))
-        return output, self._task.loss(output, target), target
+        inputs = passes.inputs_of(self._task, batch)
+        output = passes.forward(self._task, module, inputs)
+        return output, passes.loss(self._task, output, inputs), inputs
 
 
 class GradientSum:
@@ -226,7 +232,7 @@ class GradientSum:
         self._grant, self._holds = grant, []
         return True
 
-    def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
+    def add(self, gradient: Gradient, *, batch: int) -> bool:
         """False where float32 may not hold the sum."""
         self._expect_later(batch)
         floats = gradient.values[self._num_parameters : self._num_floats]

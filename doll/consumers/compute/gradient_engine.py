@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from doll.config import JobConfig
 from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
@@ -26,6 +24,7 @@ from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, gradient_key
 from doll.storage.contributions import Compressor
 from doll.tables.rows import Rows
+from doll.task.trees import Array, Tree
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
@@ -147,8 +146,8 @@ class SetContribution(Protocol):
         """
         ...
 
-    def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
-        """Take the gradient of batch `batch`, over `num_samples` usable samples.
+    def add(self, gradient: Gradient, *, batch: int) -> bool:
+        """Take the gradient of batch `batch`, over its usable samples.
 
         Its memory must not change until `keep`.
 
@@ -192,8 +191,10 @@ class SetContribution(Protocol):
 class BatchComputer(Protocol):
     """Computes the gradient of a batch without the samples that must not be learned, or the step that a task makes."""
 
-    def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, batch: int) -> GuardedGradient:
-        """Of samples `x` of shape (n, ...), `y` of shape (n, ...), of batch `batch` of the worker's stream."""
+    def compute(
+        self, x: Tree, y: Tree, weight: Array | None, group: Array | None, *, batch: int
+    ) -> GuardedGradient:  # fmt: skip
+        """Of samples as in `doll.task.batches.SampleBatch`, of batch `batch` of the worker's stream."""
         ...
 
 
@@ -319,12 +320,16 @@ class GrantHandler:
     def _compute(self, batch: Batch, version: int) -> ComputedBatch | None:
         """One batch of the set; None where the sum cannot hold it: it is the first of another set."""
         begun_s = time.perf_counter()
-        gradient, bad = self._guard.compute(batch.data.x, batch.data.y, batch=batch.number)
-        if gradient is None:
+        gradient, bad = self._guard.compute(*batch.data.samples, batch=batch.number)
+        if gradient is None or not gradient.weight:
             self._contribution.skip(batch.number)
-        elif not self._contribution.add(gradient, batch=batch.number, num_samples=len(batch.data.x) - len(bad)):
+        elif not self._contribution.add(gradient, batch=batch.number):
             return None
         left = self._dead_letters.refuse_samples(batch, bad) if bad else usable_samples(batch)
         compute_s = time.perf_counter() - begun_s
-        loss_sum, metric_sums = (0.0, {}) if gradient is None else (gradient.loss_sum, gradient.metric_sums)
-        return replace(left, loss_sum=loss_sum, metric_sums=metric_sums, compute_s=compute_s, version=version)
+        computed = replace(left, compute_s=compute_s, version=version)
+        if gradient is None:
+            return computed
+        return replace(
+            computed, loss_sum=gradient.loss_sum, metric_sums=gradient.metric_sums, weight=gradient.weight
+        )  # fmt: skip

@@ -15,19 +15,18 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from doll.config import AdagradConfig, AdamConfig, JobConfig, OptimizerConfig, SgdConfig
 from doll.consumers.compute.bisection import RunningMedian, beyond, failing, harmful, usual_norm
 from doll.consumers.compute.gradient import Gradient, GradientComputer
 from doll.errors import BlobError, ServiceUnavailableError, TaskError
-from doll.task.base import Task, stack
+from doll.task import trees
+from doll.task.base import Task
+from doll.task.batches import SampleBatch, batch_of, joined
+from doll.task.trees import Array, Tree
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-Array = npt.NDArray[Any]
 _CANARY_SAMPLES: Final = 16
 # A batch is inspected from this share of the spike factor on: its other samples dilute a bad one.
 _INSPECT_FROM_SHARE: Final = 0.3
@@ -39,28 +38,11 @@ _TINY: Final = 1e-30
 _MOST_MOMENTUM: Final = 0.999
 
 
-class Samples(NamedTuple):
-    """x of shape (n, ...), y of shape (n, ...)."""
-
-    x: Array
-    y: Array
-
-    def of(self, part: Sequence[int]) -> Samples:
-        return Samples(self.x[list(part)], self.y[list(part)])
-
-    def few(self) -> Samples:
-        """A few of them, evenly spaced."""
-        return self.of(np.unique(np.linspace(0, len(self.x) - 1, _CANARY_SAMPLES, dtype=int)).tolist())
-
-    def joined(self, other: Samples) -> Samples:
-        return Samples(np.concatenate([self.x, other.x]), np.concatenate([self.y, other.y]))
-
-
 class Ordinary(NamedTuple):
     """Samples that are neither bad nor extreme, the same with wrong targets, and the usual norm of a gradient."""
 
-    samples: Samples
-    mistaken: Samples
+    samples: SampleBatch
+    mistaken: SampleBatch
     usual: float
 
 
@@ -80,33 +62,37 @@ class Guard:
         self._computer = computer
         self._factor = config.training.guard.spike_factor
         self._norms, self._buffer_changes = RunningMedian(), RunningMedian()
-        self._last: Samples | None = None  # the batch that was learned last
+        self._last: SampleBatch | None = None  # the batch that was learned last
         self._usual, self._usual_batches = 0.0, 0  # of one sample, by the last inspection; batches for which it stands
 
     @property
-    def _canary(self) -> Samples | None:
-        """A few samples that were learned before; taken when they are needed, which few batches do."""
-        return None if self._last is None else self._last.few()
+    def _canary(self) -> SampleBatch | None:
+        """A few samples that were learned before, each once; taken when they are needed, which few batches do."""
+        return None if self._last is None else _few(self._last)
 
-    def compute(self, x: Array, y: Array, *, batch: int = 0) -> GuardedGradient:
-        """The gradient of samples `x` of shape (n, ...), `y` of shape (n, ...), without the bad ones of them.
+    def compute(
+        self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None, *, batch: int = 0
+    ) -> GuardedGradient:
+        """The gradient of samples, as in `SampleBatch`, without the bad ones of them.
+
+        Whether a sample would do harm is judged as if its weight were 1: a weight of 2 is the same sample twice.
 
         Raises:
             TaskError: the fault is the task's, or the model's, and not the samples'.
             MemoryError, OSError: the fault is this machine's.
         """
-        left: Sequence[int] = range(len(x))
+        samples = SampleBatch(x, y, weight, group)
+        left: Sequence[int] = range(samples.num_samples)
         bad: dict[int, str] = {}
-        samples = Samples(x, y)
         while left:
             here = samples if not bad else samples.of(left)
             gradient, problem = self._try(here)
             rejected: dict[int, str] = {}
             if problem:
                 rejected = self._failing(here, problem)
-            elif gradient is not None and self.is_unusual(gradient, len(here.x)):
+            elif gradient is not None and self.is_unusual(gradient):
                 gradient = self._computer.kept(gradient)  # probes overwrite the original
-                rejected = self._spikes(here) if self._may_do_harm(gradient) else {}
+                rejected = self._spikes(here.unweighted()) if self._may_do_harm(gradient, here.num_samples) else {}
             if not rejected and gradient is not None:
                 self.learned(gradient, here)
                 return GuardedGradient(gradient, bad)
@@ -114,11 +100,13 @@ class Guard:
             left = [index for index in left if index not in bad]
         return GuardedGradient(None, bad)
 
-    def _try(self, samples: Samples, *, use_running_stats: bool = False) -> tuple[Gradient | None, str]:
+    def _try(self, samples: SampleBatch, *, use_running_stats: bool = False) -> tuple[Gradient | None, str]:
         """The gradient, or what is wrong with it."""
         try:
-            gradient = self._computer.compute(samples.x, samples.y, use_running_stats=use_running_stats)
+            gradient = self._computer.compute(*samples, use_running_stats=use_running_stats)
         except (MemoryError, OSError, BlobError, ServiceUnavailableError):  # the last two: rows of tables do not come
+            raise
+        except TaskError:  # weights that the task's loss does not take
             raise
         except Exception as exc:  # the user's forward, loss or metrics may raise anything
             if "allocate memory" in str(exc):
@@ -127,15 +115,18 @@ class Guard:
         problem = gradient.problem()
         return (None, problem) if problem else (gradient, "")
 
-    def is_unusual(self, gradient: Gradient, count: int) -> bool:
-        """Whether a batch of `count` samples that can be computed is not like those before it."""
+    def is_unusual(self, gradient: Gradient) -> bool:
+        """Whether a batch that can be computed is not like those before it."""
         threshold = self._factor * _INSPECT_FROM_SHARE
         return bool(self._factor) and (
             self._buffer_changes.unusual(gradient.buffer_change, threshold)
-            or (self._norms.unusual(gradient.norm / count, threshold) and not gradient.norm <= threshold * self._usual)
+            or (
+                self._norms.unusual(gradient.norm / (gradient.weight or 1.0), threshold)
+                and not gradient.norm <= threshold * self._usual
+            )
         )
 
-    def _may_do_harm(self, gradient: Gradient) -> bool:
+    def _may_do_harm(self, gradient: Gradient, count: int) -> bool:
         """Whether the step of an unusual batch may harm the model. Streams change, and late in training most hard
         batches do not: this test costs passes of a few samples, an inspection passes of all."""
         if self._canary is None or self._buffer_changes.unusual(
@@ -147,11 +138,14 @@ class Guard:
             return True
         self._usual, self._usual_batches = ordinary.usual, _USUAL_BATCHES
         before, wrong = self._computer.loss(*ordinary.samples), self._computer.loss(*ordinary.mistaken)
-        return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary.samples))
+        usual_weight = gradient.weight / count  # of its samples; the step divides by it
+        return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary.samples, usual_weight))
 
-    def learned(self, gradient: Gradient, samples: Samples) -> None:
+    def learned(self, gradient: Gradient, samples: SampleBatch) -> None:
         """This gradient is used: what is usual is judged by it."""
-        self._norms.add(gradient.norm / len(samples.x))
+        if not gradient.weight:
+            return
+        self._norms.add(gradient.norm / gradient.weight)
         self._buffer_changes.add(gradient.buffer_change)
         self._last = samples
         self._usual_batches -= 1
@@ -160,14 +154,14 @@ class Guard:
 
     # --- samples that cannot be computed ----------------------------------------------------------------------------
 
-    def _failing(self, samples: Samples, problem: str) -> dict[int, str]:
+    def _failing(self, samples: SampleBatch, problem: str) -> dict[int, str]:
         if self._canary is not None and (again := self._try(self._canary)[1]):
             raise TaskError(
                 f"{self._config.task.cls} fails on a batch ({problem}), and at these weights also on samples that it "
                 f"has learned before ({again}): the model has diverged or the task is wrong; lower "
                 "training.optimizer.lr, set training.clip_norm, or correct the task"
             )
-        everything = range(len(samples.x))
+        everything = range(samples.num_samples)
         rejected = failing(everything, lambda part: self._try(samples.of(part), use_running_stats=True)[1])
         if len(rejected) > 1:
             rejected = self._failing_together(samples, problem, rejected)
@@ -181,12 +175,12 @@ class Guard:
             )
         return rejected
 
-    def _failing_together(self, samples: Samples, problem: str, alone: dict[int, str]) -> dict[int, str]:
+    def _failing_together(self, samples: SampleBatch, problem: str, alone: dict[int, str]) -> dict[int, str]:
         """The samples of `alone` that fail together with good ones too: a loss may need several samples."""
-        good = [at for at in range(len(samples.x)) if at not in alone]
-        good_samples = self._canary or (samples.of(good).few() if good else self._held_out())
+        good = [at for at in range(samples.num_samples) if at not in alone]
+        good_samples = self._canary or (_few(samples.of(good)) if good else self._held_out())
         if good_samples is not None and not self._try(good_samples)[1]:
-            rejected = failing(list(alone), lambda part: self._try(samples.of(part).joined(good_samples))[1])
+            rejected = failing(list(alone), lambda part: self._try(joined([samples.of(part), good_samples]))[1])
             return rejected or (alone if good else {})
         if good:
             return alone
@@ -195,32 +189,32 @@ class Guard:
             "model or its records"
         )
 
-    def _held_out(self) -> Samples | None:
+    def _held_out(self) -> SampleBatch | None:
         """Held-out samples of the task, which are good by definition."""
         try:
-            x, y = stack(sample for sample, _ in zip(self._task.holdout(), range(_CANARY_SAMPLES), strict=False))
+            held_out = batch_of(self._task, self._task.holdout(), _CANARY_SAMPLES).unweighted()
         except Exception as exc:  # the user's code may raise anything
             log.warning("no_held_out_samples", error=f"{type(exc).__name__}: {exc}")
             return None
-        return Samples(x, y) if len(x) else None
+        return held_out if held_out.num_samples else None
 
     # --- samples that would break the model -------------------------------------------------------------------------
 
-    def _spikes(self, samples: Samples) -> dict[int, str]:
+    def _spikes(self, samples: SampleBatch) -> dict[int, str]:
         if not self._factor:
             return {}
-        reference = self._ordinary(samples.few() if self._canary is None else self._canary)
+        reference = self._ordinary(self._canary or _few(samples))
         if reference is None:
             return {}
         ordinary, wrong, usual = reference
-        suspects = beyond(range(len(samples.x)), self._factor * usual, lambda part: self._norm(samples.of(part)))
+        suspects = beyond(range(samples.num_samples), self._factor * usual, lambda part: self._norm(samples.of(part)))
         before, wrong_loss = self._computer.loss(*ordinary), self._computer.loss(*wrong)
         rejected, usual_with = {}, dict[bytes, float]()
         if suspects and self._any_sample_does_harm(wrong, usual, ordinary, before, wrong_loss):
             return {}
         for at in suspects:
             sample = samples.of([at])
-            if (target := sample.y.tobytes()) not in usual_with:
+            if (target := trees.bytes_of(sample.y)) not in usual_with:
                 usual_with[target] = max(usual, self._usual_with_its_target(sample, ordinary))
             its_usual = usual_with[target]
             gradient, _ = self._try(sample, use_running_stats=True)
@@ -233,16 +227,16 @@ class Guard:
                     f"its gradient is {norm / its_usual:.3g} times as long as is usual, and its step would take the "
                     f"loss of ordinary samples from {before:.3g} to {after:.3g} (training.guard.spike_factor)"
                 )
-        rest = [at for at in range(len(samples.x)) if at not in rejected]
+        rest = [at for at in range(samples.num_samples) if at not in rejected]
         return {**rejected, **self._drifts(samples, rest, ordinary, wrong_loss)}
 
-    def _ordinary(self, canary: Samples) -> Ordinary | None:
+    def _ordinary(self, canary: SampleBatch) -> Ordinary | None:
         """The samples of the canary that define what is usual; None where they do not.
 
         A bad sample may be among them: while the model happens to get it right it has no gradient, and is learned. With
         a wrong target its long gradient shows, and it is left out: its loss would rise with any good step.
         """
-        mistaken = Samples(canary.x, self._wrong_targets(canary.y))
+        mistaken = canary._replace(y=self._wrong_targets(canary.y))
         norms, mistaken_norms = self._norms_of(canary), self._norms_of(mistaken)
         usual = max(usual_norm(norms), usual_norm(mistaken_norms))
         if not 0 < usual < math.inf:
@@ -252,7 +246,7 @@ class Guard:
         return Ordinary(canary.of(kept), mistaken.of(kept), usual) if kept else None
 
     def _any_sample_does_harm(
-        self, wrong: Samples, usual: float, ordinary: Samples, before: float, wrong_loss: float
+        self, wrong: SampleBatch, usual: float, ordinary: SampleBatch, before: float, wrong_loss: float
     ) -> bool:
         """Whether ordinary samples with wrong targets would break the model too: then the learning rate is at fault."""
         norms = self._norms_of(wrong)
@@ -260,40 +254,38 @@ class Guard:
         gradient, _ = self._try(wrong.of([middle]), use_running_stats=True)
         return gradient is None or harmful(before, wrong_loss, self._loss_after(gradient, usual, ordinary))
 
-    def _drifts(self, samples: Samples, rest: Sequence[int], ordinary: Samples, wrong_loss: float) -> dict[int, str]:
+    def _drifts(
+        self, samples: SampleBatch, rest: Sequence[int], ordinary: SampleBatch, wrong_loss: float
+    ) -> dict[int, str]:
         """The samples of `rest` that would break the statistics of batch norm, whatever their gradient is."""
         if not self._computer.num_buffers:
             return {}
-        parts = [ordinary.of(range(at, min(at + 4, len(ordinary.x)))) for at in range(0, len(ordinary.x) - 1, 4)]
+        count = ordinary.num_samples
+        parts = [ordinary.of(slice(at, min(at + 4, count))) for at in range(0, count - 1, 4)]
         moves = [self._buffer_change(part) for part in parts]
         calm = min(moves, default=math.inf)
         if not calm < math.inf:
             return {}
         quiet = [part for part, move in zip(parts, moves, strict=True) if move <= self._factor * calm]
-        good_samples = Samples(np.concatenate([part.x for part in quiet]), np.concatenate([part.y for part in quiet]))
+        good_samples = joined(quiet)
         usual, _ = self._try(good_samples)
         if usual is None:
             return {}
         suspects = beyond(
             rest,
             self._factor * usual.buffer_change,
-            lambda part: self._buffer_change(samples.of(part).joined(good_samples)),
+            lambda part: self._buffer_change(joined([samples.of(part), good_samples])),
         )
-        before, statistics, rejected = (
-            self._computer.loss(*good_samples),
-            self._computer.buffers(usual, len(good_samples.x)),
-            {},
-        )
+        before, statistics, rejected = self._computer.loss(*good_samples), self._computer.buffers(usual), {}
         for at in suspects:
-            gradient, _ = self._try(samples.of([at]).joined(good_samples))
+            gradient, _ = self._try(joined([samples.of([at]), good_samples]))
             after, extreme = math.inf, True
             if gradient is not None:
                 # An untrained model shows no harm, and would keep such statistics for hundreds of updates.
                 extreme = gradient.buffer_change > self._factor**2 * usual.buffer_change
-                count = len(good_samples.x) + 1
                 # It is one of a whole group of batches, and not of so few samples.
-                share = count / (self._config.data.batch_size * self._config.group_size)
-                change = share * (self._computer.buffers(gradient, count) - statistics)
+                share = (good_samples.num_samples + 1) / (self._config.data.batch_size * self._config.group_size)
+                change = share * (self._computer.buffers(gradient) - statistics)
                 with self._computer.buffers_changed_by(change):
                     after = self._computer.loss(*good_samples)
             if extreme or harmful(before, wrong_loss, after):
@@ -303,37 +295,41 @@ class Guard:
                 )
         return rejected
 
-    def _buffer_change(self, samples: Samples) -> float:
+    def _buffer_change(self, samples: SampleBatch) -> float:
         gradient, _ = self._try(samples)
         return math.inf if gradient is None else gradient.buffer_change
 
-    def _norms_of(self, samples: Samples) -> list[float]:
-        return [self._norm(samples.of([at])) for at in range(len(samples.x))]
+    def _norms_of(self, samples: SampleBatch) -> list[float]:
+        return [self._norm(samples.of([at])) for at in range(samples.num_samples)]
 
-    def _norm(self, samples: Samples) -> float:
+    def _norm(self, samples: SampleBatch) -> float:
         gradient, _ = self._try(samples, use_running_stats=True)
         return math.inf if gradient is None else gradient.norm
 
-    def _wrong_targets(self, y: Array) -> Array:
-        if self._task.num_classes is not None and self._task.num_classes > 1:
-            return (y + 1) % self._task.num_classes
-        return np.roll(y, 1, axis=0)
+    def _wrong_targets(self, y: Tree) -> Tree:
+        if (classes := self._task.num_classes) is not None and classes > 1 and trees.is_alone(y):
+            return trees.mapped(lambda target: (target + 1) % classes, y)
+        return trees.rolled(y)
 
-    def _usual_with_its_target(self, sample: Samples, ordinary: Samples) -> float:
+    def _usual_with_its_target(self, sample: SampleBatch, ordinary: SampleBatch) -> float:
         """A rare target makes a long gradient with ordinary features too: it is compared with those."""
         if self._task.num_classes is None:
-            largest = max(1.0, float(np.abs(ordinary.y).max(initial=0.0)))
-            if not float(np.abs(sample.y).max(initial=0.0)) <= self._factor * largest:
+            largest = max(1.0, trees.largest(ordinary.y))
+            if not trees.largest(sample.y) <= self._factor * largest:
                 return 0.0
-        targets = np.repeat(sample.y, len(ordinary.x), axis=0)
-        return usual_norm([norm for norm in self._norms_of(Samples(ordinary.x, targets)) if math.isfinite(norm)])
+        same = ordinary._replace(y=trees.taken(sample.y, [0] * ordinary.num_samples))
+        return usual_norm([norm for norm in self._norms_of(same) if math.isfinite(norm)])
 
-    def _loss_after(self, gradient: Gradient, usual: float, ordinary: Samples) -> float:
-        """Loss of ordinary samples after the step that one sample's gradient makes by itself."""
+    def _loss_after(self, gradient: Gradient, usual: float, ordinary: SampleBatch, usual_weight: float = 1.0) -> float:
+        """Loss of ordinary samples after the step that one sample's gradient makes by itself.
+
+        Args:
+            usual_weight: of a sample: the mean gradient is one by weights.
+        """
         training = self._config.training
         lr, momentum, normalizes = _rates(training.optimizer)
         batches = 1 if training.policy.sends_steps else self._config.group_size  # that one step is made of
-        share = 1.0 / (self._config.data.batch_size * batches)
+        share = 1.0 / (self._config.data.batch_size * batches * usual_weight)
         if normalizes:
             # They divide by the size of the gradients so far; one number stands for all of them here: of means,
             # so that the sample's share is one of the mean, whatever the gradients are reduced to. Adagrad's steps
@@ -366,3 +362,7 @@ def _rates(optimizer: OptimizerConfig) -> tuple[float, float, bool]:
 
 def _number(value: Any, usual: float) -> float:
     return float(value) if isinstance(value, int | float) else usual
+
+
+def _few(samples: SampleBatch) -> SampleBatch:
+    return samples.few(_CANARY_SAMPLES).unweighted()

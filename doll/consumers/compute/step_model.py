@@ -31,7 +31,7 @@ class _Step(NamedTuple):
     """What one batch has changed."""
 
     batch: int
-    # float32, shape (numel,): of parameters the change, of float buffers the value after the batch times its samples,
+    # float32, shape (numel,): of parameters the change, of float buffers the value after the batch times its weight,
     # of other buffers the bytes after the batch.
     values: npt.NDArray[np.float32] | None  # None: no sample was usable
     rows: Mapping[str, Rows]  # of tables the change, by name; the caches hold it as well
@@ -132,7 +132,7 @@ class StepModel:
             self._weights.forget()  # the replica holds a step that nobody will ever apply
         return True
 
-    def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
+    def add(self, gradient: Gradient, *, batch: int) -> bool:
         """Step on the view, at the mean (or the sum) of the batch's gradient.
 
         Raises:
@@ -141,7 +141,7 @@ class StepModel:
             IllegalEventError: the step of this batch, or of a later one, has been made.
         """
         self._expect_later(batch)
-        scale = 1.0 if self._takes_sum else 1.0 / num_samples
+        scale = 1.0 if self._takes_sum else 1.0 / gradient.weight
         if (norm := scale * gradient.norm) > self._clip_norm:
             scale *= self._clip_norm / norm
         rows = self._step_rows(gradient.rows, scale, batch)
@@ -153,7 +153,7 @@ class StepModel:
             weights[:n] += gradient.values[:n]
         else:
             self._optimizer.go_to(self._version)
-            self._optimizer.apply([gradient.values], scale, num_samples)
+            self._optimizer.apply([gradient.values], scale, gradient.weight)
         np.subtract(weights[:n], step[:n], out=step[:n])
         self._kept.append(_Step(batch, step, rows, grant_id_of(self._grant, batch)))
         return True

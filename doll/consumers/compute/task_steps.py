@@ -13,12 +13,15 @@ import torch
 from doll.config import JobConfig
 from doll.consumers.compute.bisection import failing
 from doll.consumers.compute.gradient import Gradient
-from doll.consumers.compute.guard import GuardedGradient, Samples
+from doll.consumers.compute.guard import GuardedGradient
 from doll.errors import BlobError, ServiceUnavailableError, TaskError
 from doll.model.flat_model import FlatModel
 from doll.tables.embedding_tables import norm as norm_of_rows
 from doll.tables.rows import Floats, Ids, Rows
+from doll.task import passes, trees
 from doll.task.base import Task
+from doll.task.batches import SampleBatch
+from doll.task.trees import Array, Tree
 
 _MAX_REASON_CHARS: Final = 300
 
@@ -37,7 +40,9 @@ class OwnSteps:
         self._model = model
         self._worker = worker
 
-    def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, batch: int) -> GuardedGradient:
+    def compute(
+        self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None, *, batch: int
+    ) -> GuardedGradient:
         """Without the samples at which the task fails; `values` is the change of the weights, loss and metrics are of
         the weights before it.
 
@@ -46,12 +51,13 @@ class OwnSteps:
             MemoryError, OSError: the fault is this machine's.
             BlobError, ServiceUnavailableError: rows of tables do not come.
         """
-        samples = Samples(x, y)
+        samples = SampleBatch(x, y, weight, group)
+        everything = range(samples.num_samples)
         gradient, problem = self._try(samples, batch)
         if gradient is not None:
             return GuardedGradient(gradient, {})
-        bad = failing(range(len(x)), lambda part: self._try(samples.of(part), batch)[1])
-        left = [at for at in range(len(x)) if at not in bad]
+        bad = failing(everything, lambda part: self._try(samples.of(part), batch)[1])
+        left = [at for at in everything if at not in bad]
         if not bad or not left:
             raise TaskError(
                 f"{self._name}.step() fails on {'no sample alone' if not bad else 'every sample'} of a batch, but on "
@@ -62,15 +68,16 @@ class OwnSteps:
             raise TaskError(f"{self._name}.step() fails on samples that it takes one by one: {problem}")
         return GuardedGradient(gradient, bad)
 
-    def _try(self, samples: Samples, batch: int) -> tuple[Gradient | None, str]:
+    def _try(self, samples: SampleBatch, batch: int) -> tuple[Gradient | None, str]:
         """The step, or what is wrong with it."""
         weights: npt.NDArray[np.float32] = self._model.flat.detach().numpy()
         before = weights.copy()
         try:
-            loss, metrics = self._loss(samples)
+            inputs = passes.inputs_of(self._task, samples)
+            loss_sum, metric_sums = self._loss(inputs)
             rng = np.random.default_rng([self._seed, self._worker, batch])
-            step, rows = self._step(weights, samples, rng)
-        except (MemoryError, OSError, BlobError, ServiceUnavailableError):
+            step, rows = self._step(weights, inputs, rng)
+        except (MemoryError, OSError, BlobError, ServiceUnavailableError, TaskError):
             raise
         except Exception as exc:  # the user's code may raise anything
             return None, f"{type(exc).__name__}: {exc}"[:_MAX_REASON_CHARS]
@@ -80,26 +87,35 @@ class OwnSteps:
             got = f"{step.dtype} {step.shape}" if isinstance(step, np.ndarray) else type(step).__name__
             raise TaskError(f"{self._name}.step(): expected a float32 array of shape {weights.shape}, got {got}")
         self._check(rows)
-        if not math.isfinite(loss):
-            return None, f"the loss is {loss}"
+        if not math.isfinite(loss_sum):
+            return None, f"the loss is {loss_sum}"
         parameters = step[: self._model.num_parameters]
         norm = math.hypot(float(np.linalg.norm(parameters.astype(np.float64))), norm_of_rows(rows))
         if not math.isfinite(norm):
             return None, "the step is not finite"
-        count = len(samples.x)
+        total = inputs.total_weight
         values = step.copy()
         floats = slice(self._model.num_parameters, self._model.num_floats)
-        values[floats] = weights[floats] * np.float32(count)
+        values[floats] = weights[floats] * np.float32(total)
         values[self._model.num_floats :] = weights[self._model.num_floats :]
-        sums = {name: value * count for name, value in metrics.items()}
-        return Gradient(values, loss * count, sums, norm, rows=rows), ""
+        return Gradient(values, loss_sum, metric_sums, total, norm, rows=rows), ""
 
     def _step(
-        self, weights: npt.NDArray[np.float32], samples: Samples, rng: np.random.Generator
+        self, weights: npt.NDArray[np.float32], inputs: passes.Inputs, rng: np.random.Generator
     ) -> tuple[npt.NDArray[np.float32], Mapping[str, Rows]]:
+        x, y = (trees.mapped(torch.Tensor.numpy, part) for part in (inputs.x, inputs.y))
+        method = "step_rows" if self._task.steps_rows else "step"
+        more: dict[str, Any] = {}
+        for name, tensor in (("weight", inputs.weight), ("group", inputs.group)):
+            if passes.takes(self._task, method, name):
+                more[name] = None if tensor is None else tensor.numpy()
+            elif name == "weight" and tensor is not None:
+                raise TaskError(
+                    f"{self._name}: samples have weights: expected {method}() to have a parameter weight for them"
+                )
         if not self._task.steps_rows:
-            return self._task.step(weights, samples.x, samples.y, rng), {}
-        step, rows = self._task.step_rows(weights, self._look_up, samples.x, samples.y, rng)
+            return self._task.step(weights, x, y, rng, **more), {}
+        step, rows = self._task.step_rows(weights, self._look_up, x, y, rng, **more)
         return step, {name: part for name, part in rows.items() if len(part.ids)}
 
     def _look_up(self, name: str, ids: Ids) -> Floats:
@@ -120,8 +136,7 @@ class OwnSteps:
             if problem:
                 raise TaskError(f"{self._name}.step_rows(): table {name!r}: {problem}")
 
-    def _loss(self, samples: Samples) -> tuple[float, dict[str, float]]:
-        x, y = (torch.from_numpy(np.ascontiguousarray(part)) for part in samples)
+    def _loss(self, inputs: passes.Inputs) -> tuple[float, dict[str, float]]:
         with torch.no_grad():
-            output = self._task.forward(self._model.module.eval(), x)
-            return float(self._task.loss(output, y)), dict(self._task.metrics(output, y))
+            output = passes.forward(self._task, self._model.module.eval(), inputs)
+            return passes.loss(self._task, output, inputs).value, passes.metric_sums(self._task, output, inputs)

@@ -15,29 +15,34 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from doll.errors import BadRecordsError, ConfigError, RetryLater, TaskError
+from doll.consumers.intake.checks import are_classes, checked
+from doll.errors import BadRecordsError, ConfigError, RetryLater, SampleError, TaskError
 from doll.records.packing import Packed
-from doll.task.base import Samples, Task, as_features, as_target
+from doll.task import trees
+from doll.task.base import Sample, Samples, Task
+from doll.task.batches import ANY_FORMS, Forms, Row, SampleBatch, batch_of_rows, features_of
+from doll.task.forms import NUMERIC_KINDS, Form, as_target, group_of
 from doll.task.records import Envelope, Records
+from doll.task.trees import Array, Structure, Tree
 
-NUMERIC_KINDS: Final = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex
 # What the user's code raises about more than a record: the batch is decoded again, or this process ends.
 NOT_OF_RECORDS: Final = (KeyboardInterrupt, RetryLater, TaskError, ConfigError)
 _SMALL: Final = 8  # samples; a part of so many is decoded one by one once its bulk decoding failed
 _FAILURES: Final = 8  # failed calls above twice the successful ones from which on the task is not asked any more
 
-Pair: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+_NO_ROW: Final = Row([np.zeros(0)], None, [np.zeros(0)], None)
+
+Pair: TypeAlias = tuple[Tree, Tree]
 
 
 class Part(NamedTuple):
-    """Samples that were decoded in one call and passed every check: x of shape (k, ...), y of shape (k, ...).
+    """k samples that were decoded in one call and passed every check.
 
     `places`, int64, shape (k,), rising: which values of the batch they come from; a value may give several.
     """
 
     places: npt.NDArray[np.int64]
-    x: npt.NDArray[Any]
-    y: npt.NDArray[Any]
+    samples: SampleBatch
 
 
 class SampleBytes:
@@ -122,25 +127,24 @@ class Bulk:
     skipped: dict[int, str] = field(default_factory=dict)
 
 
-def decode_in_bulk(task: Task, samples: SampleBytes, origins: Origins) -> Bulk:
+def decode_in_bulk(task: Task, samples: SampleBytes, origins: Origins, forms: Forms = ANY_FORMS) -> Bulk:
     """What `task.decode_block` and `task.decode_many` make of a batch.
+
+    Args:
+        forms: what x and y must be; samples that are not are left.
 
     Raises:
         RetryLater, TaskError, ConfigError: as the task raises them.
     """
     bulk = Bulk(np.arange(len(samples)))
-    if _overrides(task, "decode_block"):
-        _decode_blocks(task, samples, bulk)
-    if len(bulk.left) and _overrides(task, "decode_many"):
-        _decode_many(task, samples, origins, bulk)
+    if task.defines("decode_block"):
+        _decode_blocks(task, samples, bulk, forms)
+    if len(bulk.left) and task.defines("decode_many"):
+        _decode_many(task, samples, origins, bulk, forms)
     return bulk
 
 
-def _overrides(task: Task, name: str) -> bool:
-    return getattr(type(task), name) is not getattr(Task, name) or name in vars(task)
-
-
-def _decode_blocks(task: Task, samples: SampleBytes, bulk: Bulk) -> None:
+def _decode_blocks(task: Task, samples: SampleBytes, bulk: Bulk, forms: Forms) -> None:
     """Decode the samples of the most frequent width."""
     places = bulk.left
     if not len(samples):
@@ -161,10 +165,10 @@ def _decode_blocks(task: Task, samples: SampleBytes, bulk: Bulk) -> None:
         lo = int(np.searchsorted(places, here[0])) * width
         return task.decode_block(block[lo : lo + len(here) * width], width)
 
-    bulk.left = np.sort(np.concatenate([others, _halving(task, places, decode, bulk)]))
+    bulk.left = np.sort(np.concatenate([others, _halving(task, places, decode, bulk, forms)]))
 
 
-def _decode_many(task: Task, samples: SampleBytes, origins: Origins, bulk: Bulk) -> None:
+def _decode_many(task: Task, samples: SampleBytes, origins: Origins, bulk: Bulk, forms: Forms) -> None:
     """Decode the samples that are left."""
     values, envelopes = samples.values(), origins.envelopes
 
@@ -177,7 +181,7 @@ def _decode_many(task: Task, samples: SampleBytes, origins: Origins, bulk: Bulk)
         records = Records([values[place] for place in places], origins.offsets[here], origins.partition, own)
         return task.decode_many(records)
 
-    bulk.left = np.sort(_halving(task, bulk.left, decode, bulk))
+    bulk.left = np.sort(_halving(task, bulk.left, decode, bulk, forms))
 
 
 def _halving(
@@ -185,6 +189,7 @@ def _halving(
     places: npt.NDArray[np.int64],
     decode: Callable[[npt.NDArray[np.int64]], Samples | Pair | None],
     bulk: Bulk,
+    forms: Forms,
 ) -> npt.NDArray[np.int64]:
     """Add what `decode` makes of parts of `places` to `bulk`; the remaining places, in any order."""
     left = [places[:0]]
@@ -196,7 +201,7 @@ def _halving(
             left.append(here)  # none of the records suits, or so many are bad that halving costs more than it saves
             continue
         try:
-            part = _checked_part(task, decode(here), here, bulk.skipped)
+            part = _checked_part(task, decode(here), here, bulk.skipped, forms)
         except BadRecordsError as exc:
             bad = np.isin(np.arange(len(here)), exc.positions)
             if bad.any():
@@ -226,7 +231,7 @@ def _halving(
 
 
 def _checked_part(
-    task: Task, made: Samples | Pair | None, here: npt.NDArray[np.int64], skipped: dict[int, str]
+    task: Task, made: Samples | Pair | None, here: npt.NDArray[np.int64], skipped: dict[int, str], forms: Forms
 ) -> Part | None:
     """The good samples of those at `here`; None where `made` has no arrays of the task for all that it does not skip.
 
@@ -234,47 +239,120 @@ def _checked_part(
     """
     if made is None:
         return None
-    x, y = made[:2] if isinstance(made, Samples) else made
-    if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)):
+    (xs, x_structure), (ys, y_structure) = trees.flat(made[0]), trees.flat(made[1])
+    if not (xs and ys and all(isinstance(array, np.ndarray) for array in (*xs, *ys))):
         return None  # the type of a list's array would depend on the records that are decoded with it
     if isinstance(made, Samples) and made.skipped:
         if (reasons := _skips(made.skipped, len(here))) is None:
             return None
-        if len(reasons) == len(here) and not (len(x) or len(y)):
+        if len(reasons) == len(here) and not any(len(array) for array in (*xs, *ys)):
             skipped.update((int(here[at]), reason) for at, reason in reasons.items())
-            return Part(here[:0], x, y)
+            return Part(here[:0], SampleBatch(made[0], made[1]))
     else:
         reasons = {}
-    x, y = as_features(x), as_target(y)
     counts = made.counts if isinstance(made, Samples) else None
     if counts is not None and not _are_counts(counts, len(here), task.max_samples_per_record, reasons):
         return None
     count = len(here) - len(reasons) if counts is None else int(counts.sum())
-    if x.dtype.kind not in NUMERIC_KINDS or y.dtype.kind not in NUMERIC_KINDS or not len(x) == len(y) == count:
+    if any(array.ndim == 0 or len(array) != count for array in (*xs, *ys)):
         return None
-    if task.input_shape is not None and x.shape[1:] != task.input_shape:
-        return None
-    if task.num_classes is not None and y.ndim != 1:
-        return None
+    good: npt.NDArray[np.bool_] | None
+    if task.is_ragged:
+        samples, good = _ragged(task, made, count, forms)
+    else:
+        weight, group = _extras(made, count) if isinstance(made, Samples) else (None, None)
+        xs, ys = features_of(xs, x_structure, forms.x), list(map(as_target, ys))
+        if any(array.dtype.kind not in NUMERIC_KINDS for array in (*xs, *ys)):
+            return None
+        if task.input_shape is not None and (x_structure is not None or xs[0].shape[1:] != task.input_shape):
+            return None
+        if task.num_classes is not None and y_structure is None and forms.y is None and ys[0].ndim != 1:
+            return None
+        xs, ys = _fitted(xs, x_structure, forms.x), _fitted(ys, y_structure, forms.y)
+        samples = SampleBatch(trees.tree_of(x_structure, xs), trees.tree_of(y_structure, ys), weight, group)
+        tests = [np.isfinite(array) for array in (*xs, *ys) if array.dtype.kind == "f"]
+        if task.num_classes is not None and y_structure is None:
+            tests.append(are_classes(ys[0], task.num_classes))
+        if weight is not None:
+            tests.append((weight >= 0) & (weight < np.inf))
+        good = None if all(test.all() for test in tests) else _good(tests, count)
     if reasons:
         skipped.update((int(here[at]), reason) for at, reason in reasons.items())
     if counts is not None:
         here = np.repeat(here, counts)
     elif reasons:
         here = np.delete(here, list(reasons))
-    tests = [np.isfinite(array) for array in (x, y) if array.dtype.kind == "f"]
-    if task.num_classes is not None:
-        tests += [y >= 0, y < task.num_classes]
-        if y.dtype.kind == "f":
-            tests.append(np.floor(y) == y)
-    if all(test.all() for test in tests):
-        return Part(here, x, y)
-    good = np.ones(len(here), np.bool_)
-    for test in tests:
-        good &= test.reshape(len(here), -1).all(axis=1)
+    if good is None:
+        return Part(here, samples)
     if counts is not None:
         good = ~np.isin(here, here[~good])  # a value gives all its samples or none
-    return Part(here[good], x[good], y[good])
+    return Part(here[good], samples.of(np.flatnonzero(good).tolist()))
+
+
+def _good(tests: Sequence[npt.NDArray[np.bool_]], count: int) -> npt.NDArray[np.bool_]:
+    """Which samples pass all of these."""
+    good = np.ones(count, np.bool_)
+    for test in tests:
+        good &= test.reshape(count, -1).all(axis=1)
+    return good
+
+
+def _fitted(arrays: list[Array], structure: Structure | None, form: Form | None) -> list[Array]:
+    """
+    Raises:
+        SampleError: they are of another form.
+    """
+    if form is None:
+        return arrays
+    if structure != form.structure:
+        raise SampleError(f"expected {form.described()}")
+    return form.fitted(arrays, lead=1)
+
+
+def _extras(made: Samples, count: int) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.int64] | None]:
+    """Weights and groups of the samples.
+
+    Raises:
+        SampleError: there are not as many, or of another type.
+    """
+    weight, group = made.weight, made.group
+    if weight is not None:
+        weight = np.asarray(weight)
+        if weight.shape != (count,) or weight.dtype.kind not in "biuf":
+            raise SampleError(f"expected {count} weights, got {weight.dtype} of shape {weight.shape}")
+        weight = None if (weight == 1).all() else weight.astype(np.float32)
+    if group is not None:
+        group = np.asarray(group)
+        if group.shape != (count,):
+            raise SampleError(f"expected {count} groups, got an array of shape {group.shape}")
+        group = np.array(list(map(group_of, group.tolist())), np.int64) if group.dtype.kind not in "iu" else _ids(group)
+    return weight, group
+
+
+def _ids(group: Array) -> npt.NDArray[np.int64]:
+    if group.size and int(group.max()) >= 1 << 63:
+        raise SampleError("expected groups of 64 bits")
+    return group.astype(np.int64)
+
+
+def _ragged(
+    task: Task, made: Samples | Pair, count: int, forms: Forms
+) -> tuple[SampleBatch, npt.NDArray[np.bool_]]:  # fmt: skip
+    """The samples, of a task that puts samples of any shape together, and which of them are good.
+
+    What is not good is empty. An array of objects holds the values of one array for each sample.
+    """
+    xs, ys = trees.taken_apart(made[0], count), trees.taken_apart(made[1], count)
+    more = [[None] * count if part is None else np.asarray(part).tolist() for part in made[4:]] or [[None] * count] * 2
+    rows: list[Row] = []
+    good = np.ones(count, np.bool_)
+    for at, (x, y, weight, group) in enumerate(zip(xs, ys, *more, strict=True)):
+        try:
+            rows.append(checked(task, Sample(x, y, 1.0 if weight is None else weight, group), forms))
+        except SampleError:
+            good[at] = False
+            rows.append(_NO_ROW)
+    return batch_of_rows(rows, is_ragged=True), good
 
 
 def _are_counts(counts: Any, length: int, most: int, reasons: Mapping[int, str]) -> bool:

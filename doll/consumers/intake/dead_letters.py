@@ -10,7 +10,7 @@ from typing import Final
 
 from doll.config import JobConfig
 from doll.consumers.channels.kafka_channel import WorkerChannel
-from doll.consumers.intake.decoding import Decoded, RawRecords, Refused, decode_records, refuse
+from doll.consumers.intake.decoding import Decoded, RawRecords, Refused, SeenForms, decode_records, refuse
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch
 from doll.errors import RetryLater
 from doll.process.fault_points import fault_point
@@ -51,6 +51,7 @@ class DeadLetters:
         """`term`: that of the newest server the worker knows."""
         self._data = config.data
         self._task = task
+        self._seen = SeenForms(task)
         self._channel = channel
         self._topic = config.topic("samples")
         self._worker = worker
@@ -61,7 +62,7 @@ class DeadLetters:
         data = self._data
         decoded = decode_records(
             self._task, records, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes,
-            skip_tombstones=data.tombstones == "skip",
+            skip_tombstones=data.tombstones == "skip", seen=self._seen,
         )  # fmt: skip
         if decoded.refused:
             values = zip(records.offsets, records.values, strict=True)

@@ -14,18 +14,23 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from doll.consumers.intake.bulk import NOT_OF_RECORDS, NUMERIC_KINDS, Origins, Part, SampleBytes, decode_in_bulk
+from doll.consumers.intake.bulk import NOT_OF_RECORDS, Origins, Part, SampleBytes, decode_in_bulk
+from doll.consumers.intake.checks import checked
 from doll.errors import SampleError, SkipRecord
 from doll.records.control import DeadLetterCode
 from doll.records.packing import unpack
 from doll.records.refusals import ReasonCounts, UnreadValue
-from doll.task.base import Sample, Task, as_features, as_target
+from doll.task import trees
+from doll.task.base import Sample, Task
+from doll.task.batches import Forms, Row, SampleBatch, batch_of_rows, fitted, joined
+from doll.task.forms import Form
 from doll.task.records import Envelope, record_of
+from doll.task.trees import Tree
 
 MAX_REASON_CHARS = 500
 TOMBSTONE = "tombstone"
 NO_SAMPLE = "no sample"
-_Row = tuple[int, npt.NDArray[Any], npt.NDArray[Any]]  # which value of the batch it comes from, x, y
+_Row = tuple[int, Row]  # which value of the batch it comes from, and the sample
 
 
 class RawRecords(NamedTuple):
@@ -59,38 +64,70 @@ class Refused:
 
 @dataclass(slots=True)
 class Decoded:
-    """The usable samples of a batch, in stream order: x of shape (n, ...), y of shape (n, ...).
+    """The usable samples of a batch, in stream order; x, y, weight and group as in `doll.task.batches.SampleBatch`.
 
     `offsets`, int64, shape (n,): the record that each sample came in. `skipped`: why the task has left samples out, and
     how many for each reason.
     """
 
-    x: npt.NDArray[Any]
-    y: npt.NDArray[Any]
+    x: Tree
+    y: Tree
     offsets: npt.NDArray[np.int64]
     refused: list[Refused] = field(default_factory=list)
     skipped: tuple[tuple[str, int], ...] = ()
+    weight: npt.NDArray[np.float32] | None = None
+    group: npt.NDArray[np.int64] | None = None
 
     @property
     def num_samples(self) -> int:
-        return len(self.x)
+        return len(self.offsets)
+
+    @property
+    def samples(self) -> SampleBatch:
+        return SampleBatch(self.x, self.y, self.weight, self.group)
+
+
+class SeenForms:
+    """What the samples of a task must be: as it declares it; else as the first good ones of this process are, where x
+    or y is more than one array or samples may differ in shape. Not thread-safe."""
+
+    def __init__(self, task: Task) -> None:
+        """
+        Raises:
+            ConfigError: `Task.spec` returns something else than fields.
+        """
+        self.forms = Forms.of(task)
+        self._is_ragged = task.is_ragged
+
+    def see(self, rows: Sequence[Row]) -> None:
+        """These are good, and of one structure: others must be like them."""
+        x, y = self.forms
+        first, is_ragged = rows[0], self._is_ragged
+        if x is None and (is_ragged or first.x_structure is not None):
+            x = Form.seen("x", first.x_structure, [row.x for row in rows], of_any_length=is_ragged)
+        if y is None and (is_ragged or first.y_structure is not None):
+            y = Form.seen("y", first.y_structure, [row.y for row in rows], of_any_length=is_ragged)
+        self.forms = Forms(x, y)
 
 
 def decode_records(
-    task: Task, records: RawRecords, *, samples_per_record: int, max_record_bytes: int, skip_tombstones: bool = False
-) -> Decoded:
+    task: Task, records: RawRecords, *, samples_per_record: int, max_record_bytes: int, skip_tombstones: bool = False,
+    seen: SeenForms | None = None,
+) -> Decoded:  # fmt: skip
     """Decode the records of one batch.
 
     Args:
         samples_per_record: m; above 1, each value is a packed record (`doll.records.packing`) of at most m samples.
         max_record_bytes: a longer record is refused unread.
         skip_tombstones: a record without a value is skipped, and not refused.
+        seen: what samples must be, from the batches before; None: these are the first.
 
     Raises:
         RetryLater, TaskError, ConfigError: as the task raises them. Nothing of the batch is decoded then.
     """
     refused: list[Refused] = []
     skips = ReasonCounts()
+    seen = SeenForms(task) if seen is None else seen
     values, widths, offsets, kept = _readable(records, max_record_bytes, refused, skips if skip_tombstones else None)
     envelopes = records.envelopes or None
     if envelopes is not None and kept is not None:
@@ -113,16 +150,17 @@ def decode_records(
             envelopes = [envelopes[at] for at, count in zip(whole, counts, strict=True) for _ in range(count)]
     origins = Origins(offsets, records.partition, envelopes)
     with np.errstate(all="ignore"):  # a task's log of a negative number is a NaN, which is refused
-        bulk = decode_in_bulk(task, samples, origins)
+        bulk = decode_in_bulk(task, samples, origins, seen.forms)
         reasons: dict[int, str] = {}
-        rows = _one_by_one(task, samples, origins, bulk.left.tolist(), reasons, bulk.skipped)
-    x, y, places = _combined(bulk.parts, rows, reasons)
+        rows = _one_by_one(task, samples, origins, bulk.left.tolist(), reasons, bulk.skipped, seen.forms)
+    batch, places = _combined(task, bulk.parts, rows, reasons, seen)
     if reasons:
         refused += _by_record(offsets, reasons)
     refused.sort(key=lambda item: item.offset)
     for _, reason in sorted(bulk.skipped.items()):
         skips.add(reason)
-    return Decoded(x, y, offsets[places], refused, skips.in_order())
+    x, y, weight, group = batch
+    return Decoded(x, y, offsets[places], refused, skips.in_order(), weight, group)
 
 
 def _readable(
@@ -185,6 +223,7 @@ def _one_by_one(
     places: Sequence[int],
     reasons: dict[int, str],
     skipped: dict[int, str],
+    forms: Forms,
 ) -> list[_Row]:
     """The samples at these places that can be used; `reasons` and `skipped` get why others are not, by place."""
     rows: list[_Row] = []
@@ -196,7 +235,7 @@ def _one_by_one(
                 sample = task.decode_record(record)
             else:
                 sample = task.decode(samples[place])
-            rows += [(place, *_check(task, item)) for item in _several(task, sample)]
+            rows += [(place, checked(task, item, forms)) for item in _several(task, sample)]
         except NOT_OF_RECORDS:
             raise
         except SkipRecord as exc:
@@ -225,29 +264,41 @@ def _several(task: Task, made: Sample | list[Sample]) -> list[Sample]:
 
 
 def _combined(
-    parts: Sequence[Part], rows: list[_Row], reasons: dict[int, str]
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """x and y of all usable samples, in order, and which values they come from; `reasons` gets why values do not suit
-    the others."""
-    if len(parts) == 1 and not rows:
-        return parts[0].x, parts[0].y, parts[0].places
-    forms = {(part.x.dtype, part.x.shape[1:], part.y.dtype, part.y.shape[1:]) for part in parts}
-    forms |= {(x.dtype, x.shape, y.dtype, y.shape) for _, x, y in rows}
-    if len(forms) > 1:  # what most of the batch have decides, as if all of it had been decoded one by one
-        rows = rows + [row for part in parts for row in zip(part.places.tolist(), part.x, part.y, strict=True)]
-        rows = _same_kind(_same_shape(sorted(rows, key=lambda row: row[0]), reasons), reasons)
+    task: Task, parts: Sequence[Part], rows: list[_Row], reasons: dict[int, str], seen: SeenForms
+) -> tuple[SampleBatch, npt.NDArray[np.int64]]:
+    """All usable samples, in order, and which values they come from; `reasons` gets why values do not suit the
+    others."""
+    if len(parts) == 1 and not rows and not task.is_ragged:
+        seen.see(parts[0].samples.rows(1))
+        return parts[0].samples, parts[0].places
+    forms = {_form(part.samples.rows(1)[0]) for part in parts} | {_form(row) for _, row in rows}
+    if len(forms) > 1 or task.is_ragged:
+        # What most of the batch have decides, as if all of it had been decoded one by one.
+        rows = rows + [row for part in parts for row in zip(part.places.tolist(), part.samples.rows(), strict=True)]
+        rows = _same_kind(_same_shape(sorted(rows, key=_place), reasons, task.is_ragged), reasons)
         rows = [row for row in rows if row[0] not in reasons]  # of a value whose other samples do not suit
         parts = []
     if rows:
-        places = np.array([place for place, _, _ in rows], np.int64)
-        x = as_features(np.stack([x for _, x, _ in rows]))
-        parts = [*parts, Part(places, x, np.stack([y for _, _, y in rows]))]
+        seen.see([row for _, row in rows])
+        batch = batch_of_rows([fitted(row, seen.forms) for _, row in rows], is_ragged=task.is_ragged)
+        parts = [*parts, Part(np.array([place for place, _ in rows], np.int64), batch)]
     if not parts:
-        return np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64)
+        return SampleBatch(np.zeros((0,), np.float32), np.zeros((0,), np.float32)), np.zeros((0,), np.int64)
+    if len(parts) == 1:
+        return parts[0].samples, parts[0].places
+    seen.see(parts[0].samples.rows(1))
     places = np.concatenate([part.places for part in parts])
     order = np.argsort(places, kind="stable")  # several samples of one value stay in order
-    x, y = (np.concatenate(arrays) for arrays in ([p.x for p in parts], [p.y for p in parts]))
-    return x[order], y[order], places[order]
+    return joined([part.samples for part in parts]).of(order.tolist()), places[order]
+
+
+def _place(row: _Row) -> int:
+    return row[0]
+
+
+def _form(row: Row) -> tuple[Any, ...]:
+    """Structure, shapes and types, which the arrays of a batch have in common."""
+    return (*row.shapes, tuple(array.dtype for array in (*row.x, *row.y)))
 
 
 def _by_record(offsets: npt.NDArray[np.int64], reasons: Mapping[int, str]) -> list[Refused]:
@@ -259,36 +310,23 @@ def _by_record(offsets: npt.NDArray[np.int64], reasons: Mapping[int, str]) -> li
     return [Refused(offset, own[0], len(own), len(own) == totals[offset]) for offset, own in texts.items()]
 
 
-def _check(task: Task, sample: Sample | tuple[Any, Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    x, y = as_features(sample[0]), as_target(sample[1])
-    for name, array in (("x", x), ("y", y)):
-        if array.dtype.kind not in NUMERIC_KINDS:
-            what = "mixed or ragged values" if array.dtype == object else f"values of type {array.dtype}"
-            raise SampleError(f"expected numbers in {name}, got {what}")
-    if task.input_shape is not None and x.shape != task.input_shape:
-        raise SampleError(f"expected x of shape {task.input_shape}, got {x.shape}")
-    if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
-        raise SampleError("x holds NaN or infinity")
-    if np.issubdtype(y.dtype, np.floating) and not np.isfinite(y).all():
-        raise SampleError("y is NaN or infinite")
-    if task.num_classes is not None and not (y.ndim == 0 and float(y).is_integer() and 0 <= y < task.num_classes):
-        raise SampleError(f"expected a class 0 to {task.num_classes - 1}, got {y.tolist()!r}"[:MAX_REASON_CHARS])
-    return x, y
-
-
 def _same_kind(rows: list[_Row], reasons: dict[int, str]) -> list[_Row]:
     """Samples with integers among samples with floats: integers become floats, where that does not change them."""
-    xs = _one_kind([x for _, x, _ in rows], 1 << 24)  # up to there float32 holds every integer
-    ys = _one_kind([y for _, _, y in rows], 1 << 53)
-    kept = []
-    for (place, *values), x, y in zip(rows, xs, ys, strict=True):
-        if x is not None and y is not None:
-            kept.append((place, x, y))
-        else:
-            name, value = ("x", values[0]) if x is None else ("y", values[1])
-            text = f"expected integers in {name} as most of the batch, got {value.ravel()[:4].tolist()}"
-            reasons[place] = text[:MAX_REASON_CHARS]
-    return kept
+    if not rows:
+        return rows
+    for root in ("x", "y"):
+        exact = 1 << 24 if root == "x" else 1 << 53  # up to there float32 holds every integer, and float64
+        names = trees.names(root, getattr(rows[0][1], f"{root}_structure"))
+        for at, name in enumerate(names):
+            arrays = _one_kind([getattr(row, root)[at] for _, row in rows], exact)
+            for (place, row), array in zip(rows, arrays, strict=True):
+                own = getattr(row, root)
+                if array is None:
+                    text = f"expected integers in {name} as most of the batch, got {own[at].ravel()[:4].tolist()}"
+                    reasons[place] = text[:MAX_REASON_CHARS]
+                else:
+                    own[at] = array
+    return [row for row in rows if row[0] not in reasons]
 
 
 def _one_kind(arrays: list[npt.NDArray[Any]], exact: int) -> list[npt.NDArray[Any] | None]:
@@ -311,17 +349,37 @@ def _within(array: npt.NDArray[Any], bound: int) -> bool:
     return array.size == 0 or bool(array.max() <= bound and array.min() >= -bound)
 
 
-def _same_shape(rows: list[_Row], reasons: dict[int, str]) -> list[_Row]:
-    """Without a declared shape, the shape that most samples of the batch have is the right one."""
-    shapes = Counter((x.shape, y.shape) for _, x, y in rows)
+def _same_shape(rows: list[_Row], reasons: dict[int, str], is_ragged: bool) -> list[_Row]:
+    """Without a declared shape, the shape that most samples of the batch have is the right one; of samples that may
+    differ in shape, the structure and the numbers of dimensions."""
+    shapes = Counter(row.dimensions if is_ragged else row.shapes for _, row in rows)
     if len(shapes) <= 1:
         return rows
     (usual, _) = shapes.most_common(1)[0]
-    kept = []
-    for place, x, y in rows:
-        if (x.shape, y.shape) == usual:
-            kept.append((place, x, y))
+    kept, example = [], next(row for _, row in rows if usual in (row.dimensions, row.shapes))
+    for place, row in rows:
+        if (row.dimensions if is_ragged else row.shapes) == usual:
+            kept.append((place, row))
         else:
-            text = f"expected x {usual[0]} and y {usual[1]} as most of the batch, got x {x.shape} and y {y.shape}"
-            reasons[place] = text
+            reasons[place] = _difference(row, example)[:MAX_REASON_CHARS]
     return kept
+
+
+def _difference(row: Row, usual: Row) -> str:
+    """Why a sample does not suit the others."""
+    structures = (row.x_structure, row.y_structure)
+    if structures == (usual.x_structure, usual.y_structure) == (None, None):
+        return (
+            f"expected x {usual.x[0].shape} and y {usual.y[0].shape} as most of the batch, "
+            f"got x {row.x[0].shape} and y {row.y[0].shape}"
+        )
+    sides = (("x", row.x_structure, row.x, usual.x_structure, usual.x),
+             ("y", row.y_structure, row.y, usual.y_structure, usual.y))  # fmt: skip
+    for root, structure, arrays, usual_structure, usual_arrays in sides:
+        if structure != usual_structure:
+            expected, got = (", ".join(trees.names(root, item)) for item in (usual_structure, structure))
+            return f"expected {expected} as most of the batch, got {got}"
+        for name, array, other in zip(trees.names(root, structure), arrays, usual_arrays, strict=True):
+            if array.shape != other.shape:
+                return f"{name}: expected shape {other.shape} as most of the batch, got {array.shape}"
+    return "expected the structure of most of the batch"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from doll.config import JobConfig
 from doll.consumers.compute.gradient import Gradient, GradientComputer, stored_weights
 from doll.consumers.compute.gradient_engine import GoesOn
-from doll.consumers.compute.guard import Guard, Samples
+from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.stage_processes import StageLostError, StageProcesses, failure
@@ -62,11 +62,14 @@ from doll.process.fault_points import fault_point
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, gradient_key
 from doll.storage.contributions import Compressor
+from doll.task import trees
+from doll.task.batches import SampleBatch
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
 NO_VALUES: Final = np.zeros(0, np.float32)
+_FEW_SAMPLES: Final = 16
 TICK_S: Final = 0.5
 # A thread that did not run for so long has not heard of the stages for another reason than theirs.
 _PAUSED_S: Final = 2.0
@@ -81,7 +84,7 @@ class Flight:
     batch: Batch
     goes_on: GoesOn
     future: Future[GradientDone | None]
-    samples: Samples
+    samples: SampleBatch
     computed: ComputedBatch | None = None
     bad: dict[int, str] | None = None  # None: not inspected
     started_s: float = 0.0
@@ -90,7 +93,7 @@ class Flight:
 def gradient_of(message: Backward) -> Gradient:
     """What is known of the gradient that is at the stages."""
     return Gradient(
-        NO_VALUES, message.loss_sum, dict(message.metric_sums), math.sqrt(message.squares),
+        NO_VALUES, message.loss_sum, dict(message.metric_sums), float(message.num_samples), math.sqrt(message.squares),
         math.sqrt(message.buffer_squares),
     )  # fmt: skip
 
@@ -165,11 +168,10 @@ class PipelineGradientEngine:
     def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
         (batch,) = batches
         future: Future[GradientDone | None] = Future()
-        samples = (
-            Samples(for_link(batch.data.x), for_link(batch.data.y))
-            if batch.num_samples
-            else Samples(NO_VALUES, NO_VALUES)
-        )
+        samples = SampleBatch(NO_VALUES, NO_VALUES)
+        if batch.num_samples:
+            samples = batch.data.samples
+            samples = samples._replace(x=trees.mapped(for_link, samples.x), y=trees.mapped(for_link, samples.y))
         flight = Flight(grant, batch, goes_on, future, samples)
 
         def submit() -> None:
@@ -345,8 +347,11 @@ class PipelineGradientEngine:
                     self._resolve(submitted.token, None)
 
     def _send(self, message: Forward, flight: Flight) -> None:
+        x, y, weight, group = flight.samples
+        if trees.is_container(x) or trees.is_container(y) or weight is not None or group is not None:
+            raise TaskError("a pipeline takes samples of one array in x and one in y, without weights and groups, yet")
         self._in_stages.append(flight)
-        self._send_down(message, [flight.samples.x, flight.samples.y])
+        self._send_down(message, [x, y])
 
     def _send_down(self, message: Forward | Settle, arrays: Sequence[npt.NDArray[Any]]) -> None:
         try:
@@ -423,7 +428,7 @@ class PipelineGradientEngine:
         n = message.num_samples
         gradient = gradient_of(message)
         problem = message.problem or gradient.problem()
-        if flight.bad is None and (problem or self._guard.is_unusual(gradient, n)):
+        if flight.bad is None and (problem or self._guard.is_unusual(gradient)):
             self._suspect = (flight, message)
             self._core.hold()
             return
@@ -436,7 +441,7 @@ class PipelineGradientEngine:
     def _accept(self, flight: Flight, gradient: Gradient, n: int) -> None:
         if self._check is not None:
             self._computer.load(self._pulled)
-            self._check(flight.samples.few().x, batch=flight.batch.number)
+            self._check(flight.samples.few(_FEW_SAMPLES).x, batch=flight.batch.number)
             self._check = None
         scale = 1.0 if self._takes_sum else 1.0 / n
         if (norm := scale * gradient.norm) > self._clip_norm:
@@ -486,7 +491,7 @@ class PipelineGradientEngine:
             flight.computed = self._computed(flight, 0.0, {}, 0)
             self._complete(flight, 0.0, 0)
         elif bad or message.problem or seen.problem():
-            left = [at for at in range(len(flight.samples.x)) if at not in bad]
+            left = [at for at in range(flight.samples.num_samples) if at not in bad]
             flight.samples = flight.samples.of(left)
             self._in_stages.appendleft(flight)
             self._send_down(self._core.again(number, len(left)), [flight.samples.x, flight.samples.y])

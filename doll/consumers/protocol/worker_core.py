@@ -229,6 +229,7 @@ class ComputedBatch:
     compute_s: float = 0.0
     version: int = -1  # of the weights that it was computed at; -1: no weights were needed
     dead_reasons: tuple[tuple[str, int], ...] = ()
+    weight: float | None = None  # sum of the samples' weights; None: their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -655,6 +656,7 @@ class WorkerCore:
         computed = tuple(
             PushedBatch(
                 batch=batch.number, grant_id=number, n_samples=item.num_samples, loss_sum=item.loss_sum,
+                weight=None if item.weight == item.num_samples else item.weight,
                 metric_sums=item.metric_sums, dead=item.dead, gaps=batch.gaps, lost=batch.lost,
                 dead_samples=item.dead_samples, dead_reasons=item.dead_reasons, compute_s=item.compute_s,
                 wait_s=max(0.0, begun_at_s - batch.complete_at_s),

@@ -21,7 +21,7 @@ from doll.records.control import AnyRecord, Finished, TermStarted, Update
 
 UPDATE_COLUMNS = (
     "time_s", "term", "version", "n_samples", "samples_total", "batches", "prequential_loss",
-    "apply_s", "grant_to_update_s", "mean_compute_s", "mean_service_s",
+    "apply_s", "grant_to_update_s", "mean_compute_s", "mean_service_s", "weight",
 )  # fmt: skip
 EVALUATION_COLUMNS = ("time_s", "term", "version", "loss", "accuracy")
 
@@ -184,6 +184,7 @@ class History:
 
     def _update(self, record: Update, *, void: bool) -> bool:
         service = [member.compute_s + member.fetch_s + member.store_s for member in record.members]
+        weight = record.total_weight
         row: dict[str, float] = {
             "time_s": record.time_s,
             "term": record.term,
@@ -191,19 +192,20 @@ class History:
             "n_samples": record.n_samples,
             "samples_total": record.samples_total,
             "batches": len(record.members),
-            "prequential_loss": record.loss if record.n_samples else math.nan,
+            "prequential_loss": record.loss if weight else math.nan,
             "apply_s": record.apply_s,
             "grant_to_update_s": record.grant_to_update_s,
             "mean_compute_s": mean([member.compute_s for member in record.members]),
             "mean_service_s": mean(service),
+            "weight": weight,
             **{f"prequential_{name}": value for name, value in record.metrics.items()},
         }
         grown = self.updates.append(row, void=void)
         if not void:
             self.version = record.version
             self.samples_total = record.samples_total
-            self.prequential.add(record.version, record.n_samples, record.loss, record.metrics)
-            self.loss_trend.add(record.version, record.n_samples, record.loss)
+            self.prequential.add(record.version, record.n_samples, record.loss, record.metrics, weight)
+            self.loss_trend.add(record.version, weight, record.loss)
             if math.isnan(self.first_time_s):
                 self.first_time_s = record.time_s
             self.last_time_s = record.time_s

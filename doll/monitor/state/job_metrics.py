@@ -167,7 +167,7 @@ class JobMetrics:
         values |= _fields(update, _UPDATE_FIELDS)
         values |= {f"prequential_{name}": value for name, value in update.metrics.items()}
         self._put("update", tuple(samples_of("update", values)))
-        self._loss_trend.add(update.version, update.n_samples, update.loss)
+        self._loss_trend.add(update.version, update.total_weight, update.loss)
         trend = {
             "window_loss": self._loss_trend.last,
             "best_window_loss": self._loss_trend.best,

@@ -19,7 +19,7 @@ _MIN_UPDATES: Final = 10
 
 
 class Means(NamedTuple):
-    """Means over `samples` samples; an empty mean is NaN."""
+    """Means over `samples` samples, by their weights; an empty mean is NaN."""
 
     samples: int
     loss: float
@@ -44,23 +44,32 @@ class Prequential:
         self._begin()
 
     def _begin(self) -> None:
-        self._versions, self._samples, self._loss = array("q", [-1]), array("q", [0]), array("d", [0.0])
+        self._versions, self._samples = array("q", [-1]), array("q", [0])
+        self._weight, self._loss = array("d", [0.0]), array("d", [0.0])
         self._metrics: dict[str, array[float]] = {}  # NaN before the first value of the metric
 
-    def add(self, version: int, samples: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
+    def add(
+        self, version: int, samples: int, loss: float, metrics: Mapping[str, float] | None = None,
+        weight: float | None = None,
+    ) -> None:  # fmt: skip
         """Add an update: means `loss` and `metrics` over `samples` samples, measured before learning.
 
         An update without samples (all of them dead letters) counts in the window but changes no mean.
+
+        Args:
+            weight: sum of the samples' weights; None: their number.
         """
-        values = dict(metrics or {}) if samples > 0 else {}
+        weight = max(samples, 0) if weight is None else weight
+        values = dict(metrics or {}) if weight > 0 else {}
         for name in values.keys() - self._metrics.keys():
             self._metrics[name] = array("d", [math.nan]) * len(self._versions)
         for name, sums in self._metrics.items():
             before, value = sums[-1], values.get(name)
-            sums.append(before if value is None else (0.0 if math.isnan(before) else before) + value * samples)
+            sums.append(before if value is None else (0.0 if math.isnan(before) else before) + value * weight)
         self._versions.append(version)
         self._samples.append(self._samples[-1] + max(samples, 0))
-        self._loss.append(self._loss[-1] + (loss * samples if samples > 0 else 0.0))
+        self._weight.append(self._weight[-1] + weight)
+        self._loss.append(self._loss[-1] + (loss * weight if weight > 0 else 0.0))
         # Rarely, since it copies the arrays.
         if len(self._versions) > 2 * self._kept:
             self._keep(slice(len(self._versions) - self._kept, None))
@@ -76,7 +85,8 @@ class Prequential:
             self._begin()
 
     def _keep(self, part: slice) -> None:
-        self._versions, self._samples, self._loss = self._versions[part], self._samples[part], self._loss[part]
+        self._versions, self._samples = self._versions[part], self._samples[part]
+        self._weight, self._loss = self._weight[part], self._loss[part]
         self._metrics = {name: sums[part] for name, sums in self._metrics.items()}
 
     def running(self) -> Means:
@@ -90,12 +100,13 @@ class Prequential:
     def _since(self, point: int | None) -> Means:
         """Means since a point; None: since the beginning of the run."""
         samples = self._samples[-1] - (0 if point is None else self._samples[point])
-        if samples == 0:
-            return Means(0, float("nan"), {})
+        weight = self._weight[-1] - (0 if point is None else self._weight[point])
+        if weight == 0:
+            return Means(samples, float("nan"), {})
 
         def mean(sums: array[float]) -> float:
             before = 0.0 if point is None or math.isnan(sums[point]) else sums[point]
-            return (sums[-1] - before) / samples
+            return (sums[-1] - before) / weight
 
         known = {name: sums for name, sums in self._metrics.items() if not math.isnan(sums[-1])}
         return Means(samples, mean(self._loss), {name: mean(sums) for name, sums in known.items()})
@@ -110,7 +121,7 @@ class LossTrend:
     """
 
     def __init__(self, window: int = 50) -> None:
-        self._recent: deque[tuple[int, float]] = deque(maxlen=window)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=window)
         self.first = self.best = self.last = math.nan
         self.best_version: int | None = None
 
@@ -122,13 +133,13 @@ class LossTrend:
             trend._point(int(version), loss)
         return trend
 
-    def add(self, version: int, samples: int, loss: float) -> None:
-        """Add an update: the mean `loss` of `samples` samples."""
-        if samples > 0:
-            self._recent.append((samples, loss))
+    def add(self, version: int, weight: float, loss: float) -> None:
+        """Add an update: the mean `loss` of samples whose weights add up to `weight`."""
+        if weight > 0:
+            self._recent.append((weight, loss))
             if len(self._recent) >= _MIN_UPDATES:
-                total = sum(count * value for count, value in self._recent)
-                self._point(version, total / sum(count for count, _ in self._recent))
+                total = sum(part * value for part, value in self._recent)
+                self._point(version, total / sum(part for part, _ in self._recent))
 
     def _point(self, version: int, mean: float) -> None:
         self.last = mean

@@ -143,12 +143,13 @@ def _losses(folder: Path) -> dict[LossKind, LossCurve]:
     updates, evaluations = (_rows(folder / name) for name in ("updates.csv", "evaluations.csv"))
     if not updates:
         return {"held-out": NO_LOSSES, "prequential": NO_LOSSES}
-    time_s, version, samples, n_samples, loss = (
+    time_s, version, samples, n_samples, loss, weight = (
         np.array([row.get(name, math.nan) for row in updates])
-        for name in ("time_s", "version", "samples_total", "n_samples", "prequential_loss")
+        for name in ("time_s", "version", "samples_total", "n_samples", "prequential_loss", "weight")
     )
+    weight = np.where(np.isnan(weight), n_samples, weight)  # earlier releases have none
     since_s = time_s - time_s[0]
-    prequential = LossCurve(since_s, samples, version, moving_mean(loss, n_samples, WINDOW))
+    prequential = LossCurve(since_s, samples, version, moving_mean(loss, weight, WINDOW))
     # A version is evaluated some time after it was made: what counts is when it was.
     made = {int(number): at for at, number in enumerate(version)}
     known_rows = [row for row in evaluations if int(row.get("version", -1)) in made and "loss" in row]

@@ -84,7 +84,7 @@ def make_panels(history: History, *, predicted_rate: float, target_accuracy: flo
     start_s = history.first_time_s
     at_s, at_version = updates.valid("time_s") - start_s, updates.valid("version")
     held_s, held_version = evaluations.valid("time_s") - start_s, evaluations.valid("version")
-    weight = updates.valid("n_samples")
+    weight = updates.valid("weight")
     window = min(50, max(5, len(weight) // 10))
     panels = []
     for name, title in (("loss", "Loss"), ("accuracy", "Accuracy")):

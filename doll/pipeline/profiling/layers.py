@@ -24,7 +24,9 @@ from torch.fx.passes.split_module import split_module
 
 from doll.errors import ConfigError
 from doll.pipeline.links.device import crossing_problem, is_differentiable
-from doll.task.base import Task, stack
+from doll.task import trees
+from doll.task.base import Task
+from doll.task.batches import batch_of
 
 _TOLERANCE: Final = 1e-6
 _GRADIENT_TOLERANCE: Final = 1e-4
@@ -85,8 +87,10 @@ def trial_input(task: Task, model: torch.nn.Module, samples: int) -> Trial:
             torch.randn(shape, generator=torch.Generator().manual_seed(0)), torch.zeros(shape, dtype=torch.int64),
         ]  # fmt: skip
     else:
-        held, _ = stack(sample for sample, _ in zip(task.holdout(), range(samples), strict=False))
-        tried = [torch.from_numpy(held)] if len(held) else []
+        held_out = batch_of(task, task.holdout(), samples)
+        if trees.is_container(held_out.x):
+            return Trial(None, "a pipeline takes samples of one array yet")
+        tried = [torch.from_numpy(held_out.x)] if held_out.num_samples else []
     for x in tried:
         try:
             with torch.no_grad():

@@ -15,7 +15,9 @@ from doll.errors import ConfigError
 from doll.pipeline.links.device import StageDevice, as_received, is_differentiable, open_device
 from doll.pipeline.profiling.layers import Layer, trial_input
 from doll.pipeline.profiling.profile import LayerProfile, Profile
-from doll.task.base import Task, stack
+from doll.task import trees
+from doll.task.base import Task
+from doll.task.batches import batch_of
 
 _WARM_UP: Final = 2
 
@@ -33,10 +35,10 @@ def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.G
     Raises:
         ConfigError: the task has no held-out samples, and its model takes no numbers of the task's shape.
     """
-    x, y = stack(sample for sample, _ in zip(task.holdout(), range(size), strict=False))
-    if len(x):
-        at = np.arange(size) % len(x)
-        return ProfiledBatch(x[at], y[at])
+    held_out = batch_of(task, task.holdout(), size)
+    if (count := held_out.num_samples) and not trees.is_container(held_out.x):
+        at = np.arange(size) % count
+        return ProfiledBatch(held_out.x[at], held_out.y[at])
     taken, reason = trial_input(task, model, 2)
     if taken is None:
         raise ConfigError(

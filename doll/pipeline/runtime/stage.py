@@ -301,7 +301,8 @@ class Stage:
         change = replica.flat.detach()[parameters:floats] - buffers[: floats - parameters]
         self._buffer_squares[slot] = square_length(change) if len(change) else 0.0
         item.input, item.output = received, output if self._is_last else Sent(output)
-        return output.detach()
+        detached: torch.Tensor = output.detach()
+        return detached
 
     def loss(self, slot: int, y: Array) -> Loss:
         """At the last stage: the loss, whose gradient `backward` then takes, before the next `forward`."""

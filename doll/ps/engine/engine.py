@@ -864,7 +864,8 @@ class Engine:
             self.empty_updates += 1
         elif self._first_update_at_s is None:
             self._first_update_at_s = self._now
-        self._make_version(sets, 1.0 if self.settings.sum_reduction else 1.0 / max(samples, 1))
+        weight = sum(item.weight for item in sets)
+        self._make_version(sets, 1.0 if self.settings.sum_reduction or not weight else 1.0 / weight)
         self._stop_by_progress()
         self._stop_by_refusals()
 

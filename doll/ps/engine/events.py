@@ -184,6 +184,11 @@ class AppliedSet(msgspec.Struct, frozen=True):
         """Usable samples of all its batches."""
         return sum(item.n_samples for item in self.push.batches)
 
+    @property
+    def weight(self) -> float:
+        """Sum of the weights of these samples."""
+        return sum(item.total_weight for item in self.push.batches)
+
 
 class ApplyUpdate(Action, frozen=True):
     """Sum these sets' gradients in this order, scale, step: the model becomes `version`, their batches are applied.

@@ -5,6 +5,7 @@ A grant stands from the moment at which its batch is granted until the batch is 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -210,6 +211,8 @@ def is_allowed(push: Push, grants: Sequence[ActiveGrant], policy: Policy, versio
     for grant, item in zip(grants, push.batches, strict=True):
         used = push.version if item.version < 0 else item.version
         if not grant.min_version <= used <= version or item.n_samples < 0 or item.dead_samples < 0:
+            return False
+        if not 0 <= item.total_weight < math.inf:
             return False
     return True
 

@@ -54,11 +54,11 @@ class Updater(HoldsTensors, Protocol):
         """The factor, at most 1, by which the last `apply` made its contributions smaller, tables' included."""
         ...
 
-    def weight(self, num_samples: int, age: int) -> float:
+    def weight(self, set_weight: float, age: int) -> float:
         """What the parameters of a contribution are multiplied by before they are added.
 
         Args:
-            num_samples: usable samples of its set.
+            set_weight: sum of the weights of its samples.
             age: updates that were made since the weights that it was computed on.
         """
         ...
@@ -77,7 +77,7 @@ class Updater(HoldsTensors, Protocol):
         self,
         contributions: Sequence[Contribution],
         scale: float,
-        num_samples: int,
+        weight: float,
         into: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Make the next model from what was added and then `contributions`, in this order.
@@ -87,7 +87,7 @@ class Updater(HoldsTensors, Protocol):
 
         Args:
             scale: factor for the sum of the contributions.
-            num_samples: of all contributions together.
+            weight: sum of the weights of all contributions' samples.
             into: memory for the new weights, float32, shape (numel,), which then is `weights`. The array that was
                 `weights` before is left as it was, and is not used any more; `into` may be that array. None: memory of
                 the updater's own, in place where it can be.
@@ -170,7 +170,7 @@ class ContributionBuffer:
                 added.popleft()
             elif (waiting := self._waiting.pop(item.grant_id, None)) is not None:
                 age = update.version - 1 - item.base_version
-                contributions.append(self._weighed(waiting, self._updater.weight(item.num_samples, age)))
+                contributions.append(self._weighed(waiting, self._updater.weight(item.weight, age)))
             elif item.push.key:
                 raise KeyError(f"update {update.version}: expected the gradient of grant {item.grant_id}, got none")
         if added:
@@ -178,16 +178,16 @@ class ContributionBuffer:
                 f"update {update.version}: expected the gradients that were added to be its first ones, in its order; "
                 f"got that of grant {added[0]}"
             )
-        num_samples = sum(item.num_samples for item in update.sets)
+        weight = sum(item.weight for item in update.sets)
         if self._tables is not None:
             for waiting in contributions:
                 self._tables.add(waiting.rows, waiting.number)
         # Before the tables: where gradients are clipped, it says how much, for both.
-        self._updater.apply([waiting.values for waiting in contributions], update.scale, num_samples, into)
+        self._updater.apply([waiting.values for waiting in contributions], update.scale, weight, into)
         if self._tables is not None:
             scale = update.scale * self._updater.clipped_by
             self._tables.apply(scale, update.version, self._authors(update) if scale == 1 else {})
-        return num_samples
+        return sum(item.num_samples for item in update.sets)
 
     def _authors(self, update: ApplyUpdate) -> dict[int, int]:
         """Of the sets that their workers' processes know as they are applied; a rest is not kept by its worker."""

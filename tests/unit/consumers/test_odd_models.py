@@ -120,7 +120,7 @@ def test_gradient_buffers_and_steps_are_those_of_the_undivided_model(make_rig: C
         assert done.batches[0].num_samples == size
         assert done.batches[0].loss_sum == pytest.approx(gradient.loss_sum, rel=1e-6)
         of_batch = gradient.values[:n] / size
-        steps.add(gradient, batch=number, num_samples=size)
+        steps.add(gradient, batch=number)
         pushed, expected = rig.pushed(done), steps.values()
         assert expected is not None
         if not number:

@@ -21,11 +21,12 @@ from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.model.flat_model import FlatModel
 from doll.producers.sources import criteo, synthetic_clicks
-from doll.task.base import Task, load_task, stack
+from doll.task.base import Task, load_task
 from examples.clicks.task import Clicks, SparseLinear, columns_of, mix
 from hypothesis import given
 from hypothesis import strategies as st
 from paths import SHARED_DATA
+from stacked import stack
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -63,7 +64,7 @@ def test_a_line_and_its_packed_record_are_one_sample() -> None:
     assert criteo.is_packed(packed)
     assert not criteo.is_packed(LINE)
     task = Clicks(1000)
-    (x, y), (packed_x, packed_y) = task.decode(LINE + b"\r\n"), task.decode(packed)
+    (x, y, *_), (packed_x, packed_y, *_) = task.decode(LINE + b"\r\n"), task.decode(packed)
     x = np.asarray(x)
     assert y == packed_y == 1
     assert (x == packed_x).all()
@@ -240,7 +241,7 @@ def test_held_out_clicks_are_the_front_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "dev.tsv.gz").write_bytes(gzip.compress(b"\n".join([LINE, changed(1, b"0"), LINE])))
     text = "job: t\ntask: {class: 'examples.clicks.task:Clicks', args: {holdout_path: dev.tsv.gz, holdout_samples: 2}}"
     held_out = list(load_task(job_config.parse(text, base_folder=tmp_path)).holdout())
-    assert [int(sample.y) for sample in held_out] == [1, 0]  # type: ignore[arg-type]
+    assert [int(sample.y) for sample in held_out] == [1, 0]
     assert list(Clicks().holdout()) == []
     with pytest.raises(ConfigError, match="none"):
         list(Clicks(holdout_path=str(tmp_path / "none")).holdout())

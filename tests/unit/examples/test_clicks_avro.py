@@ -17,11 +17,12 @@ import pytest
 import torch
 from doll import config as job_config
 from doll.consumers.intake.decoding import RawRecords, decode_records
-from doll.task.base import load_task, stack
+from doll.task.base import load_task
 from examples.clicks_avro.fill import Schema, clicks, encode
 from examples.clicks_avro.task import CATEGORIES, COUNTS, Clicks, made_up
 from fake_registry import FakeRegistry, fake_registry
 from paths import EXAMPLES, SHARED_DATA
+from stacked import stack
 
 pytestmark = pytest.mark.slow  # loads torch
 

@@ -18,7 +18,8 @@ from doll.consumers.compute.task_steps import OwnSteps
 from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.model.flat_model import build
 from doll.producers import sources
-from doll.task.base import Sample, as_features, load_task
+from doll.task.base import Sample, load_task
+from doll.task.forms import as_features
 from paths import EXAMPLES, SHARED_DATA
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -59,7 +60,7 @@ def test_a_copy_loads_decodes_its_source_and_computes_a_gradient(name: str, tmp_
         sample = task.decode(record)
         assert isinstance(sample, Sample)
         assert as_features(sample.x).shape == task.input_shape
-        assert task.num_classes is None or 0 <= int(sample.y) < task.num_classes  # type: ignore[arg-type]
+        assert task.num_classes is None or 0 <= int(sample.y) < task.num_classes
     task.decode = None  # type: ignore[method-assign, assignment]  # in bulk, or not at all
     decoded = decode_records(task, RawRecords(range(100), records), samples_per_record=1, max_record_bytes=10_000)
     assert (decoded.num_samples, decoded.refused) == (100, [])

@@ -20,10 +20,11 @@ from doll.evaluation.heldout import HeldOut
 from doll.model.flat_model import FlatModel, build
 from doll.producers import sources
 from doll.tables.rows import Floats, Ids, Rows
-from doll.task.base import Sample, load_task, stack
+from doll.task.base import Sample, load_task
 from examples.lda import task as lda
 from examples.lda.task import Topics
 from paths import SHARED_DATA
+from stacked import stack
 
 pytestmark = pytest.mark.slow  # loads torch
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from doll.consumers.intake.decoding import RawRecords, decode_records
-from doll.task.base import Sample, stack
+from doll.task.base import Sample
 from examples.trips.fill import trips
 from examples.trips.task import Fares, made_up
 from paths import SHARED_DATA
+from stacked import stack
 
 pytestmark = pytest.mark.slow  # loads torch
 

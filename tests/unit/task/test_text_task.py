@@ -17,12 +17,13 @@ from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.model.flat_model import build, fingerprint
 from doll.producers import sources
-from doll.task.base import Task, load_task, stack
+from doll.task.base import Task, load_task
 from doll.task.text import ENGLISH, TextTask, Vocabulary, write_vocabulary
 from examples.lda.task import Topics
 from examples.words.task import SkipGram
 from hypothesis import example, given
 from hypothesis import strategies as st
+from stacked import stack
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -106,7 +107,7 @@ def test_processes_with_other_vocabularies_are_told_apart(tmp_path: Path, cls: t
 def test_a_text_becomes_padded_ids_without_stop_words(tmp_path: Path) -> None:
     (tmp_path / "v.txt").write_text("the\nprice\nof\ncocoa\n")
     task = TextTask(vocabulary_file=str(tmp_path / "v.txt"), max_tokens=6, stop_words=["of"])
-    x, y = task.decode(_record("The price of Swiss cocoa: 7!"))
+    x, y, *_ = task.decode(_record("The price of Swiss cocoa: 7!"))
     assert np.asarray(x).tolist() == [0, 1, 3, -1, -1, -1]
     assert y == 3
     assert np.asarray(task.decode(_record("")).x).tolist() == [-1] * 6

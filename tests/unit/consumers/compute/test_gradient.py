@@ -262,7 +262,7 @@ def test_frozen_parameters_are_fingerprinted() -> None:
 
 def gradient_of(value: float, norm: float = 1.0) -> Gradient:
     """Three parameters, two float buffers, and four bytes that are not of floats."""
-    return Gradient(np.full(6, value, np.float32), 0.0, {}, norm)
+    return Gradient(np.full(6, value, np.float32), 0.0, {}, 1.0, norm)
 
 
 def test_the_memory_behind_the_floats_is_that_of_the_last_gradient() -> None:
@@ -272,7 +272,7 @@ def test_the_memory_behind_the_floats_is_that_of_the_last_gradient() -> None:
         one = gradient_of(1.0)
         one.values[5] = number
         total.keep()
-        assert total.add(one, batch=batch, num_samples=1)
+        assert total.add(one, batch=batch)
     values = total.values()
     assert values is not None
     assert values[:5].tolist() == [2.0] * 5
@@ -281,27 +281,27 @@ def test_the_memory_behind_the_floats_is_that_of_the_last_gradient() -> None:
 
 def test_a_gradient_that_float32_may_not_hold_the_sum_of_is_not_added() -> None:
     total = GradientSum(3, 5)
-    assert total.add(gradient_of(3e38, norm=3e38), batch=0, num_samples=1), "one alone is always taken"
-    assert not total.add(gradient_of(3e38, norm=3e38), batch=1, num_samples=1)
+    assert total.add(gradient_of(3e38, norm=3e38), batch=0), "one alone is always taken"
+    assert not total.add(gradient_of(3e38, norm=3e38), batch=1)
     assert [batch for batch, _ in total.holds] == [0]
     values = total.values()
     assert values is not None
     assert values[:5].tolist() == [np.float32(3e38)] * 5
     assert total.begin(grant(0))
     assert total.values() is None
-    assert total.add(gradient_of(1.0), batch=0, num_samples=1)
-    assert not total.add(gradient_of(2e38, norm=1.0), batch=1, num_samples=1), "a buffer counts too"
+    assert total.add(gradient_of(1.0), batch=0)
+    assert not total.add(gradient_of(2e38, norm=1.0), batch=1), "a buffer counts too"
 
 
 def test_a_sum_says_what_it_holds_and_takes_no_batch_twice() -> None:
     total = GradientSum(3, 5)
     assert total.begin(grant(4, 9, 10))
-    assert total.add(gradient_of(1.0), batch=4, num_samples=1)
+    assert total.add(gradient_of(1.0), batch=4)
     total.keep()
     total.skip(5)
     assert total.holds == ((4, 9), (5, 10))
     for batch in (4, 5):
         with pytest.raises(IllegalEventError, match="expected a batch after 5"):
-            total.add(gradient_of(1.0), batch=batch, num_samples=1)
+            total.add(gradient_of(1.0), batch=batch)
     assert total.rest(0) is None
     assert total.holds == ()

@@ -111,10 +111,10 @@ def test_samples_that_the_guard_refuses_are_dead_lettered_with_what_the_log_hold
     compute = rig.computer.compute
     x_last = batch.data.x[6].copy()
 
-    def fails_on_the_last(x: np.ndarray, y: np.ndarray, **options: Any) -> Any:
+    def fails_on_the_last(x: np.ndarray, *others: Any, **options: Any) -> Any:
         if (x == x_last).all(axis=-1).any():
             raise ValueError("cannot learn this")
-        return compute(x, y, **options)
+        return compute(x, *others, **options)
 
     monkeypatch.setattr(rig.computer, "compute", fails_on_the_last)
     done = rig.handler.handle(grant(5), (batch,), goes_on)
@@ -256,10 +256,10 @@ def test_the_guard_judges_each_batch_of_a_set_by_itself(monkeypatch: pytest.Monk
     compute = rig.computer.compute
     x_bad = batches[1].data.x[1].copy()
 
-    def fails_on_one(x: np.ndarray, y: np.ndarray, **options: Any) -> Any:
+    def fails_on_one(x: np.ndarray, *others: Any, **options: Any) -> Any:
         if (x == x_bad).all(axis=-1).any():
             raise ValueError("cannot learn this")
-        return compute(x, y, **options)
+        return compute(x, *others, **options)
 
     monkeypatch.setattr(rig.computer, "compute", fails_on_one)
     letters_before_the_blob: list[int] = []

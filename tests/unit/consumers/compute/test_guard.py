@@ -11,11 +11,12 @@ import pytest
 import torch
 from doll.config import parse
 from doll.consumers.compute.gradient import GradientComputer
-from doll.consumers.compute.guard import Guard, GuardedGradient, Samples
+from doll.consumers.compute.guard import Guard, GuardedGradient
 from doll.errors import TaskError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
 from doll.task.base import Sample, Task
+from doll.task.batches import SampleBatch
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -191,7 +192,7 @@ def test_an_adaptive_optimizer_is_judged_alike_for_sums_and_for_means(optimizer:
     for reduction in ("mean", "sum"):
         world = World(Plane(), optimizer, f"training.reduction={reduction}")
         world.computer.load(world.optimizer.weights)
-        ordinary = Samples(*points(0))
+        ordinary = SampleBatch(*points(0))
         gradient = world.computer.compute(*points(1, n=1))
         after.append(world.guard._loss_after(gradient, 0.5, ordinary))
     assert after[0] == after[1] != world.computer.loss(*ordinary)

@@ -63,7 +63,7 @@ class Rig:
         rng = np.random.default_rng(batch)
         x, y = rng.normal(size=(n, 4)).astype(np.float32), rng.normal(size=(n, 3)).astype(np.float32)
         gradient = self.computer.compute(x, y)
-        assert self.steps.add(gradient, batch=batch, num_samples=n)
+        assert self.steps.add(gradient, batch=batch)
 
     def load(self, order: Grant) -> int | None:
         """As `GrantHandler`."""

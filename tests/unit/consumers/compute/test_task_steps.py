@@ -124,7 +124,7 @@ def test_the_step_is_added_to_the_view_and_pushed_as_it_is() -> None:
     model = StepModel("unit", MemoryBlobs(), rig.config.training, rig.model, computer, takes_steps=True)
     for batch in range(2):
         gradient, _ = rig.compute(0, 1, 1, batch=batch)
-        assert model.add(gradient, batch=batch, num_samples=3)
+        assert model.add(gradient, batch=batch)
     pushed = model.values()
     assert pushed is not None
     assert pushed[:3].tolist() == [2, 4, 0]

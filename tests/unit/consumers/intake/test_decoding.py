@@ -14,10 +14,11 @@ from doll.consumers.intake.decoding import MAX_REASON_CHARS, Decoded, RawRecords
 from doll.errors import SampleError
 from doll.records.packing import pack
 from doll.records.refusals import UnreadValue
-from doll.task.base import Sample, Task, stack
+from doll.task.base import Sample, Task
 from examples.synthetic.task import Gaussian
 from hypothesis import given
 from hypothesis import strategies as st
+from stacked import stack
 
 pytestmark = pytest.mark.slow  # loads torch
 

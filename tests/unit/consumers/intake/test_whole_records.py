@@ -200,7 +200,7 @@ def test_masks_of_another_shape_skip_nothing() -> None:
 def test_a_bad_sample_beside_skipped_ones_is_refused_alone() -> None:
     class Infinite(Filtering):
         def decode_many(self, values: Sequence[bytes]) -> Samples:
-            x, y, skipped, _ = super().decode_many(values)
+            x, y, skipped, *_ = super().decode_many(values)
             return Samples(np.where(x == 7, np.inf, x), y, skipped)
 
         def decode(self, record: bytes) -> Sample:

@@ -101,7 +101,7 @@ def test_one_batch_at_a_time_is_what_an_undivided_worker_computes(make_rig: Call
             assert steps.load(order) == done.batches[0].version
             gradient = computer.compute(*samples(rig.task, number, BATCH))
             assert done.batches[0].loss_sum == pytest.approx(gradient.loss_sum, rel=1e-5)
-            steps.add(gradient, batch=number, num_samples=BATCH)
+            steps.add(gradient, batch=number)
         expected = steps.values()
         assert expected is not None
         np.testing.assert_allclose(rig.pushed(done), expected, rtol=1e-5, atol=1e-6)

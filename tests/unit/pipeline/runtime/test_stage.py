@@ -134,7 +134,7 @@ class Undivided:
     def learn(self, batch: int, x: Array, y: Array) -> Gradient:
         gradient = self.computer.compute(x, y)
         gradient = gradient._replace(values=gradient.values.copy())
-        self.steps.add(gradient, batch=batch, num_samples=len(x))
+        self.steps.add(gradient, batch=batch)
         return gradient
 
 
@@ -223,7 +223,7 @@ def test_the_sum_of_a_waves_steps_is_that_of_an_undivided_worker(name: str, in_f
                 scale = limit / norm
             ends = (batch + 1) % wave == 0
             chain.commit(batch, batch % in_flight, scale=scale, n=n, ends_wave=ends)
-            undivided.steps.add(gradient, batch=batch, num_samples=n)
+            undivided.steps.add(gradient, batch=batch)
             assert_same(chain.weights()[: chain.num_parameters], undivided_view(undivided, chain), chain)
             if ends:
                 expected = undivided.steps.values()

@@ -1,0 +1,223 @@
+"""Samples that are computed together: x and y of all of them, their weights and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import ConfigError, SampleError
+from doll.task import trees
+from doll.task.base import Sample, Task
+from doll.task.forms import NO_GROUP, Form, as_feature, as_features, as_target, group_of, weight_of
+from doll.task.trees import Array, Ragged, Structure, Tree, parts_of, tree_of
+
+
+class SampleBatch(NamedTuple):
+    """Samples of one batch, or of a part of it.
+
+    Attributes:
+        x, y: trees (`doll.task.trees`) of arrays of shape (n, ...); `Ragged` where the task puts them together.
+        weight: float32, shape (n,); None: all are 1.
+        group: int64, shape (n,); None: no sample has one.
+    """
+
+    x: Tree
+    y: Tree
+    weight: npt.NDArray[np.float32] | None = None
+    group: npt.NDArray[np.int64] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return trees.count(self.x)
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights."""
+        return float(self.num_samples) if self.weight is None else float(self.weight.sum(dtype=np.float64))
+
+    def of(self, part: Sequence[int] | slice) -> SampleBatch:
+        """The samples at these places."""
+        places = part if isinstance(part, slice) else list(part)
+        weight = None if self.weight is None else self.weight[places]
+        group = None if self.group is None else self.group[places]
+        return SampleBatch(trees.taken(self.x, places), trees.taken(self.y, places), weight, group)
+
+    def few(self, most: int) -> SampleBatch:
+        """A few of them, evenly spaced."""
+        return self.of(np.unique(np.linspace(0, self.num_samples - 1, most, dtype=int)).tolist())
+
+    def rows(self, most: int | None = None) -> list[Row]:
+        """Each sample, or the first `most`, by itself."""
+        samples = self if most is None else self.of(slice(most))
+        (xs, x_structure), (ys, y_structure) = (trees.rows_of(tree) for tree in (samples.x, samples.y))
+        count = samples.num_samples
+        weights = [1.0] * count if samples.weight is None else samples.weight.tolist()
+        groups = [NO_GROUP] * count if samples.group is None else samples.group.tolist()
+        return [
+            Row(x, x_structure, y, y_structure, weight, group)
+            for x, y, weight, group in zip(xs, ys, weights, groups, strict=True)
+        ]
+
+    def unweighted(self) -> SampleBatch:
+        """The same samples, each once."""
+        return self if self.weight is None else self._replace(weight=None)
+
+
+class Forms(NamedTuple):
+    """What x and y of samples must be; None: of any form."""
+
+    x: Form | None = None
+    y: Form | None = None
+
+    @classmethod
+    def of(cls, task: Task) -> Forms:
+        """As the task declares them.
+
+        Raises:
+            ConfigError: `Task.spec` returns something else.
+        """
+        if (declared := task.spec()) is None:
+            return cls()
+        if not (isinstance(declared, tuple) and len(declared) == 2):
+            raise ConfigError(f"Task.spec(): expected fields of x and of y, got {declared!r:.200}")
+        x, y = declared
+        return cls(None if x is None else Form.declared("x", x), None if y is None else Form.declared("y", y))
+
+
+ANY_FORMS: Final = Forms()
+
+
+class Row(NamedTuple):
+    """One sample: the arrays of its x and y, and the structures around them (`doll.task.trees.flat`)."""
+
+    x: list[Array]
+    x_structure: Structure | None
+    y: list[Array]
+    y_structure: Structure | None
+    weight: float = 1.0
+    group: int = NO_GROUP
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Structures and shapes, which all samples of an array have in common."""
+        return (
+            self.x_structure, tuple(array.shape for array in self.x),
+            self.y_structure, tuple(array.shape for array in self.y),
+        )  # fmt: skip
+
+    @property
+    def dimensions(self) -> tuple[Any, ...]:
+        """Structures, and how many dimensions each array has."""
+        return (
+            self.x_structure, tuple(array.ndim for array in self.x),
+            self.y_structure, tuple(array.ndim for array in self.y),
+        )  # fmt: skip
+
+    @property
+    def trees(self) -> tuple[Tree, Tree]:
+        """x and y."""
+        return tree_of(self.x_structure, self.x), tree_of(self.y_structure, self.y)
+
+
+def row_of(sample: Sample | tuple[Any, Any], forms: Forms) -> Row:
+    """The arrays of a sample.
+
+    Raises:
+        SampleError: it does not fit; weight or group is none.
+    """
+    x, y = sample[:2]
+    xs, x_structure = _arrays("x", x, forms.x, as_features)
+    ys, y_structure = _arrays("y", y, forms.y, as_target)
+    if len(sample) == 2 or (sample[2] == 1 and sample[3] is None):
+        return Row(xs, x_structure, ys, y_structure)
+    weight, group = weight_of(sample[2]), sample[3]
+    return Row(xs, x_structure, ys, y_structure, weight, NO_GROUP if group is None else group_of(group))
+
+
+def _arrays(
+    root: str, value: Any, form: Form | None, alone: Callable[[Any], Array]
+) -> tuple[list[Array], Structure | None]:
+    """`alone`: makes an array of what is one array and has no form."""
+    if form is not None:
+        leaves, structure = form.taken_apart(value), form.structure
+    else:
+        leaves, structure = parts_of(value)
+        if structure is None:
+            return [alone(value)], None
+    convert = as_feature if root == "x" else as_target
+    arrays = []
+    for name, leaf in zip(trees.names(root, structure), leaves, strict=True):
+        try:
+            arrays.append(convert(leaf))
+        except (TypeError, ValueError) as exc:
+            raise SampleError(f"{name}: expected numbers: {exc}") from None
+    if not arrays:
+        raise SampleError(f"expected an array in {root}, got {value!r:.100}")
+    return (arrays if form is None else form.fitted(arrays)), structure
+
+
+def features_of(arrays: Sequence[Array], structure: Structure | None, form: Form | None) -> list[Array]:
+    """The arrays of x, of many samples, as those of `row_of`."""
+    is_alone = structure is None and form is None
+    return [as_features(array) if is_alone else as_feature(array) for array in arrays]
+
+
+def fitted(row: Row, forms: Forms) -> Row:
+    """The sample with each array of its field's type.
+
+    Raises:
+        SampleError: it does not fit.
+    """
+    x = row.x if forms.x is None else forms.x.fitted(row.x)
+    y = row.y if forms.y is None else forms.y.fitted(row.y)
+    return row._replace(x=x, y=y)
+
+
+def batch_of_rows(rows: Sequence[Row], *, is_ragged: bool) -> SampleBatch:
+    """The batch of these samples, in order; at least one, of one structure, and of one shape where it is not ragged."""
+    weight = None if all(row.weight == 1 for row in rows) else np.array([row.weight for row in rows], np.float32)
+    group = None if all(row.group == NO_GROUP for row in rows) else np.array([row.group for row in rows], np.int64)
+    if is_ragged:
+        xs, ys = zip(*(row.trees for row in rows), strict=True)
+        return SampleBatch(Ragged(xs), Ragged(ys), weight, group)
+    first = rows[0]
+    # A stack of integers and floats is of float64.
+    x = [as_feature(np.stack(column)) for column in zip(*(row.x for row in rows), strict=True)]
+    y = [np.stack(column) for column in zip(*(row.y for row in rows), strict=True)]
+    return SampleBatch(tree_of(first.x_structure, x), tree_of(first.y_structure, y), weight, group)
+
+
+def batch_of(task: Task, samples: Iterable[Sample | list[Sample]], most: int | None = None) -> SampleBatch:
+    """The first `most` of these samples, such as those that a task holds out; of none (0, ...) arrays.
+
+    Raises:
+        SampleError, ValueError: they do not fit together.
+    """
+    forms = Forms.of(task)
+    single = (sample for made in samples for sample in (made if isinstance(made, list) else [made]))
+    rows = [row_of(sample, forms) for sample in islice(single, most)]
+    if not rows:
+        return SampleBatch(np.zeros((0,), np.float32), np.zeros((0,), np.float32))
+    return batch_of_rows(rows, is_ragged=task.is_ragged)
+
+
+def joined(batches: Sequence[SampleBatch]) -> SampleBatch:
+    """The samples of several batches, at least one."""
+    if len(batches) == 1:
+        return batches[0]
+    x, y = trees.joined([batch.x for batch in batches]), trees.joined([batch.y for batch in batches])
+    return SampleBatch(
+        x, y, _column([(batch.weight, batch.num_samples) for batch in batches], 1, np.float32),
+        _column([(batch.group, batch.num_samples) for batch in batches], NO_GROUP, np.int64),
+    )  # fmt: skip
+
+
+def _column(parts: Sequence[tuple[Array | None, int]], missing: int, dtype: Any) -> Array | None:
+    """Weights or groups of several batches; None where none of them has some."""
+    if all(array is None for array, _ in parts):
+        return None
+    return np.concatenate([np.full(count, missing, dtype) if array is None else array for array, count in parts])

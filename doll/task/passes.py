@@ -1,0 +1,159 @@
+"""What a task makes of a batch: output, loss and metrics, the last two as sums over the samples, each times its weight.
+
+A task's methods say what they need: `weight` and `group` are passed to those that have a parameter of that name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from doll.errors import TaskError
+from doll.task import trees
+from doll.task.base import Sample, Task, by_sample
+from doll.task.batches import SampleBatch
+from doll.task.forms import as_feature, as_features, as_target
+from doll.task.trees import Ragged
+
+
+class Inputs(NamedTuple):
+    """A batch as the task's methods get it.
+
+    Attributes:
+        x, y: trees of tensors.
+        weight, group: as in `SampleBatch`.
+        num_samples: n.
+        total_weight: sum of the weights.
+    """
+
+    x: Any
+    y: Any
+    weight: torch.Tensor | None
+    group: torch.Tensor | None
+    num_samples: int
+    total_weight: float
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+        """The same with `move` of each tensor, such as to a device."""
+        weight = None if self.weight is None else move(self.weight)
+        group = None if self.group is None else move(self.group)
+        return self._replace(x=trees.mapped(move, self.x), y=trees.mapped(move, self.y), weight=weight, group=group)
+
+
+def inputs_of(task: Task, batch: SampleBatch) -> Inputs:
+    """The tensors of a batch, in the memory of its arrays where that is possible.
+
+    Raises:
+        Exception: as `Task.collate` raises it.
+    """
+    x, y = batch.x, batch.y
+    if isinstance(x, Ragged):
+        x, y = _collated(task, batch)
+    weight, group = (None if part is None else torch.from_numpy(part) for part in (batch.weight, batch.group))
+    return Inputs(
+        trees.mapped(_tensor, x), trees.mapped(_tensor, y), weight, group, batch.num_samples, batch.total_weight
+    )
+
+
+def _collated(task: Task, batch: SampleBatch) -> tuple[Any, Any]:
+    weights = [1.0] * batch.num_samples if batch.weight is None else batch.weight.tolist()
+    groups = [None] * batch.num_samples if batch.group is None else batch.group.tolist()
+    x, y = task.collate(list(map(Sample, batch.x, batch.y, weights, groups)))
+    is_alone = not isinstance(x, dict | tuple | list)
+    return trees.mapped(as_features if is_alone else as_feature, x), trees.mapped(as_target, y)
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(array, order="C"))
+
+
+def forward(task: Task, module: torch.nn.Module, inputs: Inputs) -> Any:
+    """The model's output."""
+    if takes(task, "forward", "group"):
+        return task.forward(module, inputs.x, group=inputs.group)  # type: ignore[call-arg]
+    return task.forward(module, inputs.x)
+
+
+class Loss(NamedTuple):
+    """The sum of the samples' losses: what is differentiated, a scalar, and its value."""
+
+    total: torch.Tensor
+    value: float
+
+
+def loss(task: Task, output: Any, inputs: Inputs) -> Loss:
+    """The loss of a batch.
+
+    Raises:
+        TaskError: there are weights, and the task has a mean only.
+    """
+    # Without any weight above 0 a weighted mean is none: the plain one shows whether the samples can be computed.
+    weight = inputs.weight if inputs.total_weight else None
+    if weight is None or takes(task, "loss", "weight"):
+        more = {"group": inputs.group} if takes(task, "loss", "group") else {}
+        if takes(task, "loss", "weight"):
+            more["weight"] = weight
+        mean = task.loss(output, inputs.y, **more)
+        # The sum costs no pass over the gradient.
+        return Loss(mean * inputs.total_weight, float(mean.detach()) * inputs.total_weight)
+    if task.defines("loss") and not task.defines("losses"):
+        raise TaskError(
+            f"{type(task).__name__}: samples have weights, and its loss(output, target) is a mean without them: define "
+            "losses(output, target), the loss of each sample, or give loss a parameter weight"
+        )
+    more = {"group": inputs.group} if takes(task, "losses", "group") else {}
+    losses = task.losses(output, inputs.y, **more)
+    if losses.shape != (inputs.num_samples,):
+        raise TaskError(
+            f"{type(task).__name__}.losses(): expected one loss for each of {inputs.num_samples} samples, got a tensor "
+            f"of shape {tuple(losses.shape)}"
+        )
+    total = (losses * weight.to(losses.dtype)).sum()
+    return Loss(total, float(total.detach()))
+
+
+def metric_sums(task: Task, output: Any, inputs: Inputs) -> dict[str, float]:
+    """The sums of the samples' metrics, by name.
+
+    Raises:
+        TaskError: there are weights, and a metric is a mean only.
+    """
+    more = {"group": inputs.group} if takes(task, "metrics", "group") else {}
+    if takes(task, "metrics", "weight"):
+        weight = inputs.weight if inputs.total_weight else None
+        means = task.metrics(output, inputs.y, weight=weight, **more)  # type: ignore[call-arg]
+        return {name: float(value) * inputs.total_weight for name, value in means.items()}
+    if inputs.weight is not None and not task.defines("metrics"):
+        if task.num_classes is None:
+            return {}
+        values: Mapping[str, Any] = {"accuracy": by_sample((output.argmax(dim=1) == inputs.y).double())}
+    else:
+        values = task.metrics(output, inputs.y, **more)
+    return {name: _metric_sum(task, name, value, inputs) for name, value in values.items()}
+
+
+def _metric_sum(task: Task, name: str, value: Any, inputs: Inputs) -> float:
+    if isinstance(value, torch.Tensor) and value.ndim == 1 and len(value) == inputs.num_samples > 1:
+        values = value.double()
+        return float(values.sum() if inputs.weight is None else (values * inputs.weight).sum())
+    if inputs.weight is not None and inputs.num_samples > 1 and inputs.total_weight:
+        raise TaskError(
+            f"{type(task).__name__}: samples have weights, and metrics() gives a mean without them for {name!r}: "
+            "return a tensor with the value of each sample, or give metrics a parameter weight"
+        )
+    return float(value) * inputs.total_weight
+
+
+def takes(task: Task, method: str, name: str) -> bool:
+    """Whether a method of the task has a parameter of this name."""
+    return name in _parameters(getattr(type(task), method))
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

@@ -1,0 +1,168 @@
+"""Trees of arrays: what `x` and `y` of a sample may be. An array, or dicts, tuples and lists of trees.
+
+The structure is optree's (docs/decisions/0081): the keys of dicts are sorted, named tuples keep their class. A batch
+has the same tree as its samples, with the samples behind each other in every array; or `Ragged`, one tree for each
+sample, where the task puts samples of different shapes together itself (`Task.collate`).
+
+An array by itself takes none of this: it goes through these functions as through numpy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import optree
+
+Tree: TypeAlias = Any
+Array: TypeAlias = npt.NDArray[Any]
+Structure: TypeAlias = optree.PyTreeSpec
+_NUMBERS: Final = frozenset((int, float, bool))
+
+
+class Ragged(list[Tree]):
+    """One tree for each sample of a batch: they may differ in shape."""
+
+
+def is_container(value: Any) -> bool:
+    """Whether a tree of arrays is more than one array."""
+    return isinstance(value, dict | tuple | list)
+
+
+def is_tree(value: Any) -> bool:
+    """Whether `value` is more than what `numpy.asarray` makes one array of: a dict, or a tuple or list with a dict or
+    an array in it. A list of numbers is an array, and so is a list of such lists."""
+    if isinstance(value, dict):
+        return True
+    if not isinstance(value, tuple | list):
+        return False
+    if all(map(_NUMBERS.__contains__, set(map(type, value)))):
+        return False
+    return any(getattr(item, "ndim", 0) > 0 or is_tree(item) for item in value)
+
+
+def parts_of(value: Tree) -> tuple[list[Any], Structure | None]:
+    """What is at the leaves of a sample's x or y, and the structure around them; None: it is one array."""
+    if not is_tree(value):
+        return [value], None
+    return optree.tree_flatten(value, is_leaf=lambda item: not is_tree(item), none_is_leaf=True)
+
+
+def flat(tree: Tree) -> tuple[list[Array], Structure | None]:
+    """The arrays of a tree of arrays, and its structure; None: it is one array."""
+    return optree.tree_flatten(tree, none_is_leaf=True) if is_container(tree) else ([tree], None)
+
+
+def arrays_of(tree: Tree) -> list[Array]:
+    """The arrays of a tree of arrays."""
+    return flat(tree)[0]
+
+
+def tree_of(structure: Structure | None, leaves: Sequence[Any]) -> Tree:
+    """What `flat` takes apart."""
+    return leaves[0] if structure is None else optree.tree_unflatten(structure, leaves)
+
+
+def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    """The same tree with `function` of each array; of each sample's, where it is `Ragged`."""
+    if isinstance(tree, Ragged):
+        return Ragged(mapped(function, item) for item in tree)
+    return optree.tree_map(function, tree, none_is_leaf=True) if is_container(tree) else function(tree)
+
+
+def names(root: str, structure: Structure | None) -> list[str]:
+    """What each leaf is called in messages: `x["user"]["age"]`."""
+    if structure is None:
+        return [root]
+    return [root + "".join(map(_index, path)) for path in structure.paths()]
+
+
+def _index(key: Any) -> str:
+    return f'["{key}"]' if isinstance(key, str) else f"[{key!r}]"
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def count(batch: Tree) -> int:
+    """How many samples the trees of a batch hold."""
+    return len(batch) if isinstance(batch, Ragged | np.ndarray) else len(arrays_of(batch)[0])
+
+
+def taken(batch: Tree, places: Any) -> Tree:
+    """The samples at these places, as numpy's indices say."""
+    if isinstance(batch, Ragged):
+        return Ragged(batch[at] for at in np.arange(len(batch))[places].tolist())
+    return mapped(lambda array: array[places], batch)
+
+
+def rows_of(batch: Tree) -> tuple[list[list[Array]], Structure | None]:
+    """The arrays of each sample, and the structure around them, which all have in common."""
+    if isinstance(batch, Ragged):
+        return [arrays_of(item) for item in batch], flat(batch[0])[1] if batch else None
+    columns, structure = flat(batch)
+    return [[np.asarray(value) for value in values] for values in zip(*columns, strict=True)], structure
+
+
+def objects(values: Sequence[Any]) -> Array:
+    """One array with an object for each value, also where numpy would take them apart."""
+    column = np.empty(len(values), np.object_)
+    for at, value in enumerate(values):
+        column[at] = value
+    return column
+
+
+def taken_apart(batch: Tree, count: int) -> list[Tree]:
+    """The tree of each sample, of arrays that may be of objects."""
+    columns, structure = flat(batch)
+    return [tree_of(structure, [column[at] for column in columns]) for at in range(count)]
+
+
+def joined(batches: Sequence[Tree]) -> Tree:
+    """The samples of several batches of one structure; at least one."""
+    first = batches[0]
+    if isinstance(first, Ragged):
+        return Ragged(item for batch in batches for item in batch)
+    structure = flat(first)[1]
+    columns = zip(*(arrays_of(batch) for batch in batches), strict=True)
+    return tree_of(structure, [np.concatenate(column) for column in columns])
+
+
+def stacked(samples: Iterable[Tree]) -> Tree:
+    """A batch of samples of one structure, whose arrays have one shape each; at least one."""
+    samples = list(samples)
+    columns = zip(*map(arrays_of, samples), strict=True)
+    return tree_of(flat(samples[0])[1], [np.stack(column) for column in columns])
+
+
+# --- targets, for the guard -------------------------------------------------------------------------------------------
+
+
+def is_alone(batch: Tree) -> bool:
+    """Whether each sample is one array."""
+    first = batch[0] if isinstance(batch, Ragged) and batch else batch
+    return not is_container(first)
+
+
+def rolled(batch: Tree) -> Tree:
+    """Each sample has what the one before it has. Where shapes differ, each array is rolled by itself."""
+    if not isinstance(batch, Ragged):
+        return mapped(lambda array: np.roll(array, 1, axis=0), batch)
+    shapes = {tuple(array.shape for array in arrays_of(item)) for item in batch}
+    if len(shapes) == 1:
+        return Ragged([*batch[-1:], *batch[:-1]])
+    return mapped(lambda array: np.roll(array, 1, axis=0) if array.ndim else array, batch)
+
+
+def largest(batch: Tree) -> float:
+    """The largest absolute value of a number in it; 0 without any."""
+    items = batch if isinstance(batch, Ragged) else [batch]
+    return max((float(np.abs(array).max(initial=0)) for item in items for array in arrays_of(item)), default=0.0)
+
+
+def bytes_of(batch: Tree) -> bytes:
+    """What tells it from others of its form."""
+    items = batch if isinstance(batch, Ragged) else [batch]
+    return b"".join(array.tobytes() for item in items for array in arrays_of(item))
