@@ -31,7 +31,8 @@ class _Array(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             dtype = np.dtype(self.kind)
             if dtype.kind not in KINDS:
                 raise TypeError(f"{self.kind} is no type of numbers")
-            return np.array(np.frombuffer(self.data, dtype).reshape(self.shape))  # torch wants to be able to write to it
+            # A copy: torch refuses to write to the bytes of a record.
+            return np.frombuffer(self.data, dtype).reshape(self.shape).copy()
         except (TypeError, ValueError) as exc:
             raise SampleError(f"expected an array of numbers: {exc}") from exc
 

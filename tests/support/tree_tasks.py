@@ -25,8 +25,8 @@ class TwoInputs(torch.nn.Module):
     def forward(self, x: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         words, is_new = x["words"]
         mask = x["mask"] if "mask" in x else torch.ones_like(words, dtype=torch.bool)
-        found = (self.words(words) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        hidden = torch.tanh(self.hidden(torch.cat([found, x["numbers"], is_new[:, None].float()], dim=1)))
+        mean = (self.words(words) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        hidden = torch.tanh(self.hidden(torch.cat([mean, x["numbers"], is_new[:, None].float()], dim=1)))
         return self.click(hidden), self.amount(hidden)[:, 0]
 
 
@@ -58,7 +58,8 @@ class Visits(PairTask):
     def losses(self, output: Any, target: Any) -> torch.Tensor:
         click, amount = output
         hit = torch.nn.functional.cross_entropy(click, target["clicked"], reduction="none")
-        return hit + (amount - target["paid"]) ** 2
+        losses: torch.Tensor = hit + (amount - target["paid"]) ** 2
+        return losses
 
     def metrics(self, output: Any, target: Any) -> dict[str, Any]:
         return {"accuracy": (output[0].argmax(1) == target["clicked"]).double()}

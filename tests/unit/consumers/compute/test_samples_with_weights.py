@@ -216,7 +216,7 @@ def test_a_step_of_the_tasks_own_gets_weights_or_refuses_them() -> None:
             return np.zeros_like(weights)
 
     class Weighing(Rows):
-        def step(self, weights: Any, x: Any, y: Any, rng: Any, weight: Any = None) -> Any:  # type: ignore[override]
+        def step(self, weights: Any, x: Any, y: Any, rng: Any, weight: Any = None) -> Any:
             return np.full_like(weights, 0 if weight is None else weight.sum())
 
     config, batch = parse(JOB), rows(1)
@@ -241,7 +241,7 @@ def test_the_guard_finds_the_sample_that_cannot_be_computed(make: Any) -> None:
     for seed in range(4):
         assert guard.compute(*visits(seed, make=make)).bad == {}
     rng = np.random.default_rng(9)
-    samples = [Sample(*make(rng), weight=2.0) for _ in range(20)]
+    samples = [Sample(*make(rng))._replace(weight=2.0) for _ in range(20)]
     samples[13].x["words"][0][0] = 77  # of 50 rows
     gradient, bad = guard.compute(*batch_of(task, samples))
     assert list(bad) == [13]
@@ -256,7 +256,7 @@ def test_the_guard_finds_the_sample_that_would_break_the_model(make: Any) -> Non
     for seed in range(4):
         assert guard.compute(*visits(seed, make=make)).bad == {}
     rng = np.random.default_rng(9)
-    samples = [Sample(*make(rng), weight=float(1 + at % 2)) for at in range(20)]
+    samples = [Sample(*make(rng))._replace(weight=float(1 + at % 2)) for at in range(20)]
     samples[5] = samples[5]._replace(y={"clicked": 0, "paid": np.float32(1e6)})
     gradient, bad = guard.compute(*batch_of(task, samples))
     assert list(bad) == [5]
