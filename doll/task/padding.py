@@ -23,7 +23,7 @@ class Padded(NamedTuple):
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Of each sequence, shape (n,)."""
-        return np.count_nonzero(self.mask, axis=1).astype(np.int64)
+        return self.mask.sum(axis=1, dtype=np.int64)
 
 
 def pad(sequences: Sequence[npt.ArrayLike], *, length: int | None = None, value: float = 0) -> Padded:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +205,46 @@ def test_the_notebook_of_the_examples_runs_from_top_to_bottom(tmp_path: Path) ->
     assert "'ok': True" in cells[5].outputs[0].data["text/plain"]
     accuracy = float(cells[6].outputs[0].text.split()[2])
     assert accuracy > 0.85
+
+
+class Visits(doll.Task):
+    """Dicts and sequences of different lengths, with weights."""
+
+    def build_model(self) -> Any:
+        from tree_tasks import TwoInputs
+
+        return TwoInputs()
+
+    def collate(self, samples: Sequence[doll.Sample]) -> Any:
+        from tree_tasks import Texts
+
+        return Texts.collate(self, samples)  # type: ignore[arg-type]
+
+    def losses(self, output: Any, target: Any) -> Any:
+        from tree_tasks import Texts
+
+        return Texts.losses(self, output, target)  # type: ignore[arg-type]
+
+
+def test_dicts_sequences_and_weights_become_an_audited_model_that_its_event_log_makes_again(tmp_path: Path) -> None:
+    from doll.config import load
+    from doll.drill.replay_check import check_replay
+    from doll.storage.stores import open_store
+    from tree_tasks import visit
+
+    rng = np.random.default_rng(0)
+    samples = [doll.Sample(*visit(rng, int(rng.integers(1, 513))), weight=float(rng.integers(3))) for _ in range(1600)]
+    held_out = [visit(rng, 1 + at) for at in range(60)]
+    run = doll.train(
+        Visits, samples, held_out=held_out, runs_folder=tmp_path, progress=False,
+        settings={**_SETTINGS, "checkpoint.event_log": True},
+    )  # fmt: skip
+    audit = run.audit()
+    assert (audit["ok"], audit["applied"], audit["dead"]) == (True, 1600, 0)
+    assert 0 < run.report["loss"] < 3
+    table = run.metrics(frame="dict")
+    weights = [float(value) for value in table["weight"]]
+    assert sum(weights) == sum(sample.weight for sample in samples)
+    config = load(run.folder / "job.yaml")
+    replayed = check_replay(config, run.folder / "events", open_store(config, run.folder).load_newest(None))
+    assert (replayed.terms, replayed.differences) == (1, ())

@@ -62,7 +62,11 @@ class LoggedRun:
     a policy that bounds values little about the next one.
     """
 
-    def __init__(self, folder: Path, store: MemoryCheckpointStore, *overrides: str, seed: int = 0) -> None:
+    def __init__(
+        self, folder: Path, store: MemoryCheckpointStore, *overrides: str, seed: int = 0, has_weights: bool = False
+    ) -> None:
+        """`has_weights`: of samples."""
+        self.has_weights = has_weights
         self.config: JobConfig = parse(JOB, overrides)
         self.rng, self.numbers = random.Random(seed), np.random.default_rng(seed)
         self.store, self.blobs, self.outbox, self.now = store, MemoryBlobs(), Outbox(), 5.0
@@ -124,7 +128,8 @@ class LoggedRun:
             self.blobs.put(key, encode_blob(gradient, job=self.config.job, kind="g", version=grant.version), 600.0)
         if self.rng.random() < 0.1:  # the channel of grants and pushes breaks
             self.server.feed(ev.GrantsLost(worker=grant.worker))
-        push = answer(grant, grant.term, key, n_samples=4 if key else 0, loss_sum=4.0)
+        weight = {"weight": self.rng.uniform(0.1, 9.0)} if self.has_weights and key else {}
+        push = answer(grant, grant.term, key, n_samples=4 if key else 0, loss_sum=4.0, **weight)
         self.sizes[len(push.batches)] += 1
         for _ in range(self.rng.choice((1, 1, 1, 2))):
             self.server.feed(push)

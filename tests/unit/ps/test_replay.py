@@ -45,8 +45,13 @@ def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
         ("training.policy={name: vap, value_bound: 4.0}",),
         ("training.policy={name: ssp, staleness: 3, under_way: 4}",),
         ("training.policy={name: essp, staleness: 3, under_way: 4}",),
+        ("training.policy.group_size=7", "weights"),
+        ("training.policy={name: diloco, local_batches: 2}", "weights"),
     ],
-    ids=["doll", "asp-adam", "bsp-sum", "doll-sets", "class", "vap-voids", "ssp-ahead", "essp-ahead"],
+    ids=[
+        "doll", "asp-adam", "bsp-sum", "doll-sets", "class", "vap-voids", "ssp-ahead", "essp-ahead", "weights",
+        "diloco-weights",
+    ],
 )
 def test_the_replay_of_a_run_and_of_its_successor_is_equal(
     tmp_path: Path, overrides: tuple[str, ...], seed: int
@@ -55,7 +60,8 @@ def test_the_replay_of_a_run_and_of_its_successor_is_equal(
     store = MemoryCheckpointStore("replayed", keep=100)
     lost, sizes, voided = 0, Counter[int](), 0
     for part in (1, 2):
-        run = LoggedRun(tmp_path, store, *overrides, seed=10 * seed + part)
+        settings = [item for item in overrides if item != "weights"]
+        run = LoggedRun(tmp_path, store, *settings, seed=10 * seed + part, has_weights="weights" in overrides)
         run.play(20)
         run.close()
         replayed: dict[int, bytes] = {}

@@ -94,8 +94,8 @@ def test_what_the_first_batch_has_holds_for_the_next_ones() -> None:
     seen = SeenForms(task)
     decode(task, values, seen)
     others = [record(1, ids=[1, 2, 3]) for _ in range(6)] + [record(2)]
-    for task in (OneByOne(), Nested()):
-        decoded = decode(task, others, seen)
+    for other in (OneByOne(), Nested()):
+        decoded = decode(other, others, seen)
         assert decoded.offsets.tolist() == [106]
         assert {item.reason for item in decoded.refused} == {
             'x["item"][0]: expected int32 of shape (2,), got int32 of shape (3,)'
