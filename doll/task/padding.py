@@ -23,7 +23,8 @@ class Padded(NamedTuple):
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Of each sequence, shape (n,)."""
-        return self.mask.sum(axis=1, dtype=np.int64)
+        lengths: npt.NDArray[np.int64] = self.mask.sum(axis=1, dtype=np.int64)
+        return lengths
 
 
 def pad(sequences: Sequence[npt.ArrayLike], *, length: int | None = None, value: float = 0) -> Padded:
