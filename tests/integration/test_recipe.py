@@ -14,8 +14,9 @@ from doll.model.flat_model import build
 from doll.optim.optimizer import AVERAGE, WEIGHTS
 from doll.records.control import Scale, TermStarted, Update
 from doll.run.export import export_model
-from doll.task.base import load_task, stack
+from doll.task.base import load_task
 from safetensors.torch import load_file
+from stacked import stack
 from torch.optim import lr_scheduler as schedulers
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers

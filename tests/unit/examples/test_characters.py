@@ -13,10 +13,11 @@ from doll.config import load
 from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.model.flat_model import build
 from doll.optim.recipe import check_recipe, make_optimizer
-from doll.task.base import load_task, stack
+from doll.task.base import load_task
 from examples.characters.make_text import story
 from examples.characters.task import CHARACTERS, OTHER, Characters, continued
 from paths import EXAMPLES
+from stacked import stack
 
 pytestmark = pytest.mark.slow  # loads torch
 

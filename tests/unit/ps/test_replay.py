@@ -49,7 +49,15 @@ def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
         ("training.policy={name: diloco, local_batches: 2}", "weights"),
     ],
     ids=[
-        "doll", "asp-adam", "bsp-sum", "doll-sets", "class", "vap-voids", "ssp-ahead", "essp-ahead", "weights",
+        "doll",
+        "asp-adam",
+        "bsp-sum",
+        "doll-sets",
+        "class",
+        "vap-voids",
+        "ssp-ahead",
+        "essp-ahead",
+        "weights",
         "diloco-weights",
     ],
 )
