@@ -31,7 +31,7 @@ def record(text: str) -> bytes:
 def test_a_sequence_is_followed_by_its_next_characters() -> None:
     task = Characters(length=4)
     short, long = (task.decode(record(text)) for text in ("ab", "zebra crossing"))
-    assert [np.asarray(part).tolist() for part in short] == [[2, 3, 0, 0], [3, 0, 0, 0]]
+    assert [np.asarray(part).tolist() for part in short[:2]] == [[2, 3, 0, 0], [3, 0, 0, 0]]
     assert "".join(CHARACTERS[index] for index in np.asarray(long.y)) == "ebra"  # type: ignore[union-attr]
     assert np.asarray(task.decode(record("aé\t€x")).x).tolist() == [2, OTHER, OTHER, OTHER]  # type: ignore[union-attr]
 
