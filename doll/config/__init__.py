@@ -4,9 +4,9 @@ Order of precedence: defaults < file < `--set key=value`. Credentials are never 
 environment (`DOLL_KAFKA_USERNAME`, `DOLL_KAFKA_PASSWORD`, `DOLL_REDIS_PASSWORD`) and are read where a connection is
 made.
 
-`job` has the whole file; `training`, `policy`, `data`, `source`, `roles`, `pipeline`, `provision` and `fleets` have its
-sections, of `section.Section`. `variants` chooses among classes by a key. `loader` reads a file and words its errors,
-`reference` generates docs/configuration.md.
+`job` has the whole file; `training`, `tables`, `policy`, `data`, `source`, `roles`, `pipeline`, `provision` and
+`fleets` have its sections, of `section.Section`. `variants` chooses among classes by a key. `loader` reads a file and
+words its errors, `reference` generates docs/configuration.md.
 """
 
 from doll.config.fleets import ComposeFleetConfig as ComposeFleetConfig
@@ -19,6 +19,7 @@ from doll.config.loader import parse as parse
 from doll.config.provision import PlanConfig as PlanConfig
 from doll.config.source import FeedSource as FeedSource
 from doll.config.source import StdinSource as StdinSource
+from doll.config.tables import TableConfig as TableConfig
 from doll.config.training import AdagradConfig as AdagradConfig
 from doll.config.training import AdamConfig as AdamConfig
 from doll.config.training import EmaConfig as EmaConfig

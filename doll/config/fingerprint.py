@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
@@ -32,9 +33,10 @@ MAY_CHANGE: Final = (
     "training.clip_value",
     "training.ema.",
     "training.guard.",
+    *(f"training.tables.*.optimizer.{key}" for key in ("lr", "weight_decay", "beta1", "beta2")),
 )
-"""What a resume may change: keys, or sections where they end in a dot. They leave no trace in a checkpoint, or, as the
-average of `training.ema`, one that another value can go on from."""
+"""What a resume may change: keys, * being any number, or sections where they end in a dot. They leave no trace in a
+checkpoint, or, as the average of `training.ema`, one that another value can go on from."""
 
 _SCHEDULE: Final = "training.schedule"
 _SCHEDULED: Final = ("training.optimizer.lr", "training.optimizer.args.lr")
@@ -98,6 +100,8 @@ def job_fields(config: JobConfig) -> dict[str, str]:
 def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
     """A key that earlier releases did not have is left out where it is not set: their checkpoints do not name it."""
     section = training.model_dump(by_alias=True)
+    for number, (names, settings) in enumerate(section.pop("tables").items()):  # the first one that is found counts
+        section[f"tables.{number}"] = {"names": names, **settings}
     if "groups" in section["optimizer"]:  # the first one that matches counts
         section["optimizer"]["groups"] = list(section["optimizer"]["groups"].items())
     for key, value in _leaves(section):
@@ -145,6 +149,7 @@ def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
 
 
 def _may_change(key: str) -> bool:
+    key = re.sub(r"^training\.tables\.[0-9]+\.", "training.tables.*.", key)
     return any(key == item or (item.endswith(".") and key.startswith(item)) for item in MAY_CHANGE)
 
 

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, Positive
 from doll.config.named_class import NamedClass, Values, check_pattern
 from doll.config.policy import POLICIES, PolicyConfig, default_policy
 from doll.config.section import LONGEST_S, Section
+from doll.config.tables import TableConfig
 from doll.config.variants import Variants
 
 
@@ -127,6 +128,8 @@ class TrainingConfig(Section):
 
     policy: Annotated[PolicyConfig, POLICIES] = Field(default_factory=default_policy)
     optimizer: OptimizerConfig = Field(default_factory=SgdConfig)
+    tables: dict[str, TableConfig] = Field(default_factory=dict)
+    """settings of tables, by a regular expression that is found in their names (re.search): the first one counts"""
     reduction: Literal["mean", "sum"] = "mean"
     """mean: step on the mean gradient of an update's samples; sum: on the sum, as the paper writes it"""
     clip_norm: PositiveFloat | None = None
@@ -143,6 +146,13 @@ class TrainingConfig(Section):
     def evaluates_average(self) -> bool:
         """Whether held-out evaluation measures the average of the weights, and not these."""
         return self.ema is not None and self.ema.evaluate
+
+    @field_validator("tables")
+    @classmethod
+    def _patterns(cls, tables: dict[str, TableConfig]) -> dict[str, TableConfig]:
+        for pattern in tables:
+            check_pattern(pattern)
+        return tables
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -42,7 +42,7 @@ from doll.kafka.reader import PrefetchedBounds
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model.flat_model import FlatModel, build, fingerprint
-from doll.optim.row_optimizer import row_optimizer
+from doll.optim.row_optimizer import row_optimizers
 from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.pipeline.planner.measured import TaskLog
 from doll.pipeline.profiling.layers import Layer
@@ -276,9 +276,10 @@ class _WorkerProcess:
         sends_steps = config.training.policy.sends_steps
         rows = None
         if model.tables is not None and row_client is not None:
+            steps_rows = sends_steps and not task.defines_step
             rows = TableRows(
                 row_client, config.worker.row_cache_bytes,
-                optimizer=row_optimizer(config.training.optimizer) if sends_steps and not task.defines_step else None,
+                optimizers=row_optimizers(config.training, row_client.tables) if steps_rows else None,
                 threshold=config.training.policy.filter_threshold,
                 takes_patches=config.training.policy.publishes_deltas, report=self._channel.report,
             )  # fmt: skip

@@ -8,7 +8,7 @@ from doll.config import TorchConfig, TrainingConfig
 from doll.errors import ConfigError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
-from doll.optim.row_optimizer import row_optimizer
+from doll.optim.row_optimizer import row_optimizers
 from doll.optim.torch_optimizer import TorchOptimizer, check_torch_optimizer
 
 
@@ -50,8 +50,8 @@ def check_recipe(training: TrainingConfig, model: FlatModel) -> None:
     Raises:
         ConfigError: the model cannot be trained so, whoever makes the steps.
     """
+    row_optimizers(training, () if model.tables is None else model.tables.shapes)
     if model.tables is not None:
-        row_optimizer(training.optimizer)
         if training.clip_value is not None:
             raise ConfigError("training.clip_value: expected clip_norm for a model with tables (sparse embeddings)")
         if training.schedule or training.ema is not None:

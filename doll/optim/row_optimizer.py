@@ -1,19 +1,35 @@
 """One step of an optimizer on some rows of a table; the state of the other rows does not exist.
 
 The arithmetic is that of torch's optimizers on sparse gradients: `SGD`, `Adagrad` and `SparseAdam` (lazy Adam: rows
-without a gradient keep their moments as they are), to the bit: a test compares them.
+without a gradient keep their moments as they are), to the bit: a test compares them. torch has no row-wise Adagrad.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, assert_never
 
 import torch
 
-from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig, TorchConfig
+from doll.config import (
+    AdagradConfig,
+    AdamConfig,
+    OptimizerConfig,
+    SgdConfig,
+    TableConfig,
+    TorchConfig,
+    TrainingConfig,
+)
+from doll.config.tables import (
+    AnyRowOptimizerConfig,
+    RowAdagradConfig,
+    RowAdamConfig,
+    RowSgdConfig,
+    RowwiseAdagradConfig,
+)
 from doll.errors import ConfigError
 
 _ADAM_EPSILON = 1e-8
@@ -21,10 +37,15 @@ _ADAGRAD_EPSILON = 1e-10
 
 
 class RowOptimizer(Protocol):
-    """A step on rows. `state_names` are the parts of the state, each as large as the rows and zero at first."""
+    """A step on rows. `state_names` are the parts of the state, zero at first."""
 
     @property
     def state_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def is_rowwise(self) -> bool:
+        """Each part of the state is one number for a row; else as many as the row has."""
+        ...
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
@@ -33,7 +54,7 @@ class RowOptimizer(Protocol):
 
         Args:
             rows, gradient: float32, shape (n, width).
-            state: by name, float32, shape (n, width) each.
+            state: by name, float32, shape (n, `state_width`) each.
             number: of the table's step, from 1 on.
         """
         ...
@@ -45,6 +66,7 @@ class RowSgd:
 
     lr: float
     state_names: ClassVar[tuple[str, ...]] = ()
+    is_rowwise: ClassVar[bool] = False
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
@@ -63,6 +85,7 @@ class RowAdagrad:
     lr: float
     initial_accumulator: float = 0.0
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
+    is_rowwise: ClassVar[bool] = False
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
@@ -75,6 +98,32 @@ class RowAdagrad:
 
 
 @dataclass(frozen=True, slots=True)
+class RowwiseAdagrad:
+    """Adagrad with one sum for each row, of the means of its squared gradients.
+
+    Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation Models"
+    (2021); as TorchRec's `RowWiseAdagrad`, whose epsilon is the same.
+
+    Attributes:
+        initial_accumulator: what each sum begins with.
+    """
+
+    lr: float
+    initial_accumulator: float = 0.0
+    state_names: ClassVar[tuple[str, ...]] = ("row_sum",)
+    is_rowwise: ClassVar[bool] = True
+
+    def step(
+        self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
+    ) -> torch.Tensor:
+        total = state["row_sum"]
+        if self.initial_accumulator:
+            total.masked_fill_(total == 0, self.initial_accumulator)
+        total.add_(gradient.pow(2).mean(dim=1, keepdim=True))
+        return torch.add(rows, gradient / total.sqrt().add_(_ADAGRAD_EPSILON), alpha=-self.lr)
+
+
+@dataclass(frozen=True, slots=True)
 class LazyAdam:
     """Adam whose moments of a row move only with a gradient of that row; their bias is corrected by the number of the
     table's steps, as in torch's `SparseAdam`."""
@@ -83,6 +132,7 @@ class LazyAdam:
     beta1: float = 0.9
     beta2: float = 0.999
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    is_rowwise: ClassVar[bool] = False
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
@@ -94,8 +144,83 @@ class LazyAdam:
         return rows + -size * mean.div(square.sqrt().add_(_ADAM_EPSILON))
 
 
+@dataclass(frozen=True, slots=True)
+class Decayed:
+    """An optimizer whose step begins with `factor` times the row: decoupled weight decay (Loshchilov and Hutter, ICLR
+    2019), lazy, since a row without a gradient has no step."""
+
+    optimizer: RowOptimizer
+    factor: float
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return self.optimizer.state_names
+
+    @property
+    def is_rowwise(self) -> bool:
+        return self.optimizer.is_rowwise
+
+    def step(
+        self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
+    ) -> torch.Tensor:
+        return self.optimizer.step(rows * self.factor, gradient, state, number)
+
+
+def state_width(optimizer: RowOptimizer, width: int) -> int:
+    """Numbers of each part of the state of a row of `width` numbers."""
+    return 1 if optimizer.is_rowwise else width
+
+
+def row_optimizers(config: TrainingConfig, names: Iterable[str]) -> dict[str, RowOptimizer]:
+    """The optimizer of each of these tables, which are all of the model.
+
+    Raises:
+        ConfigError: as `settings_of_tables` and `row_optimizer`.
+    """
+    return {
+        name: row_optimizer(config.optimizer) if settings.optimizer is None else _from_settings(settings.optimizer)
+        for name, settings in settings_of_tables(config, names).items()
+    }
+
+
+def settings_of_tables(config: TrainingConfig, names: Iterable[str]) -> dict[str, TableConfig]:
+    """What `training.tables` says of each of these tables, which are all of the model.
+
+    Raises:
+        ConfigError: one of its settings is of no table.
+    """
+    settings, unused = {}, dict.fromkeys(config.tables)
+    for name in names:
+        pattern = next((pattern for pattern in config.tables if re.search(pattern, name)), None)
+        settings[name] = TableConfig() if pattern is None else config.tables[pattern]
+        unused.pop(pattern or "", None)
+    if unused:
+        raise ConfigError(
+            f"training.tables: expected regular expressions that are found in the name of a table and are the first "
+            f"that are, got {', '.join(map(repr, unused))}; the model's tables (embeddings with sparse=True) are: "
+            f"{', '.join(map(repr, settings)) or 'none'}"
+        )
+    return settings
+
+
+def _from_settings(config: AnyRowOptimizerConfig) -> RowOptimizer:
+    optimizer: RowOptimizer
+    match config:
+        case RowSgdConfig():
+            optimizer = RowSgd(config.lr)
+        case RowAdamConfig():
+            optimizer = LazyAdam(config.lr, config.beta1, config.beta2)
+        case RowAdagradConfig():
+            optimizer = RowAdagrad(config.lr, config.initial_accumulator)
+        case RowwiseAdagradConfig():
+            optimizer = RowwiseAdagrad(config.lr, config.initial_accumulator)
+        case _:
+            assert_never(config)
+    return Decayed(optimizer, 1 - config.lr * config.weight_decay) if config.weight_decay else optimizer
+
+
 def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
-    """The optimizer of tables that `training.optimizer` asks for.
+    """The optimizer of tables that `training.optimizer` asks for, where `training.tables` names none.
 
     Raises:
         ConfigError: one that moves rows which no sample has used.
@@ -103,13 +228,15 @@ def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
     if isinstance(config, TorchConfig):
         raise ConfigError(
             "training.optimizer.class: expected sgd, adam or adagrad for a model with tables (sparse embeddings), got "
-            f"{config.cls}: a step changes rows of a table one by one"
+            f"{config.cls}: a step changes rows of a table one by one; give the tables an optimizer of their own "
+            "(training.tables)"
         )
     moved = "a step would move rows that no sample of it uses: all rows of a table would have to be changed"
     if config.weight_decay:
         raise ConfigError(
             f"training.optimizer.weight_decay: expected 0 for a model with tables (sparse embeddings), got "
-            f"{config.weight_decay}: {moved}; put a penalty on the rows in use into the task's loss"
+            f"{config.weight_decay}: {moved}; give the tables an optimizer of their own with a lazy weight_decay "
+            "(training.tables), or put a penalty on the rows in use into the task's loss"
         )
     if isinstance(config, SgdConfig | AdagradConfig) and config.momentum:
         raise ConfigError(

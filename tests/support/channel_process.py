@@ -31,7 +31,7 @@ from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.model.flat_model import FlatModel, build
 from doll.optim.optimizer import Contribution
-from doll.optim.row_optimizer import row_optimizer
+from doll.optim.row_optimizer import row_optimizers
 from doll.records.control import (
     AnyRecord,
     Grant,
@@ -215,7 +215,7 @@ class Process(worlds.Process):
             self.client.connect(lambda request: world.get_rows(self, request))
             self.tables = TableRows(
                 self.client, 2000,
-                optimizer=row_optimizer(config.training.optimizer) if self.sends_steps else None,
+                optimizers=row_optimizers(config.training, self.client.tables) if self.sends_steps else None,
                 threshold=config.training.policy.filter_threshold,
                 takes_patches=config.training.policy.publishes_deltas,
             )  # fmt: skip

@@ -22,7 +22,7 @@ from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import BlobError
 from doll.model.flat_model import build
-from doll.optim.row_optimizer import row_optimizer
+from doll.optim.row_optimizer import row_optimizers
 from doll.ps.engine import events as ev
 from doll.ps.model.local_host import LocalModelHost
 from doll.ps.model.updater import make_parts
@@ -63,7 +63,7 @@ class Worker:
             self.client.connect(lambda request: job.send_rows(self.client, request))
             self.rows = TableRows(
                 self.client, config.worker.row_cache_bytes,
-                optimizer=row_optimizer(config.training.optimizer) if optimizes else None,
+                optimizers=row_optimizers(config.training, self.client.tables) if optimizes else None,
                 takes_patches=config.training.policy.publishes_deltas,
             )  # fmt: skip
             model.tables.connect(self.rows.look_up)

@@ -83,7 +83,8 @@ def test_learns_what_torch_learns(
     plain = Model()
     optimizer = reference(list(plain.parameters()))
     torch.manual_seed(11)
-    server = TableStore(EmbeddingTables(Model()).take_initial(), row_optimizer(config))
+    initial = EmbeddingTables(Model()).take_initial()
+    server = TableStore(initial, dict.fromkeys(initial, row_optimizer(config)))
     worker = Worker(server, max_bytes)
     rng = np.random.default_rng(5)
     for version in range(1, 40):

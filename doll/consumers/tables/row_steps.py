@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from doll.errors import TaskError
-from doll.optim.row_optimizer import RowOptimizer
+from doll.optim.row_optimizer import RowOptimizer, state_width
 from doll.tables.id_index import IdIndex
 from doll.tables.rows import Floats, Ids, Rows
 
@@ -24,9 +24,10 @@ _EVICTED_AT_ONCE: Final = 8  # one in so many: to look for them costs as much as
 _NEVER: Final = -1
 
 
-def state_row_bytes(width: int, num_states: int) -> int:
-    """Memory for the state of one row: `num_states` numbers for each of its values."""
-    return 4 * width * num_states + _PLACE_BYTES if num_states else 0
+def state_row_bytes(optimizer: RowOptimizer, width: int) -> int:
+    """Memory for the state of one row of `width` values."""
+    num_states = len(optimizer.state_names)
+    return 4 * state_width(optimizer, width) * num_states + _PLACE_BYTES if num_states else 0
 
 
 class RowSteps:
@@ -35,13 +36,12 @@ class RowSteps:
     def __init__(self, width: int, optimizer: RowOptimizer, max_bytes: int | None = None) -> None:
         """`max_bytes`: of the state, that of one row at least; None: no bound."""
         self.num_evicted = 0  # rows that have lost their state, each time counted
-        self._width = width
         self._optimizer = optimizer
-        self._row_bytes = state_row_bytes(width, len(optimizer.state_names))
+        self._row_bytes = state_row_bytes(optimizer, width)
         is_bounded = max_bytes is not None and self._row_bytes > 0
         self._capacity = max(1, (max_bytes or 0) // self._row_bytes) if is_bounded else None
         self._index = IdIndex(1)
-        self._state = {name: np.zeros((0, width), np.float32) for name in optimizer.state_names}
+        self._state = {name: np.zeros((0, state_width(optimizer, width)), np.float32) for name in optimizer.state_names}
         self._last_use = np.empty(0, np.int64)  # number of the step, by slot; `_NEVER`: the slot is free
         self._free: Ids = np.empty(0, np.int64)
         self._num_steps = 0
@@ -116,7 +116,7 @@ class RowSteps:
         self._last_use = np.concatenate([self._last_use, np.full(places - before, _NEVER, np.int64)])
         self._free = np.concatenate([self._free, np.arange(before, places)])
         for name, array in self._state.items():
-            grown = np.zeros((places, self._width), np.float32)
+            grown = np.zeros((places, array.shape[1]), np.float32)
             grown[:before] = array
             self._state[name] = grown
 

@@ -30,8 +30,8 @@ class TableRows:
     """All tables of one worker. Not thread-safe, except `offer`: the thread that computes owns it."""
 
     def __init__(
-        self, client: RowClient, max_bytes: int, *, optimizer: RowOptimizer | None = None, threshold: float = 0.0,
-        takes_patches: bool = False,
+        self, client: RowClient, max_bytes: int, *, optimizers: Mapping[str, RowOptimizer] | None = None,
+        threshold: float = 0.0, takes_patches: bool = False,
         report: Callable[[dict[str, float]], object] = lambda values: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -39,7 +39,7 @@ class TableRows:
         Args:
             max_bytes: of all caches and `steps` together; each table has a share by its size, and holds as many rows as
                 states of rows.
-            optimizer: of rows, where this worker steps itself; None: it sends gradients.
+            optimizers: of each table's rows, where this worker steps itself; None: it sends gradients.
             threshold: v of the filter of own steps; 0: all of them are sent.
             takes_patches: the server sends numbers of rows that have changed, and not these rows.
             report: is called with `measures` now and then.
@@ -51,7 +51,8 @@ class TableRows:
         for name, shape in client.tables.items():
             share = max(_MIN_TABLE_BYTES, max_bytes * shape.num_rows * shape.width // max(total, 1))
             row = cached_row_bytes(shape.width)
-            state = 0 if optimizer is None else state_row_bytes(shape.width, len(optimizer.state_names))
+            optimizer = None if optimizers is None else optimizers[name]
+            state = 0 if optimizer is None else state_row_bytes(optimizer, shape.width)
             cache_class = BaseRowCache if takes_patches else RowCache
             self._caches[name] = cache_class(shape, share * row // (row + state))
             if optimizer is not None:

@@ -17,7 +17,7 @@ from doll.config import TrainingConfig
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Contribution, OuterOptimizer, StepAdder
 from doll.optim.recipe import decay, make_optimizer
-from doll.optim.row_optimizer import row_optimizer
+from doll.optim.row_optimizer import row_optimizers
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.tables.store import TableStore
 from doll.tables.rows import Rows
@@ -242,8 +242,8 @@ def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
     """
     tables = None
     if model.tables is not None:
-        optimizer = None if config.policy.sends_steps else row_optimizer(config.optimizer)
-        tables = TableStore(model.tables.take_initial(), optimizer)
+        optimizers = None if config.policy.sends_steps else row_optimizers(config, model.tables.shapes)
+        tables = TableStore(model.tables.take_initial(), optimizers)
     if (outer := config.policy.outer_step) is not None:
         return ModelParts(OuterOptimizer(model, outer, decay(config)), tables)
     if config.policy.sends_steps:

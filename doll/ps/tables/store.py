@@ -17,7 +17,7 @@ import torch
 
 from doll.errors import CheckpointError
 from doll.optim.optimizer import DivergedError
-from doll.optim.row_optimizer import RowOptimizer
+from doll.optim.row_optimizer import RowOptimizer, state_width
 from doll.ps.tables.number_changes import NOBODY, Authors, NumberChanges
 from doll.ps.tables.row_array import RowArray
 from doll.ps.tables.touched_rows import TouchedRows
@@ -191,8 +191,10 @@ class Table:
         ):
             raise CheckpointError(f"table {self.name!r}: expected touched rows of 0 to {self.shape.num_rows - 1}")
         self._version, self._num_steps = map(int, _tensor(tensors, self.name, "numbers", (2,)))
-        shape = (len(touched), self.shape.width)
-        state = {name: _tensor(tensors, self.name, f"state.{name}", shape) for name in self._state}
+        state = {
+            name: _tensor(tensors, self.name, f"state.{name}", (len(touched), array.width))
+            for name, array in self._state.items()
+        }
         self._values.replace(stored_rows(tensors, self.name, self.shape))
         self._touched.load(touched, self._version)
         self._state = self._new_state()
@@ -208,8 +210,10 @@ class Table:
             self._numbers.note(slots, before.view(np.uint32) != after.view(np.uint32), self._version, author)
 
     def _new_state(self) -> dict[str, RowArray]:
-        names = () if self._optimizer is None else self._optimizer.state_names
-        return {name: RowArray(np.zeros((0, self._values.width), np.float32)) for name in names}
+        if self._optimizer is None:
+            return {}
+        width = state_width(self._optimizer, self._values.width)
+        return {name: RowArray(np.zeros((0, width), np.float32)) for name in self._optimizer.state_names}
 
     def _write(self, ids: Ids, rows: Floats) -> None:
         self._check(rows, "values")
@@ -247,15 +251,18 @@ def _tensor(
 class TableStore:
     """All tables of a model; an update changes them together. Not thread-safe."""
 
-    def __init__(self, initial: Mapping[str, Floats], optimizer: RowOptimizer | None) -> None:
+    def __init__(self, initial: Mapping[str, Floats], optimizers: Mapping[str, RowOptimizer] | None) -> None:
         """
         Args:
             initial: the rows of each table at first, by name, float32, shape (num_rows, width). The memory is the
                 store's from now on.
-            optimizer: None: contributions are steps, which are added.
+            optimizers: of each table; None: contributions are steps, which are added.
         """
-        self._takes_gradients = optimizer is not None
-        self.tables = {name: Table(name, values, optimizer) for name, values in initial.items()}
+        self._takes_gradients = optimizers is not None
+        self.tables = {
+            name: Table(name, values, None if optimizers is None else optimizers[name])
+            for name, values in initial.items()
+        }
         self.authors: Authors | None = None  # None: nobody asks who has changed a number
 
     def track_numbers(self) -> None:

@@ -86,9 +86,29 @@ def test_a_schedule_goes_on_from_its_rates() -> None:
         assert "lr: expected" in refused_changes(fields_of(mark(base, STEPS)), fields_of(mark(base, STEPS, change)))
 
 
+TABLES = "training.tables={user: {optimizer: {name: adam}}, '.': {optimizer: {name: sgd, lr: 1}}}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ("{user: {optimizer: {name: adam, lr: 0.5}}, '.': {optimizer: {name: sgd, lr: 2, weight_decay: 1}}}", ""),
+        ("{'.': {optimizer: {name: sgd, lr: 1}}, user: {optimizer: {name: adam}}}", "training.tables.0.names"),
+        ("{user: {optimizer: {name: sgd}}, '.': {optimizer: {name: sgd, lr: 1}}}", "training.tables.0.optimizer.name"),
+        ("{user: {optimizer: {name: adam}}}", "training.tables.1.names"),
+    ],
+)
+def test_what_a_resume_may_change_of_tables(settings: str, named: str) -> None:
+    change = f"training.tables={settings}"
+    refused = refused_changes(fields_of(mark(TABLES)), fields_of(mark(change)))
+    assert named in refused
+    assert bool(refused) == bool(named)
+    assert difference(mark(TABLES), mark(change)) != ""
+
+
 def test_a_fingerprint_does_not_name_later_keys_that_are_not_set() -> None:
     """A checkpoint of a release without them would differ in them."""
-    assert {"training.schedule", "training.ema", "training.clip_value"}.isdisjoint(fields_of(mark()))
+    assert {"training.schedule", "training.ema", "training.clip_value", "training.tables"}.isdisjoint(fields_of(mark()))
 
 
 def test_steps_for_gradients_are_named_as_what_workers_push() -> None:

@@ -80,8 +80,9 @@ def numbers(model: type[BaseModel] = JobConfig, path: tuple[str, ...] = ()) -> I
         here = (*path, field.alias or name)
         if inner := sections_of(field):
             if name != "devices":  # a list of lists of sections: below
+                names = ("emb",) if get_origin(field.annotation) is dict else ()  # sections by names of tables
                 for section in inner:
-                    yield from numbers(section, here)
+                    yield from numbers(section, (*here, *names))
             continue
         kinds = types_in(field.annotation)
         if kinds & {int, float} and dict not in kinds:
@@ -111,7 +112,8 @@ def test_all_numbers_are_here() -> None:
 def value_of(config: JobConfig, path: Sequence[str]) -> Any:
     value: Any = config
     for name in path:
-        value = getattr(value[0] if isinstance(value, list) else value, name)
+        value = value[0] if isinstance(value, list) else value
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
     return value
 
 

@@ -33,10 +33,10 @@ class Worker:
         client = RowClient(parse(JOB), self.blobs, TABLES)
         self.client = client
         client.connect(self.answer)
+        optimizers = None if optimizer is None else dict.fromkeys(TABLES, optimizer)
         self.rows = TableRows(
-            client, max_bytes, optimizer=optimizer, report=self.reports.append,
-            clock=lambda: self.now,
-        )  # fmt: skip
+            client, max_bytes, optimizers=optimizers, report=self.reports.append, clock=lambda: self.now
+        )
 
     def answer(self, request: GetRows) -> None:
         blob = self.blobs.get(request.key)

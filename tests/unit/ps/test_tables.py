@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig, TrainingConfig
 from doll.errors import CheckpointError, ConfigError, IllegalEventError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
-from doll.optim.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowSgd, row_optimizer
+from doll.optim.row_optimizer import (
+    Decayed,
+    LazyAdam,
+    RowAdagrad,
+    RowOptimizer,
+    RowSgd,
+    RowwiseAdagrad,
+    row_optimizer,
+    row_optimizers,
+)
 from doll.ps.tables.row_array import RowArray
 from doll.ps.tables.row_server import Subscriptions
 from doll.ps.tables.store import Table, TableStore
@@ -89,7 +99,7 @@ class Dense(torch.nn.Module):
 def test_sgd_equals_the_dense_optimizer_to_the_bit(scale: float, clip_norm: float | None) -> None:
     model = FlatModel(Dense(initial()))
     dense = Optimizer(model, SgdConfig(lr=0.3), clip_norm)
-    store = TableStore({"embed": initial()}, row_optimizer(SgdConfig(lr=0.3)))
+    store = TableStore({"embed": initial()}, {"embed": row_optimizer(SgdConfig(lr=0.3))})
     rng = np.random.default_rng(4)
     for version in range(1, 20):
         for _ in range(3):
@@ -179,13 +189,86 @@ def test_the_optimizers_of_the_job_file() -> None:
     assert row_optimizer(AdagradConfig(lr=0.5, initial_accumulator=2.0)) == RowAdagrad(0.5, 2.0)
 
 
+def training(tables: dict[str, Any], **others: Any) -> TrainingConfig:
+    return TrainingConfig.model_validate({"tables": tables, **others})
+
+
+def test_each_table_has_the_optimizer_of_the_first_expression_that_is_found_in_its_name() -> None:
+    config = training(
+        {
+            "^user": {"optimizer": {"name": "rowwise_adagrad", "lr": 0.5, "initial_accumulator": 2}},
+            "emb": {"optimizer": {"name": "adagrad", "lr": 0.25, "weight_decay": 0.5}},
+            "item$": {"optimizer": {"name": "adam", "lr": 0.5, "beta1": 0.1, "beta2": 0.2}},
+            "bias": {"optimizer": {"name": "sgd", "lr": 0.5}},
+        },
+        optimizer={"name": "sgd", "lr": 0.125},
+    )
+    assert row_optimizers(config, ["user.emb", "emb.x", "item", "bias", "other"]) == {
+        "user.emb": RowwiseAdagrad(0.5, 2.0),
+        "emb.x": Decayed(RowAdagrad(0.25), 0.875),
+        "item": LazyAdam(0.5, 0.1, 0.2),
+        "bias": RowSgd(0.5),
+        "other": RowSgd(0.125),
+    }
+
+
+def test_tables_with_an_optimizer_of_their_own_leave_the_rest_any_optimizer() -> None:
+    dense = {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}
+    own = training({".": {"optimizer": {"name": "sgd", "lr": 0.5}}}, optimizer=dense)
+    assert row_optimizers(own, ["embed"]) == {"embed": RowSgd(0.5)}
+    with pytest.raises(ConfigError, match=r"training.optimizer.weight_decay: expected 0 .*training.tables"):
+        row_optimizers(training({}, optimizer=dense), ["embed"])
+
+
+@pytest.mark.parametrize(("names", "shown"), [(["embed"], "'embed'"), ([], "none")])
+def test_a_setting_of_no_table_is_refused(names: list[str], shown: str) -> None:
+    with pytest.raises(ConfigError, match=rf"training.tables: expected .* got 'user'; the model's tables .*: {shown}"):
+        row_optimizers(training({"user": {}}), names)
+
+
+def test_row_wise_adagrad_is_adagrad_where_a_row_is_one_number_and_has_one_sum_for_a_row_elsewhere() -> None:
+    rng = np.random.default_rng(9)
+    tables = [Table("one", initial()[:, :1].copy(), each) for each in (RowAdagrad(0.1, 0.5), RowwiseAdagrad(0.1, 0.5))]
+    wide, expected, sums = Table("wide", initial(), RowwiseAdagrad(0.1)), initial(), np.zeros(NUM_ROWS, np.float32)
+    for version in range(1, 20):
+        rows = some_rows(rng)
+        for table in tables:
+            table.add(Rows(rows.ids, rows.values[:, :1].copy()))
+        wide.add(rows)
+        for table in (*tables, wide):
+            table.apply(0.5, version)
+        gradient = rows.values * np.float32(0.5)
+        sums[rows.ids] += (gradient**2).mean(axis=1)
+        expected[rows.ids] -= np.float32(0.1) * gradient / (np.sqrt(sums[rows.ids]) + np.float32(1e-10))[:, None]
+    assert everything(tables[0]).tobytes() == everything(tables[1]).tobytes()
+    np.testing.assert_allclose(everything(wide), expected, rtol=1e-5, atol=1e-6)
+    assert wide.tensors()["table.wide.state.row_sum"].shape == (wide.num_touched, 1)
+
+
+def test_lazy_decay_shrinks_a_row_when_it_has_a_gradient_and_no_other_row() -> None:
+    before = initial()
+    table = Table("embed", initial(), Decayed(RowSgd(0.1), 1 - 0.1 * 0.5))
+    rows = Rows(np.array([3, 5]), np.ones((2, WIDTH), np.float32))
+    table.add(rows)
+    table.apply(1.0, 1)
+    after = before.copy()
+    after[[3, 5]] = before[[3, 5]] * np.float32(0.95) - np.float32(0.1)
+    np.testing.assert_allclose(everything(table), after, rtol=1e-6)
+    assert np.delete(everything(table), [3, 5], 0).tobytes() == np.delete(before, [3, 5], 0).tobytes()
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, None], ids=lambda optimizer: type(optimizer).__name__)
+@pytest.mark.parametrize(
+    "optimizer",
+    [*OPTIMIZERS, RowwiseAdagrad(0.1, 0.5), Decayed(RowAdagrad(0.1), 0.9), None],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
 def test_continues_from_a_checkpoint_to_the_bit(optimizer: RowOptimizer | None) -> None:
     rng, version = np.random.default_rng(6), 0
-    store = TableStore({"embed": initial(), "other": initial(1)}, optimizer)
+    optimizers = None if optimizer is None else dict.fromkeys(("embed", "other"), optimizer)
+    store = TableStore({"embed": initial(), "other": initial(1)}, optimizers)
 
     def update(*stores: TableStore) -> None:
         nonlocal version
@@ -199,7 +282,7 @@ def test_continues_from_a_checkpoint_to_the_bit(optimizer: RowOptimizer | None) 
         update(store)
     checkpoint = Checkpoint(job="j", fingerprint="f", term=1, version=version, state=b"", tensors=store.tensors())
     data = b"".join(bytes(part) for part in encode_checkpoint(checkpoint))
-    restored = TableStore({"embed": initial(7), "other": initial(8)}, optimizer)
+    restored = TableStore({"embed": initial(7), "other": initial(8)}, optimizers)
     update(restored)  # whatever was there before is gone
     version -= 1
     restored.load(decode_checkpoint(data).tensors)

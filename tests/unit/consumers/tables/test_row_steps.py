@@ -7,7 +7,7 @@ import pytest
 from doll.consumers.tables.row_cache import FetchedRows, RowCache
 from doll.consumers.tables.row_steps import RowSteps, state_row_bytes
 from doll.errors import TaskError
-from doll.optim.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowSgd
+from doll.optim.row_optimizer import Decayed, LazyAdam, RowAdagrad, RowOptimizer, RowSgd, RowwiseAdagrad
 from doll.ps.tables.store import Table
 from doll.storage.sections import RowRequest
 from doll.tables.rows import Floats, Rows, TableShape
@@ -17,7 +17,11 @@ pytestmark = pytest.mark.slow  # loads torch
 NUM_ROWS, WIDTH = 20_000, 2
 
 
-@pytest.mark.parametrize("optimizer", [RowSgd(0.3), RowAdagrad(0.1), LazyAdam(0.01)], ids=lambda each: str(each))
+@pytest.mark.parametrize(
+    "optimizer",
+    [RowSgd(0.3), RowAdagrad(0.1), LazyAdam(0.01), RowwiseAdagrad(0.1), Decayed(RowwiseAdagrad(0.1, 0.5), 0.99)],
+    ids=lambda each: str(each),
+)
 def test_steps_of_one_worker_make_the_server_s_table(optimizer: RowOptimizer) -> None:
     rng = np.random.default_rng(2)
     initial = rng.standard_normal((NUM_ROWS, WIDTH)).astype(np.float32)
@@ -55,13 +59,15 @@ def change(steps: RowSteps, *ids: int, value: float = 1.0) -> Floats:
     return steps.step(np.zeros((len(ids), WIDTH), np.float32), gradient_of(*ids, value=value), 1.0).values
 
 
-@pytest.mark.parametrize("optimizer", [RowAdagrad(0.1), LazyAdam(0.01)], ids=lambda each: str(each))
+@pytest.mark.parametrize(
+    "optimizer", [RowAdagrad(0.1), LazyAdam(0.01), RowwiseAdagrad(0.1)], ids=lambda each: str(each)
+)
 @pytest.mark.parametrize("max_bytes", [50_000, 500_000])
 def test_the_state_keeps_to_its_bound_whatever_rows_come(optimizer: RowOptimizer, max_bytes: int) -> None:
     """Rows that still have their state step as without a bound; others as at their first gradient."""
     rng = np.random.default_rng(3)
     bounded, free = RowSteps(WIDTH, optimizer, max_bytes), RowSteps(WIDTH, optimizer)
-    capacity = max_bytes // state_row_bytes(WIDTH, len(optimizer.state_names))
+    capacity = max_bytes // state_row_bytes(optimizer, WIDTH)
     for _ in range(200):
         ids = np.unique(np.minimum(rng.exponential(3000, 300).astype(np.int64), NUM_ROWS - 1))
         gradient = Rows(ids, rng.standard_normal((len(ids), WIDTH)).astype(np.float32))
@@ -77,7 +83,7 @@ def test_the_state_keeps_to_its_bound_whatever_rows_come(optimizer: RowOptimizer
 
 
 def test_the_rows_whose_last_gradient_is_the_longest_ago_lose_their_state() -> None:
-    steps = RowSteps(WIDTH, RowAdagrad(0.1), 4 * state_row_bytes(WIDTH, 1))
+    steps = RowSteps(WIDTH, RowAdagrad(0.1), 4 * state_row_bytes(RowAdagrad(0.1), WIDTH))
     first = change(steps, 1)
     change(steps, 2)
     change(steps, 3)
@@ -92,7 +98,7 @@ def test_the_rows_whose_last_gradient_is_the_longest_ago_lose_their_state() -> N
 
 def test_a_batch_of_more_rows_than_have_room_is_refused_and_says_what_to_set() -> None:
     """Otherwise the state would be lost within each step, and the optimizer would be a different one."""
-    steps = RowSteps(WIDTH, LazyAdam(0.1), 4 * state_row_bytes(WIDTH, 2))
+    steps = RowSteps(WIDTH, LazyAdam(0.1), 4 * state_row_bytes(LazyAdam(0.1), WIDTH))
     change(steps, 1, 2, 3, 4)
     with pytest.raises(TaskError, match=r"6 rows .* worker.row_cache_bytes .* of 4: set it to 1.5 times"):
         change(steps, 1, 2, 3, 4, 5, 6)
