@@ -104,6 +104,11 @@ class JobConfig(Section):
                 f"health.base_port: expected at most {MAX_PORT - FIRST_WORKER_PORT - self.data.places + 1}, so that "
                 f"each of {self.data.places} workers (data.max_workers) has a port, got {port}"
             )
+        if self.blobs.contributions != "float32" and self.training.policy.filter_threshold > 0:
+            raise ValueError(
+                f"blobs.contributions: expected float32 with training.policy {self.training.policy.name}, whose "
+                f"workers hold back what is small already, got {self.blobs.contributions}"
+            )
         if self.worker.pipeline is not None:
             self._check_pipeline(self.worker.pipeline)
         elif getattr(self.training.policy, "pipelined", False):
@@ -154,6 +159,17 @@ class JobConfig(Section):
 
     def _check_pipeline(self, pipeline: PipelineConfig) -> None:
         policy = self.training.policy
+        for field, value, only in (
+            ("worker.device", self.worker.device, "cpu"),
+            ("worker.compile", self.worker.compile, False),
+            ("training.precision", self.training.precision, "float32"),
+            ("blobs.contributions", self.blobs.contributions, "float32"),
+        ):
+            if value != only:
+                raise ValueError(
+                    f"{field}: expected {only} with worker.pipeline, whose stages have devices of their own "
+                    f"(worker.pipeline.devices) and send float32, got {value}"
+                )
         if "pipelined" not in type(policy).model_fields:
             raise ValueError(f"worker.pipeline: expected training.policy.name: wsp, got {policy.name}")
         if len(pipeline.devices) > 1 and len(pipeline.devices) != self.data.workers:

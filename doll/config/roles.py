@@ -81,6 +81,12 @@ class WorkerConfig(Section):
     spot_notices: Literal["none", "imds"] | None = None
     """imds: poll the EC2 instance metadata service every 5 s for an interruption notice, and leave before the
     interruption; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none"""
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?|mps)$")] = "cpu"
+    """what workers compute gradients on: cpu, cuda:N, mps; cuda: the CUDA devices of the machine in turn, by the
+    worker's number; auto: these, else mps, else the CPU. Everything else, such as evaluation, is on the CPU"""
+    compile: bool = False
+    """run the model compiled by torch.compile, which takes up to minutes at the start of each worker; where it fails,
+    the worker goes on without it"""
     torch_threads: PositiveInt = Field(default=1, le=1024)
     memory_bytes: PositiveFloat | None = Field(default=None, ge=1e6)
     """what each process of a worker may take beside what the interpreter and its libraries take (RLIMIT_DATA, which
@@ -141,6 +147,9 @@ class BlobConfig(Section):
     kind: Literal["auto", "redis", "shm"] = "auto"
     """auto: shared memory if `doll up` starts all processes and Redis on this machine, else Redis; shm: shared memory
     also with a given Redis (all workers on this machine)"""
+    contributions: Literal["float32", "bf16", "fp16"] = "float32"
+    """how workers send dense gradients and steps: bf16 and fp16 take half the bytes, and what rounding takes from one
+    contribution is added to the worker's next one (error feedback); rows of tables and statistics stay float32"""
     ttl_s: PositiveFloat = Field(default=600.0, ge=1)
     """time to live of weights and gradients"""
     keep_versions: int = Field(default=4, le=100_000, ge=2)

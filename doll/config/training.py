@@ -141,6 +141,8 @@ class TrainingConfig(Section):
     the optimizer"""
     ema: EmaConfig | None = None
     guard: GuardConfig = Field(default_factory=GuardConfig)
+    precision: Literal["float32", "bf16"] = "float32"
+    """of forward and backward passes: bf16 is torch.autocast; parameters and gradients stay float32"""
 
     @property
     def evaluates_average(self) -> bool:

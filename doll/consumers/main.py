@@ -19,6 +19,8 @@ from doll.config.fingerprint import difference
 from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import JobEndedError, WorkerChannel
 from doll.consumers.compute.delta_reader import DeltaReader
+from doll.consumers.compute.error_feedback import ErrorFeedback
+from doll.consumers.compute.forward import ForwardPasses
 from doll.consumers.compute.gradient import CachedVersion, GradientComputer
 from doll.consumers.compute.gradient_engine import GradientEngine, GrantHandler, SetContribution, ThreadGradientEngine
 from doll.consumers.compute.guard import Guard
@@ -41,6 +43,7 @@ from doll.kafka.chunk_reader import ChunkReader
 from doll.kafka.reader import PrefetchedBounds
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
+from doll.model.devices import resolve
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.row_optimizer import row_optimizers
 from doll.pipeline.planner.cut import check_with_samples, cut
@@ -113,7 +116,8 @@ def _run(
                 require_services(config, services)
                 topics.check(config, services)
             task = load_task(config) if stages is None else stages.task
-            model = build(config, task, with_rows=False) if stages is None else stages.model
+            device = resolve(config.worker.device, worker)
+            model = build(config, task, with_rows=False, device=device) if stages is None else stages.model
             with limit.lifted():
                 process = _WorkerProcess(
                     config, services, worker, run_folder, departure, heartbeat, task, model, stages, limit
@@ -158,7 +162,10 @@ class _WorkerProcess:
         self._heartbeat = heartbeat
         self._task, self._model = task, model
         self._stages, self._limit = stages, limit
-        self._computer = GradientComputer(task, model)
+        passes = ForwardPasses(
+            model.module, model.device, config.training.precision, compiles=config.worker.compile
+        )  # fmt: skip
+        self._computer = GradientComputer(task, model, passes)
         self._fingerprint = fingerprint(config, model)
         self._channel = WorkerChannel(config, services, worker)
 
@@ -284,13 +291,14 @@ class _WorkerProcess:
                 takes_patches=config.training.policy.publishes_deltas, report=self._channel.report,
             )  # fmt: skip
             model.tables.connect(rows.look_up)
-        compressor = Compressor(scope)
-        if sends_steps or model.tables is not None:
+        compressor, form = Compressor(scope), config.blobs.contributions
+        if sends_steps or model.tables is not None or form != "float32":
             tables = {} if model.tables is None else model.tables.shapes
-            compressor = Compressor(scope, model.num_parameters, tables)
+            rounding = None if form == "float32" else ErrorFeedback(form).round
+            compressor = Compressor(scope, model.num_parameters, tables, rounding)
         deltas = None
         if config.training.policy.publishes_deltas:
-            deltas = DeltaReader(scope, blobs, Layout(computer.weights.size, model.num_parameters))
+            deltas = DeltaReader(scope, blobs, Layout(computer.num_values, model.num_parameters))
         local_model: CachedVersion | StepModel
         contribution: SetContribution
         background = ThreadPoolExecutor(1, thread_name_prefix="weights")  # its thread starts with the first offer

@@ -40,7 +40,9 @@ class FlatModel:
 
     Attributes:
         module: the task's module.
+        device: of the flat tensors and of the module, as torch names it.
         flat: float32, shape (numel,), see the layout above.
+        host: the weights in this machine's memory: `flat`, or of a model on another device what is copied there.
         grad: float32, as long as `flat`; the module's `.grad`s are views into it, the part of the buffers is free.
         num_parameters, num_buffers: numbers of trainable parameters and of float buffers.
         num_floats: of both together; from there on `flat` holds bytes.
@@ -68,6 +70,7 @@ class FlatModel:
         """
         self.module = module
         self.tables = tables
+        self.device = device
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         buffers = [(name, b) for name, b in module.named_buffers() if b.is_floating_point()]
         others = [(name, b) for name, b in module.named_buffers() if not b.is_floating_point()]
@@ -97,6 +100,9 @@ class FlatModel:
         for (_, tensor), begin in zip(others, ends, strict=False):
             raw = self.flat[begin:].view(torch.uint8)[: tensor.numel() * tensor.element_size()]
             _move(tensor, raw.view(tensor.dtype).view(tensor.shape))
+        self.host = self.flat.detach()
+        if device != "cpu":
+            self.host = torch.empty(len(self.flat), pin_memory=device.startswith("cuda")).copy_(self.host)
         self._buffer_views = [
             (owner, name, buffer)
             for owner in module.modules()
@@ -110,20 +116,22 @@ class FlatModel:
         return 0 if self.tables is None else sum(rows * width for rows, width in self.tables.shapes.values())
 
     def copied(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """A copy of `values`, shape (n,), in memory of the kind that the model has."""
+        """A copy of `values`, shape (n,), in this machine's memory, of the kind that the model has there."""
+        if self.device != "cpu":
+            return values.copy()
         copy: npt.NDArray[np.float32] = self._zeros(len(values)).numpy()
         copy[:] = values
         return copy
 
     def load_weights(self, weights: npt.NDArray[np.float32]) -> None:
-        """Copy `weights`, float32, shape (numel,), into the model.
+        """Copy `weights`, float32, shape (numel,), into `host`.
 
         Raises:
             ValueError: of another shape.
         """
         if weights.shape != (self.flat.numel(),):
             raise ValueError(f"expected weights of shape ({self.flat.numel()},), got {weights.shape}")
-        array: npt.NDArray[np.float32] = self.flat.detach().numpy()
+        array: npt.NDArray[np.float32] = self.host.numpy()
         array[:] = weights
 
     def restore_buffers(self) -> None:
@@ -140,7 +148,7 @@ class FlatModel:
         total = None
         for _, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
-                raw = parameter.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+                raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 total = isal_zlib.crc32(raw.data, total or 0)
         return total
 
@@ -156,10 +164,14 @@ def _round_up_to_even(number: int) -> int:
     return number + number % 2
 
 
-def build(config: JobConfig, task: Task, *, with_rows: bool = True, in_files: bool = False) -> FlatModel:
-    """The task's model, the same in every process of the job: the seed is set before it is built.
+def build(
+    config: JobConfig, task: Task, *, with_rows: bool = True, in_files: bool = False, device: str = "cpu"
+) -> FlatModel:
+    """The task's model, the same in every process of the job: the seed is set before it is built, in the machine's
+    memory.
 
     Args:
+        device: it is moved there then.
         with_rows: have the first rows of its tables, as the server and `doll export` need them; else no memory is taken
             for them, where that is possible.
         in_files: the memory of its tensors is files (`doll.model.file_memory`).
@@ -173,6 +185,11 @@ def build(config: JobConfig, task: Task, *, with_rows: bool = True, in_files: bo
             f"{config.task.cls} defines {'step_rows' if task.steps_rows else 'step'}(): expected a training.policy "
             "whose workers send steps (ssp, essp, vap, "
             f"isp, wsp, or bsp and asp with contribution: step), got {config.training.policy.name}"
+        )
+    if task.defines_step and config.worker.device != "cpu":
+        raise ConfigError(
+            f"worker.device: expected cpu, because {config.task.cls} computes its steps itself, from arrays, got "
+            f"{config.worker.device}"
         )
     torch.manual_seed(config.seed)
     try:
@@ -194,7 +211,9 @@ def build(config: JobConfig, task: Task, *, with_rows: bool = True, in_files: bo
             f"and buffers (Redis takes no more in one value), got {size_bytes / 1e6:.0f} MB: freeze a part of it "
             "(requires_grad_(False)), make embeddings tables (sparse=True), or train a smaller one"
         )
-    return FlatModel(module, tables, zeros=zeros_in_file if in_files else None)
+    if device != "cpu":
+        module.to(device)
+    return FlatModel(module, tables, device=device, zeros=zeros_in_file if in_files else None)
 
 
 def _take_tables(config: JobConfig, task: Task, module: torch.nn.Module) -> EmbeddingTables | None:

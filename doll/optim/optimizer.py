@@ -65,7 +65,7 @@ class _FlatWeights(ABC):
             ema: decay of a moving average of the weights; None: there is none.
         """
         self._model = model
-        self._own = self._flat = model.flat.detach()  # `_flat` is the weights: in memory of our own, or that was given
+        self._own = self._flat = model.host  # `_flat` is the weights: in memory of our own, or that was given
         self.num_parameters = model.num_parameters
         self._sum = torch.zeros_like(self._own) if sum_in is None else sum_in
         self._sum_is_empty = True

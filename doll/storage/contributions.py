@@ -1,19 +1,20 @@
 """Contributions as blobs: dense, or the values that are not zero where these are few, and rows of tables. Pure.
 
-A gradient is sent as it is, dense float32. A step has many zeros where its worker holds insignificant values back, or
-where a batch touches few of the parameters: then only the others are sent.
+A gradient is sent as it is, dense float32, or rounded to 16 bits (`blobs.contributions`). A step has many zeros where
+its worker holds insignificant values back, or where a batch touches few of the parameters: then only the others are
+sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.storage.blobs import Buffer, blob_info, decode_blob, encode_blob
-from doll.storage.sections import decode_push, encode_push
+from doll.storage.sections import Rounded, decode_push, encode_push
 from doll.tables.rows import Rows, TableShape
 
 Vector = npt.NDArray[np.float32]
@@ -42,6 +43,7 @@ class Compressor(NamedTuple):
     # The first so many values may be left out where they are zero; None: every value is sent.
     num_parameters: int | None = None
     tables: Tables = _NO_TABLES  # shapes of all tables of the model, by name
+    rounding: Callable[[Vector], Rounded | None] | None = None  # of dense parameters; needs `num_parameters`
 
     def compress(self, values: Vector, *, version: int, rows: Mapping[str, Rows] = _NO_ROWS) -> list[Buffer]:
         """The blob of a contribution, the shorter one of its two forms, in parts as `Blobs.put` takes them.
@@ -58,11 +60,12 @@ class Compressor(NamedTuple):
         parameters = values[:n]
         ids = np.flatnonzero(parameters)
         is_dense = len(ids) > MAX_SHARE * n
-        if is_dense and not rows:
+        rounded = self.rounding(parameters) if self.rounding is not None and is_dense else None
+        if is_dense and not rows and rounded is None:
             return encode_blob(values, job=self.job, kind="g", version=version)
-        pieces: dict[str, Vector | Rows] = {}
+        pieces: dict[str, Vector | Rounded | Rows] = {}
         if n:
-            pieces[PARAMETERS] = parameters if is_dense else Rows(ids, parameters[ids].reshape(-1, 1))
+            pieces[PARAMETERS] = rounded or (parameters if is_dense else Rows(ids, parameters[ids].reshape(-1, 1)))
         if len(values) > n:
             pieces[TAIL] = values[n:]
         return encode_push(

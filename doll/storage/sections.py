@@ -23,7 +23,9 @@ Keys increase strictly. There are two codings:
 
 Where few values need all of their 32 bits, 2 is added to the coding. Then the values are: u64 number of those that do,
 u64 bytes of their places; their places, coded as keys are (0); the upper 16 bits of all values; the lower 16 bits of
-those that need them, each padded with zeros to 8 bytes. All others' lower bits are 0.
+those that need them, each padded with zeros to 8 bytes. All others' lower bits are 0. A vector, dense, is sent so
+where its sender has rounded it to bfloat16 (`Rounded`). Coding 4, of such a vector alone: float16, times 2 to the power
+of `since`.
 
 What encodes raises ValueError as `encode_push` does, what decodes raises BlobError and NotFiniteError as `decode_push`.
 
@@ -63,6 +65,19 @@ Vector: TypeAlias = npt.NDArray[np.float32]
 # A vector's number of values, or a table's shape, by name.
 Shapes: TypeAlias = Mapping[str, int | TableShape]
 
+
+class Rounded(NamedTuple):
+    """A vector whose numbers need 16 bits only.
+
+    Attributes:
+        values: float32, shape (numel,): numbers of bfloat16, or of float16 times 2 ** `exponent`.
+        exponent: None: bfloat16.
+    """
+
+    values: Vector
+    exponent: int | None = None
+
+
 _COUNT: Final = struct.Struct("<II")
 _HEAD: Final = struct.Struct("<cBHIQQQq")
 _ALIGNMENT: Final = 8
@@ -73,6 +88,8 @@ _HALVES: Final = 2  # is added to one of the two
 _HALVES_HEAD: Final = struct.Struct("<QQ")
 _MAX_WHOLE: Final = 1 / 8  # of the values that need 32 bits: else halves are not used
 _LOOK: Final = 64  # values that show whether it may be worth it; fewer are sent as they are
+_FLOAT16: Final = 4
+_MAX_EXPONENT: Final = 150  # float32 has no number beyond 2 ** 128 or below 2 ** -149
 _NO_PATCHES: Final[Mapping[str, Patch]] = {}
 
 
@@ -241,9 +258,12 @@ class _Section(NamedTuple):
     ids: Ids | None
     values: npt.NDArray[np.float32] | None  # shape (count, width), and of form `m` one for each bit, shape (n, 1)
     is_there: npt.NDArray[np.bool_] | None = None  # shape (count, width): of form `m`
+    short: int = 0  # `_HALVES` or `_FLOAT16`: of form `d`, whose values need no more
 
 
-def encode_push(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str, version: int) -> Encoded:
+def encode_push(
+    pieces: Mapping[str, Vector | Rounded | Rows], shapes: Shapes, *, job: str, version: int
+) -> Encoded:  # fmt: skip
     """The blob of a push.
 
     Args:
@@ -356,7 +376,7 @@ def decode_rows(data: Buffer, shapes: Shapes, *, job: str) -> StoredAnswer:
 def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version: int) -> Encoded:
     parts: list[Buffer] = [_COUNT.pack(len(sections), 0)]
     plain = 0
-    for form, name, shape, since, ids, values, is_there in sections:
+    for form, name, shape, since, ids, values, is_there, short in sections:
         coding, keys = (0, np.empty(0, np.uint8)) if ids is None else _coded(name, ids, shape.num_rows)
         count = shape.num_rows if ids is None else len(ids)
         expected, bits = (count, shape.width), np.empty(0, np.uint8)
@@ -372,7 +392,11 @@ def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version:
         title = name.encode()
         plain_body = b"" if values is None else np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
         body: list[Buffer] = [plain_body]
-        if values is not None and ids is not None and (halves := _halves(np.frombuffer(plain_body, "<u4"))):
+        if short == _FLOAT16 and values is not None:
+            coding, body = _FLOAT16, [np.ldexp(values, -since).astype("<f2").reshape(-1).view(np.uint8).data]
+        elif (
+            values is not None and (ids is not None or short) and (halves := _halves(np.frombuffer(plain_body, "<u4")))
+        ):
             coding, body = coding | _HALVES, halves
         head = (form.encode(), coding, len(title), shape.width, shape.num_rows, count, len(keys), since)
         parts.append(_HEAD.pack(*head))
@@ -408,11 +432,16 @@ def _from_halves(reader: _Reader, num_values: int, what: str) -> npt.NDArray[np.
     return values.view("<f4")
 
 
-def _sections(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, since: int) -> list[_Section]:
+def _sections(
+    pieces: Mapping[str, Vector | Rounded | Rows], shapes: Shapes, *, since: int
+) -> list[_Section]:  # fmt: skip
     sections = []
     for name, piece in pieces.items():
         shape = _table_shape(shapes[name])
-        if not isinstance(piece, Rows):
+        if isinstance(piece, Rounded):
+            short, exponent = (_HALVES, 0) if piece.exponent is None else (_FLOAT16, piece.exponent)
+            sections.append(_Section("d", name, shape, exponent, None, piece.values.reshape(-1, 1), short=short))
+        elif not isinstance(piece, Rows):
             sections.append(_Section("d", name, shape, since, None, piece.reshape(-1, 1)))
         else:
             sections.append(_Section("r", name, shape, since, *piece))
@@ -421,7 +450,7 @@ def _sections(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, since: int
 
 def _shorter(section: _Section) -> _Section:
     """The shorter form of what is added to a table: its rows, or their values that are not zero."""
-    form, name, shape, since, ids, values, _ = section
+    form, name, shape, since, ids, values, *_ = section
     if form != "r" or shape.width == 1 or ids is None or values is None or values.shape != (len(ids), shape.width):
         return section
     is_there = values != 0
@@ -512,7 +541,9 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
         name, letter = bytes(reader.padded(title_bytes, "a section's name")).decode(), form.decode()
     except UnicodeDecodeError as exc:
         raise BlobError(f"expected a form and a name in UTF-8, got {form!r} and bytes that are not") from exc
-    if letter not in forms or coding > {"r": 3, "m": 3, "k": 1, "c": 1}.get(letter, 0):
+    if letter not in forms or not (
+        coding <= {"r": 3, "m": 3, "k": 1, "c": 1}.get(letter, 0) or (letter == "d" and coding in (_HALVES, _FLOAT16))
+    ):
         raise BlobError(
             f"section {name!r}: expected a form of {'/'.join(forms)} and a coding of its keys, got {letter!r}, {coding}"
         )
@@ -535,6 +566,11 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
     try:
         if coding & _HALVES:
             values = _from_halves(reader, num_values, f"{name!r}")
+        elif coding == _FLOAT16:
+            if not -_MAX_EXPONENT <= since <= _MAX_EXPONENT:
+                raise BlobError(f"expected an exponent of at most {_MAX_EXPONENT}, got {since}")
+            short = np.frombuffer(reader.padded(2 * num_values, f"the values of {name!r}"), "<f2")
+            values = np.ldexp(short.astype("<f4"), since)
         else:
             values = np.frombuffer(reader.padded(4 * num_values, f"the values of {name!r}"), "<f4")
         if letter != "d":

@@ -136,8 +136,8 @@ class EmbeddingTables:
         for name, ids, rows, padding in self._uses:
             if rows.grad is not None and len(ids):
                 # One entry for each id of the input, in its order: torch's dense gradient takes longer than these sums.
-                total = torch.zeros(rows.shape).index_add_(0, rows.grad._indices()[0], rows.grad._values())
-                values = total.numpy()
+                total = torch.zeros(rows.shape, device=rows.device)
+                values = total.index_add_(0, rows.grad._indices()[0], rows.grad._values()).cpu().numpy()
                 if padding is not None:
                     ids, values = np.delete(ids, padding), np.delete(values, padding, axis=0)
                 pieces.setdefault(name, []).append(Rows(ids, values))
@@ -191,7 +191,7 @@ class EmbeddingTables:
                 "x by default; define it, and give the layer x.long()"
             )
         unique, places = torch.unique(input, return_inverse=True)
-        ids = unique.numpy().astype(np.int64, copy=False)
+        ids = unique.cpu().numpy().astype(np.int64, copy=False)
         shape = self.shapes[name]
         if len(ids) and not (ids[0] >= 0 and ids[-1] < shape.num_rows):
             raise IndexError(f"table {name!r}: expected ids of 0 to {shape.num_rows - 1}, got {ids[0]} to {ids[-1]}")
@@ -201,7 +201,7 @@ class EmbeddingTables:
         padding = None
         if padding_idx is not None and (at := int(np.searchsorted(ids, padding_idx))) < len(ids):
             padding = at if ids[at] == padding_idx else None
-        rows = torch.from_numpy(values).requires_grad_(torch.is_grad_enabled())
+        rows = torch.from_numpy(values).to(input.device).requires_grad_(torch.is_grad_enabled())
         if rows.requires_grad:
             self._uses.append(_Use(name, ids, rows, padding))
         return rows, places, padding

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import torch
 from doll.config import JobConfig, parse
 from doll.config.policy import POLICIES as REGISTERED
 from doll.config.policy import policy_section
@@ -281,7 +282,8 @@ class Process(worlds.Process):
                 self.expected.check_rows(self, name, ids, got, batch)
                 noise = rng.normal(size=(len(ids), shape.width)).astype(np.float32)
                 rows[name] = Rows(ids, noise + np.float32(0.3) * got)
-        return GuardedGradient(Gradient(values, 1.0, {}, float(len(x)), float(np.linalg.norm(values)), rows=rows), {})
+        norm = float(np.linalg.norm(values))
+        return GuardedGradient(Gradient(torch.from_numpy(values), 1.0, {}, float(len(x)), norm, rows=rows), {})
 
     def offer(self, weights: NewVersion) -> None:
         """`LocalModel`."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from doll.consumers.compute.delta_reader import DeltaReader
+from doll.consumers.compute.forward import ForwardPasses
 from doll.consumers.compute.weights_ahead import WeightsAhead
 from doll.consumers.protocol.worker_core import grant_id_of
 from doll.errors import BlobError, IllegalEventError
@@ -38,9 +39,9 @@ _NONE: Final = (-1, -1)  # (term, version)
 class Gradient(NamedTuple):
     """Sums over the samples of one batch, each times its weight."""
 
-    # float32, shape (numel,), laid out as `doll.model.flat_model` says. It is the model's own memory: store it before
-    # the next `compute`.
-    values: npt.NDArray[np.float32]
+    # float32, shape (numel,), laid out as `doll.model.flat_model` says, on the model's device. It is the model's own
+    # memory: store it before the next `compute`.
+    vector: torch.Tensor
     loss_sum: float  # sum of the sample losses at the given weights, before learning from them
     metric_sums: dict[str, float]  # sums of the task's metrics over the samples
     weight: float  # sum of the samples' weights, which each of them is multiplied by here
@@ -49,9 +50,15 @@ class Gradient(NamedTuple):
     rows: Mapping[str, Rows] = {}  # of the tables that took part, by name; their memory stays as it is
 
     @property
+    def values(self) -> npt.NDArray[np.float32]:
+        """`vector` in this machine's memory: a view where it is there, else a copy."""
+        array: npt.NDArray[np.float32] = self.vector.cpu().numpy()
+        return array
+
+    @property
     def num_values(self) -> int:
         """Numbers that the gradient has."""
-        return self.values.size + sum(rows.values.size for rows in self.rows.values())
+        return self.vector.numel() + sum(rows.values.size for rows in self.rows.values())
 
     def problem(self) -> str:
         """What is not finite; "" where all is."""
@@ -65,15 +72,28 @@ class Gradient(NamedTuple):
 class GradientComputer:
     """One worker's replica of the model. Not thread-safe: one thread computes."""
 
-    def __init__(self, task: Task, model: FlatModel) -> None:
+    def __init__(self, task: Task, model: FlatModel, passes: ForwardPasses | None = None) -> None:
         self._task = task
         self._model = model
+        self._passes = passes or ForwardPasses(model.module)
+        self._is_behind = False  # the model's device may not have what `weights` gave to a caller
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
-        """What the replica holds: float32, shape (numel,)."""
-        array: npt.NDArray[np.float32] = self._model.flat.detach().numpy()
+        """What the replica holds: float32, shape (numel,). The caller may change it between two passes."""
+        self._is_behind = True
+        array: npt.NDArray[np.float32] = self._model.host.numpy()
         return array
+
+    @property
+    def num_values(self) -> int:
+        """Of `weights`."""
+        return self._model.host.numel()
+
+    def _catch_up(self) -> None:
+        if self._is_behind and self._model.device != "cpu":
+            self._model.flat.detach().copy_(self._model.host)
+        self._is_behind = False
 
     def load(self, weights: npt.NDArray[np.float32]) -> None:
         """Copy `weights`, float32, shape (numel,), into the replica.
@@ -81,8 +101,8 @@ class GradientComputer:
         Raises:
             ValueError: of another shape.
         """
-        if weights.shape != self.weights.shape:
-            raise ValueError(f"expected weights of shape {self.weights.shape}, got {weights.shape}")
+        if weights.shape != (self.num_values,):
+            raise ValueError(f"expected weights of shape ({self.num_values},), got {weights.shape}")
         self.weights[:] = weights
 
     def compute(
@@ -97,7 +117,9 @@ class GradientComputer:
             use_running_stats: let batch norm use the statistics so far, so that samples do not influence each other.
         """
         model, batch = self._model, SampleBatch(x, y, weight, group)
-        buffers = self.weights[model.num_parameters :].copy()
+        self._catch_up()
+        flat = model.flat.detach()
+        buffers = flat[model.num_parameters :].clone()
         try:
             model.grad.zero_()
             if model.tables is not None:
@@ -109,35 +131,37 @@ class GradientComputer:
             with torch.no_grad():
                 metrics = passes.metric_sums(self._task, trees.mapped(torch.Tensor.detach, output), inputs)
             model.restore_buffers()
-            values, floats = model.grad.numpy(), slice(model.num_parameters, model.num_floats)
+            vector, floats = model.grad, slice(model.num_parameters, model.num_floats)
             rows = {} if model.tables is None else model.tables.gradients()
-            norm = math.hypot(length(model.grad[: model.num_parameters]), norm_of_rows(rows))
-            buffer_change = length(model.flat[floats].detach() - torch.from_numpy(buffers[: model.num_buffers]))
-            np.multiply(self.weights[floats], np.float32(inputs.total_weight), out=values[floats])
-            values[model.num_floats :] = self.weights[model.num_floats :]
-            return Gradient(values, loss.value, metrics, inputs.total_weight, norm, buffer_change, rows)
+            norm = math.hypot(length(vector[: model.num_parameters]), norm_of_rows(rows))
+            buffer_change = length(flat[floats] - buffers[: model.num_buffers]) if model.num_buffers else 0.0
+            torch.mul(flat[floats], inputs.total_weight, out=vector[floats])
+            vector[model.num_floats :] = flat[model.num_floats :]
+            return Gradient(vector, loss.value, metrics, inputs.total_weight, norm, buffer_change, rows)
         finally:
             model.restore_buffers()
-            self.weights[model.num_parameters :] = buffers
+            flat[model.num_parameters :] = buffers
             if model.tables is not None:
                 model.tables.reset()  # the rows are not kept until the next batch
 
     def loss(self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None) -> float:
         """Mean loss over the samples, each apart from the others."""
         batch = SampleBatch(x, y, weight, group)
-        buffers = self.weights[self._model.num_parameters :].copy()
+        self._catch_up()
+        flat = self._model.flat.detach()
+        buffers = flat[self._model.num_parameters :].clone()
         try:
             with torch.no_grad():
                 return self._forward(batch, use_running_stats=True)[1].value / batch.total_weight
         finally:
             self._model.restore_buffers()
-            self.weights[self._model.num_parameters :] = buffers
+            flat[self._model.num_parameters :] = buffers
 
     @contextmanager
     def stepped_by(self, gradient: Gradient, rate: float) -> Iterator[None]:
         """Meanwhile the parameters are `rate` times `gradient` further on."""
         parameters = slice(self._model.num_parameters)
-        before = self._model.copied(self.weights[parameters])
+        before, values = self._model.copied(self.weights[parameters]), gradient.values
         try:
             with ExitStack() as stack:
                 if self._model.tables is not None:
@@ -145,7 +169,7 @@ class GradientComputer:
                 with np.errstate(over="ignore", invalid="ignore"):
                     for at in range(0, self._model.num_parameters, _PIECE):
                         part = slice(at, min(at + _PIECE, self._model.num_parameters))
-                        step = rate * gradient.values[part].astype(np.float64)
+                        step = rate * values[part].astype(np.float64)
                         self.weights[part] += step.astype(np.float32)
                 yield
         finally:
@@ -153,7 +177,7 @@ class GradientComputer:
 
     def kept(self, gradient: Gradient) -> Gradient:
         """`gradient` with its values in other memory than the model's, which the next one overwrites."""
-        return gradient._replace(values=self._model.copied(gradient.values))
+        return gradient._replace(vector=torch.from_numpy(self._model.copied(gradient.values)))
 
     def new_sum(self) -> GradientSum:
         """For the gradients of one set."""
@@ -189,9 +213,13 @@ class GradientComputer:
             for part in module.modules():
                 if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
                     part.eval()
-        inputs = passes.inputs_of(self._task, batch)
-        output = passes.forward(self._task, module, inputs)
-        return output, passes.loss(self._task, output, inputs), inputs
+        inputs = passes.inputs_of(self._task, batch, self._model.device)
+
+        def run(module: torch.nn.Module) -> tuple[Any, passes.Loss]:
+            output = passes.forward(self._task, module, inputs)
+            return output, passes.loss(self._task, output, inputs)
+
+        return *self._passes.run(run), inputs
 
 
 class GradientSum:
@@ -204,9 +232,9 @@ class GradientSum:
         """`num_floats`: of parameters and float buffers; what is behind is not numbers."""
         self._num_parameters = num_parameters
         self._num_floats = num_floats
-        self._memory: npt.NDArray[np.float32] | None = None  # allocated when a set has two gradients
+        self._memory: torch.Tensor | None = None  # where the gradients are; allocated when a set has two
         self._is_kept = False  # `_memory` holds those before `_last`
-        self._last: npt.NDArray[np.float32] | None = None
+        self._last: torch.Tensor | None = None
         self._bound = 0.0  # no number of the sum is larger
         self._rows: dict[str, list[Rows]] = {}
         self._grant: Grant | None = None
@@ -235,12 +263,12 @@ class GradientSum:
     def add(self, gradient: Gradient, *, batch: int) -> bool:
         """False where float32 may not hold the sum."""
         self._expect_later(batch)
-        floats = gradient.values[self._num_parameters : self._num_floats]
-        bound = self._bound + max(gradient.norm, float(np.abs(floats).max(initial=0.0)))
+        floats = gradient.vector[self._num_parameters : self._num_floats]
+        bound = self._bound + max(gradient.norm, float(floats.abs().max()) if len(floats) else 0.0)
         if (self._is_kept or self._last is not None) and not bound < _MAX_SUM:
             return False
         self.keep()
-        self._last, self._bound = gradient.values, bound
+        self._last, self._bound = gradient.vector, bound
         for name, rows in gradient.rows.items():
             self._rows.setdefault(name, []).append(rows)
         self._holds.append((batch, grant_id_of(self._grant, batch)))
@@ -256,24 +284,25 @@ class GradientSum:
 
     def keep(self) -> None:
         """Copy what `add` has taken."""
-        values, floats = self._last, self._num_floats
-        if values is None:
+        vector, floats = self._last, self._num_floats
+        if vector is None:
             return
         if self._memory is None:
-            self._memory = np.empty_like(values)
+            self._memory = torch.empty_like(vector)
         if self._is_kept:
-            np.add(self._memory[:floats], values[:floats], out=self._memory[:floats])
-            self._memory[floats:] = values[floats:]
+            vector = vector.to(self._memory.device)  # one that the guard has kept is in the machine's memory
+            self._memory[:floats] += vector[:floats]
+            self._memory[floats:] = vector[floats:]
         else:
-            self._memory[:] = values
+            self._memory.copy_(vector)
         self._is_kept, self._last = True, None
 
     def values(self) -> npt.NDArray[np.float32] | None:
-        """The sum, in this object's memory, or in the gradient's where it is one alone."""
+        """The sum: on the CPU in this object's memory, or in the gradient's where it is one alone; else a copy."""
         if self._is_kept:
             self.keep()
-            return self._memory
-        return self._last
+        vector = self._memory if self._is_kept else self._last
+        return None if vector is None else vector.cpu().numpy()
 
     def rows(self) -> Mapping[str, Rows]:
         return {name: add_in_order(pieces) for name, pieces in self._rows.items()}
@@ -396,5 +425,5 @@ class CachedVersion:
         return self._stored(source) if weights is None else weights
 
     def _stored(self, source: Grant | NewVersion) -> npt.NDArray[np.float32] | None:
-        numel = self._computer.weights.size
+        numel = self._computer.num_values
         return stored_weights(self._blobs, source.key, job=self._job, version=source.version, numel=numel)

@@ -109,7 +109,7 @@ class Guard:
         except TaskError:  # weights that the task's loss does not take
             raise
         except Exception as exc:  # the user's forward, loss or metrics may raise anything
-            if "allocate memory" in str(exc):
+            if "allocate memory" in str(exc) or "out of memory" in str(exc):
                 raise MemoryError(str(exc)) from exc
             return None, f"{type(exc).__name__}: {exc}"[:_MAX_REASON_CHARS]
         problem = gradient.problem()

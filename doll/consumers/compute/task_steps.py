@@ -70,7 +70,7 @@ class OwnSteps:
 
     def _try(self, samples: SampleBatch, batch: int) -> tuple[Gradient | None, str]:
         """The step, or what is wrong with it."""
-        weights: npt.NDArray[np.float32] = self._model.flat.detach().numpy()
+        weights: npt.NDArray[np.float32] = self._model.host.numpy()
         before = weights.copy()
         try:
             inputs = passes.inputs_of(self._task, samples)
@@ -98,7 +98,7 @@ class OwnSteps:
         floats = slice(self._model.num_parameters, self._model.num_floats)
         values[floats] = weights[floats] * np.float32(total)
         values[self._model.num_floats :] = weights[self._model.num_floats :]
-        return Gradient(values, loss_sum, metric_sums, total, norm, rows=rows), ""
+        return Gradient(torch.from_numpy(values), loss_sum, metric_sums, total, norm, rows=rows), ""
 
     def _step(
         self, weights: npt.NDArray[np.float32], inputs: passes.Inputs, rng: np.random.Generator

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from doll.config import JobConfig
 from doll.consumers.compute.gradient import Gradient, GradientComputer, stored_weights
@@ -93,7 +94,8 @@ class Flight:
 def gradient_of(message: Backward) -> Gradient:
     """What is known of the gradient that is at the stages."""
     return Gradient(
-        NO_VALUES, message.loss_sum, dict(message.metric_sums), float(message.num_samples), math.sqrt(message.squares),
+        torch.from_numpy(NO_VALUES), message.loss_sum, dict(message.metric_sums), float(message.num_samples),
+        math.sqrt(message.squares),
         math.sqrt(message.buffer_squares),
     )  # fmt: skip
 

@@ -71,11 +71,15 @@ def check_pipeline(config: JobConfig) -> None:
 
 
 def check_devices(config: JobConfig) -> None:
-    """Where workers are pipelines, check that this machine has the devices of their stages. Imports torch then.
+    """Where workers compute on other devices than the CPU, check that this machine has them. Imports torch then.
 
     Raises:
         ConfigError: this machine lacks a device.
     """
+    if config.worker.device != "cpu":
+        from doll.model.devices import resolve
+
+        resolve(config.worker.device, 0)
     if config.worker.pipeline is None:
         return
     from doll.pipeline.links.device import check_device

@@ -262,7 +262,7 @@ def test_frozen_parameters_are_fingerprinted() -> None:
 
 def gradient_of(value: float, norm: float = 1.0) -> Gradient:
     """Three parameters, two float buffers, and four bytes that are not of floats."""
-    return Gradient(np.full(6, value, np.float32), 0.0, {}, 1.0, norm)
+    return Gradient(torch.full((6,), value), 0.0, {}, 1.0, norm)
 
 
 def test_the_memory_behind_the_floats_is_that_of_the_last_gradient() -> None:

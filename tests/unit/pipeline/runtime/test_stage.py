@@ -133,7 +133,7 @@ class Undivided:
 
     def learn(self, batch: int, x: Array, y: Array) -> Gradient:
         gradient = self.computer.compute(x, y)
-        gradient = gradient._replace(values=gradient.values.copy())
+        gradient = gradient._replace(vector=gradient.vector.clone())
         self.steps.add(gradient, batch=batch)
         return gradient
 
@@ -233,7 +233,7 @@ def test_the_sum_of_a_waves_steps_is_that_of_an_undivided_worker(name: str, in_f
             x, y = samples(chain.task, number, 4 + number % 3)
             chain.forward(number % in_flight, x, y)
             gradient = undivided.computer.compute(x, y)
-            flying.append((number, gradient._replace(values=gradient.values.copy())))
+            flying.append((number, gradient._replace(vector=gradient.vector.clone())))
 
 
 def undivided_view(undivided: Undivided, chain: Chain) -> Array:

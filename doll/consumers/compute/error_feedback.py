@@ -1,0 +1,49 @@
+"""Contributions in 16 bits: what rounding takes from one of them is added to the next one.
+
+Seide et al., 1-bit stochastic gradient descent (Interspeech 2014); Karimireddy et al., Error feedback fixes SignSGD
+(ICML 2019). The error is the worker's own: it is not in a checkpoint, and goes with the process. Nor is it taken back
+where a contribution is refused and its batches are computed again. Either way, what is lost or counts twice is at most
+the rounding of one contribution.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from doll.storage.sections import Rounded
+
+_LARGEST: Final = 15  # numbers of float16 are below 2 ** 16; one bit is left for rounding up
+
+
+class ErrorFeedback:
+    """Of one worker. Not thread-safe: one thread computes."""
+
+    def __init__(self, form: Literal["bf16", "fp16"]) -> None:
+        self._form = form
+        self._error: torch.Tensor | None = None
+
+    def round(self, values: npt.NDArray[np.float32]) -> Rounded | None:
+        """`values`, shape (numel,), and the error so far, rounded; None where a number is not finite: it is sent as it
+        is, and refused by the server."""
+        wanted = torch.from_numpy(np.array(values))
+        if self._error is not None:
+            wanted += self._error
+        largest = float(wanted.abs().max()) if len(wanted) else 0.0
+        if not math.isfinite(largest):
+            return None
+        if self._form == "bf16":
+            exponent, rounded = None, wanted.to(torch.bfloat16).to(torch.float32)
+        else:
+            # A power of two, so that scaling rounds nothing.
+            exponent = math.frexp(largest)[1] - _LARGEST if largest else 0
+            scaled = torch.ldexp(wanted, torch.tensor(-exponent)).to(torch.float16)
+            rounded = torch.ldexp(scaled.to(torch.float32), torch.tensor(exponent))
+        if not bool(torch.isfinite(rounded).all()):
+            return None
+        self._error = wanted - rounded
+        return Rounded(rounded.numpy(), exponent)

@@ -1,0 +1,43 @@
+"""On which device a process computes: what `worker.device` names, resolved on this machine.
+
+Devices are counted without CUDA's own start, after which a process could not fork others that use it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import torch
+
+from doll.errors import ConfigError
+
+FORM: Final = r"auto|cpu|cuda(:\d{1,3})?|mps"
+
+
+def resolve(setting: str, worker: int, *, field: str = "worker.device") -> str:
+    """The device of worker number `worker`: `cpu`, `cuda:N` or `mps`.
+
+    `auto` and `cuda` spread workers over the CUDA devices by their numbers.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
+    if not re.fullmatch(FORM, setting):
+        raise ConfigError(f"{field}: expected auto, cpu, cuda, cuda:N (such as cuda:0) or mps, got {setting!r}")
+    if setting == "cpu":
+        return "cpu"
+    count, has_mps = torch.cuda.device_count(), torch.backends.mps.is_available()
+    if setting == "auto":
+        if count:
+            return f"cuda:{worker % count}"
+        return "mps" if has_mps else "cpu"
+    if setting == "mps" and has_mps:
+        return "mps"
+    if setting == "cuda" and count:
+        return f"cuda:{worker % count}"
+    if setting.startswith("cuda:") and int(setting.partition(":")[2]) < count:
+        return setting
+    there = ["cpu", *(f"cuda:{number}" for number in range(count)), *(["mps"] if has_mps else [])]
+    why = "" if torch.version.cuda or not setting.startswith("cuda") else "; this build of torch has no CUDA"
+    raise ConfigError(f"{field}: expected a device of this machine ({', '.join(there)}), got {setting!r}{why}")
