@@ -81,7 +81,7 @@ class WorkerConfig(Section):
     spot_notices: Literal["none", "imds"] | None = None
     """imds: poll the EC2 instance metadata service every 5 s for an interruption notice, and leave before the
     interruption; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none"""
-    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?|mps)$")] = "cpu"
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu(:0)?|cuda(:[0-9]{1,3})?|mps)$")] = "cpu"
     """what workers compute gradients on: cpu, cuda:N, mps; cuda: the CUDA devices of the machine in turn, by the
     worker's number; auto: these, else mps, else the CPU. Everything else, such as evaluation, is on the CPU"""
     compile: bool = False

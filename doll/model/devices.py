@@ -12,7 +12,7 @@ import torch
 
 from doll.errors import ConfigError
 
-FORM: Final = r"auto|cpu|cuda(:\d{1,3})?|mps"
+FORM: Final = r"auto|cpu(:0)?|cuda(:\d{1,3})?|mps"
 
 
 def resolve(setting: str, worker: int, *, field: str = "worker.device") -> str:
@@ -25,8 +25,8 @@ def resolve(setting: str, worker: int, *, field: str = "worker.device") -> str:
     """
     if not re.fullmatch(FORM, setting):
         raise ConfigError(f"{field}: expected auto, cpu, cuda, cuda:N (such as cuda:0) or mps, got {setting!r}")
-    if setting == "cpu":
-        return "cpu"
+    if setting.startswith("cpu"):  # `cpu:0`, for tests: the same device, with tensors of its own
+        return setting
     count, has_mps = torch.cuda.device_count(), torch.backends.mps.is_available()
     if setting == "auto":
         if count:
