@@ -99,10 +99,9 @@ def image_pool(count: int) -> list[bytes]:
     return image_records(count, seed=1)
 
 
-def bare_loop(out: str, model: str, device: str, precision: str, seconds: float) -> None:
+def bare_loop(out: str, model: str, device: str, precision: str, seconds: float, size: int) -> None:
     """Forward, backward, the sum of K batches, and a step: what the job learns, without everything around it."""
     task = MODELS[model][0]()
-    size = MODELS[model][3]
     torch.manual_seed(0)
     module = task.build_model().to(device).train()
     optimizer = torch.optim.SGD(module.parameters(), lr=_LR)
@@ -133,8 +132,8 @@ def bare_loop(out: str, model: str, device: str, precision: str, seconds: float)
     Path(out).write_text(json.dumps(result), encoding="utf-8")
 
 
-def config_of(model: str, device: str, precision: str, workers: int, seconds: float) -> JobConfig:
-    _, name, _, size = MODELS[model]
+def config_of(model: str, device: str, precision: str, workers: int, seconds: float, size: int) -> JobConfig:
+    _, name, _, _ = MODELS[model]
     return job(
         f"gpu-{model}-{workers}", task=name,
         data={"workers": workers, "batch_size": size, "samples_per_record": size},
@@ -147,17 +146,19 @@ def config_of(model: str, device: str, precision: str, workers: int, seconds: fl
     )  # fmt: skip
 
 
-def measure(bench: Bench, model: str, device: str, precision: str, workers: int, seconds: float, most: int) -> float:
+def measure(
+    bench: Bench, model: str, device: str, precision: str, workers: int, seconds: float, size: int, most: int
+) -> float:  # fmt: skip
     """Samples per second that a job learns."""
-    config = config_of(model, device, precision, workers, seconds)
+    config = config_of(model, device, precision, workers, seconds, size)
     make = image_pool if model == "cnn" else character_records
     bench.fill(config, make, most)
     return bench.learn(config, warm_s=_WARM_S).samples_per_s
 
 
-def bare(bench: Bench, model: str, device: str, precision: str, seconds: float) -> float:
+def bare(bench: Bench, model: str, device: str, precision: str, seconds: float, size: int) -> float:
     out = bench.out("bare")
-    bench.run_roles([("bare", "benchmarks.gpu:bare_loop", [out, model, device, precision, seconds])])
+    bench.run_roles([("bare", "benchmarks.gpu:bare_loop", [out, model, device, precision, seconds, size])])
     result = json.loads(Path(out).read_text(encoding="utf-8"))
     return float(result["samples"] / (result["last_s"] - result["first_s"]))
 
@@ -170,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--runs", type=int, default=3, help="of each side; default 3")
     parser.add_argument("--seconds", type=float, default=6.0, help="that a run is measured; default 6")
+    parser.add_argument("--batch-size", type=int, help="of each model [256 images, 64 texts]")
     parser.add_argument("--budget-s", type=float, default=3600.0, help="no further run is begun after this time")
     parser.add_argument("--fill-rate", type=float, default=150_000.0, help="samples per second to have ready")
     args = parser.parse_args(argv)
@@ -183,14 +185,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for precision in args.precisions:
                     if time.monotonic() - begun_s > args.budget_s:
                         continue
-                    size = MODELS[model][3]
+                    size = args.batch_size or MODELS[model][3]
                     rate = args.fill_rate * (1.0 if model == "cnn" else 0.1)
                     most = round(rate * (args.seconds + _WARM_S)) // size * size
                     row: dict[str, Any] = {"run": run, "model": model, "precision": precision}
-                    row["bare"] = bare(bench, model, device, precision, args.seconds)
+                    row["bare"] = bare(bench, model, device, precision, args.seconds, size)
                     for workers in args.workers:
                         row[f"doll-{workers}"] = measure(
-                            bench, model, device, precision, workers, args.seconds, most // workers
+                            bench, model, device, precision, workers, args.seconds, size, most // workers
                         )
                     rows.append(row)
                     print(json.dumps(row), flush=True)
