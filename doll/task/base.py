@@ -256,7 +256,7 @@ class Task:
         """
         if self.num_classes is None:
             return {}
-        return {"accuracy": float((output.argmax(dim=1) == target).double().mean())}
+        return {"accuracy": float((output.argmax(dim=1) == target).cpu().double().mean())}
 
     def stages(self, model: torch.nn.Module) -> Sequence[tuple[str, torch.nn.Module]] | None:
         """Optional, for pipelines (`worker.pipeline`): the layers between which the model may be cut, by name.

@@ -131,7 +131,7 @@ def metric_sums(task: Task, output: Any, inputs: Inputs) -> dict[str, float]:
     if inputs.weight is not None and not task.defines("metrics"):
         if task.num_classes is None:
             return {}
-        values: Mapping[str, Any] = {"accuracy": by_sample((output.argmax(dim=1) == inputs.y).double())}
+        values: Mapping[str, Any] = {"accuracy": by_sample((output.argmax(dim=1) == inputs.y).cpu().double())}
     else:
         values = task.metrics(output, inputs.y, **more)
     return {name: _metric_sum(task, name, value, inputs) for name, value in values.items()}
@@ -139,8 +139,8 @@ def metric_sums(task: Task, output: Any, inputs: Inputs) -> dict[str, float]:
 
 def _metric_sum(task: Task, name: str, value: Any, inputs: Inputs) -> float:
     if isinstance(value, torch.Tensor) and value.ndim == 1 and len(value) == inputs.num_samples > 1:
-        values = value.double()
-        return float(values.sum() if inputs.weight is None else (values * inputs.weight).sum())
+        values = value.cpu().double()
+        return float(values.sum() if inputs.weight is None else (values * inputs.weight.cpu()).sum())
     if inputs.weight is not None and inputs.num_samples > 1 and inputs.total_weight:
         raise TaskError(
             f"{type(task).__name__}: samples have weights, and metrics() gives a mean without them for {name!r}: "

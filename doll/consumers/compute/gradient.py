@@ -213,7 +213,9 @@ class GradientComputer:
             for part in module.modules():
                 if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
                     part.eval()
-        inputs = passes.inputs_of(self._task, batch, self._model.device)
+        inputs = passes.inputs_of(self._task, batch)
+        if (device := self._model.device) != "cpu":
+            inputs = inputs.moved(lambda tensor: tensor.to(device, non_blocking=True))
 
         def run(module: torch.nn.Module) -> tuple[Any, passes.Loss]:
             output = passes.forward(self._task, module, inputs)

@@ -100,7 +100,7 @@ def test_a_sum_is_made_on_the_device_also_of_a_gradient_that_the_guard_has_kept(
         total.begin(grant(first=0))
         for batch in range(4):
             gradient: Gradient = computer.compute(*data(8, batch))
-            total.add(computer.kept(gradient) if batch % 2 else gradient, batch=batch, num_samples=8)
+            total.add(computer.kept(gradient) if batch % 2 else gradient, batch=batch)
             total.keep()
         values = total.values()
         assert values is not None

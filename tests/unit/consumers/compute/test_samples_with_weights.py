@@ -70,7 +70,7 @@ def assert_same(weighted: Gradient, other: Gradient) -> None:
 def test_a_weight_is_so_many_samples_with_the_losses_that_there_are(num_classes: int | None) -> None:
     computer, batch = computer_of(Rows(num_classes)), rows(1, num_classes=num_classes)
     weighted = computer.compute(*batch)
-    weighted = weighted._replace(values=weighted.values.copy())
+    weighted = weighted._replace(vector=weighted.vector.clone())
     assert_same(weighted, computer.compute(*repeated(batch)))
     assert weighted.weight == batch.total_weight != batch.num_samples
 
@@ -99,7 +99,7 @@ def test_dicts_and_tuples_reach_the_model_with_their_types() -> None:
 
     computer, batch = computer_of(Watching()), visits(2)
     weighted = computer.compute(*batch)
-    weighted = weighted._replace(values=weighted.values.copy())
+    weighted = weighted._replace(vector=weighted.vector.clone())
     assert_same(weighted, computer.compute(*repeated(batch)))
     assert set(seen) == {(torch.float32, torch.int32, torch.bool)}
 
@@ -174,7 +174,7 @@ def test_a_loss_that_takes_weights_returns_their_mean() -> None:
 
     batch = rows(1)
     taking = computer_of(Taking()).compute(*batch)
-    taking = taking._replace(values=taking.values.copy())
+    taking = taking._replace(vector=taking.vector.clone())
     assert_same(taking, computer_of(Rows()).compute(*batch))
 
 
