@@ -18,16 +18,16 @@ from typing import Final
 
 from doll.control.link_state import MAX_FRAME_BYTES, LinkError, LinkState
 from doll.errors import ServiceUnavailableError
+from doll.process.platform import peer_user
 from doll.records.control import AnyRecord, Detach, Ping
 
 _LENGTH: Final = struct.Struct(">I")
 _READ_BYTES: Final = 1 << 16
 _MAX_READS: Final = 16  # at once, so that one end cannot hold the other's loop
 _MAX_UNSENT_BYTES: Final = 2 * MAX_FRAME_BYTES
-_MAX_PATH_BYTES: Final = 100  # sun_path has 108
+_MAX_PATH_BYTES: Final = 100  # sun_path has 108 on Linux, 104 on macOS
 _BACKLOG: Final = 512
 _CONNECT_S: Final = 1.0
-_CREDENTIALS: Final = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
 def next_frame(unread: bytearray) -> bytes | None:
@@ -229,12 +229,10 @@ def connect(path: str) -> socket.socket:
             raise LinkError(problem, is_refusal=True)
         connection.connect(path)
         # The path may lead elsewhere since it was looked at: who listens decides.
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        process, user, _ = _CREDENTIALS.unpack(credentials)
+        user = peer_user(connection)
         if user != os.geteuid():
             raise LinkError(
-                f"{path}: expected a process of user {os.geteuid()} to listen, got process {process} of user {user}",
-                is_refusal=True,
+                f"{path}: expected a process of user {os.geteuid()} to listen, got one of user {user}", is_refusal=True
             )
     except OSError as exc:
         connection.close()

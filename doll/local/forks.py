@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 from doll.errors import ServiceUnavailableError
 from doll.local import processes
 from doll.local.supervisor import RoleSpec
+from doll.process.platform import CAN_FORK
 
 # Imported once, in the fork server, so that a role's own imports of them are free. Modules that fail are skipped.
 PRELOAD: Final = (
@@ -25,9 +26,11 @@ PRELOAD: Final = (
     "doll.ps.main", "doll.consumers.main", "doll.evaluation.main", "doll.producers.main",
 )  # fmt: skip
 # One thread each: N processes with one thread per core would contend for the cores.
-_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_ONE_THREAD: Final = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
+)
 _START_S: Final = 120.0  # importing torch takes 7 s, and far longer from a cold disk
-_LOST_EXIT_CODE: Final = -signal.SIGKILL
+_LOST_EXIT_CODE: Final = -9  # SIGKILL, which Windows' signal module lacks
 
 
 class Role:
@@ -75,7 +78,7 @@ class ForkServer:
 
     def __init__(self, log_path: Path, preload: Sequence[str] = PRELOAD) -> None:
         self._log_path = log_path
-        self._preload = tuple(preload)
+        self._preload = tuple(preload) if CAN_FORK else ()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._unread = b""
@@ -189,7 +192,7 @@ class ForkServer:
                         self._ended_early[pid] = code
 
     def _mark_all_lost(self) -> None:
-        """The fork server has ended, and Linux has killed its children (PR_SET_PDEATHSIG)."""
+        """The fork server has ended, and its children are killed with it."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

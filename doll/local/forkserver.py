@@ -4,6 +4,9 @@
 `{"kill": pid, "signal": n}`; answers `{"ready": s}`, `{"started": pid}`, `{"ended": pid, "code": c}`. It exits when its
 parent exits or closes the socket, and its children end with it.
 
+Where a process that has loaded torch cannot be forked (macOS), it loads nothing, and a role is a new interpreter:
+`python -m doll.local.forkserver --role TARGET ARGUMENTS`, the arguments in JSON.
+
 multiprocessing's forkserver is not used: its children import the caller's main module again, and it uses pickle.
 """
 
@@ -20,13 +23,22 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any, NoReturn
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
-from doll.local.processes import die_with_parent
+from doll.local.processes import die_with_parent, spawn
+from doll.process.platform import CAN_FORK
+
+_ROLE: Final = "--role"
 
 
 def main(argv: list[str]) -> int:
-    """Preload the modules, then serve until the socket is closed."""
+    """Preload the modules, then serve until the socket is closed; or run one role."""
+    if argv[0] == _ROLE:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _run_role(argv[1], json.loads(argv[2]))
     server_socket = socket.socket(fileno=int(argv[0]))
     began_s = time.monotonic()
     for name in argv[1:]:
@@ -46,7 +58,7 @@ def main(argv: list[str]) -> int:
 class _Server:
     def __init__(self, server_socket: socket.socket) -> None:
         self._socket = server_socket
-        self._children: set[int] = set()
+        self._children: dict[int, Callable[[], int | None]] = {}  # by process id, what asks for its exit code
         self._unread = b""
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
@@ -81,16 +93,22 @@ class _Server:
         return bool(data)
 
     def _start(self, request: dict[str, Any], selector: selectors.BaseSelector) -> None:
-        server_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                self._become_child(request["log"], request["env"], server_pid, selector)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            _run_role(request["target"], request["args"])
-        self._children.add(pid)
+        if CAN_FORK:
+            server_pid = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    self._become_child(request["log"], request["env"], server_pid, selector)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                _run_role(request["target"], request["args"])
+            self._children[pid] = partial(_exit_code, pid)
+        else:
+            command = [sys.executable, "-m", "doll.local.forkserver", _ROLE, request["target"]]
+            process = spawn([*command, json.dumps(request["args"])], Path(request["log"]), request["env"])
+            pid = process.pid
+            self._children[pid] = process.poll
         self._send({"started": pid})
 
     def _become_child(self, log: str, env: dict[str, str], server_pid: int, selector: selectors.BaseSelector) -> None:
@@ -110,15 +128,19 @@ class _Server:
         os.environ.update(env)
 
     def _reap(self) -> None:
-        for pid in list(self._children):  # not every child: libraries may start helper processes
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                self._children.remove(pid)
-                self._send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+        for pid, exit_code in list(self._children.items()):  # not every child: libraries may start helper processes
+            if (code := exit_code()) is not None:
+                del self._children[pid]
+                self._send({"ended": pid, "code": code})
 
     def _send(self, answer: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # the parent has exited: the next read returns
             self._socket.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _exit_code(pid: int) -> int | None:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
 
 
 def _run_role(target: str, args: list[Any]) -> NoReturn:

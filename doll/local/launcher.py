@@ -1,21 +1,28 @@
-"""Run a program that is killed when its parent ends: `python -I -S launcher.py PARENT_PID PROGRAM ARGUMENT...`.
+"""Run a program that is killed when its parent ends: `python -I -S launcher.py [--watch] PARENT_PID PROGRAM ARG...`.
 
 It is a separate program, because code between fork and exec (`preexec_fn`) may deadlock in a parent with threads. The
 death signal that it requests is kept across exec, and so is the process id.
+
+`--watch` is for systems without death signals, such as macOS: a child of the program looks twice a second whether the
+parent is there, and kills the program if it is not.
 """
 
 import ctypes
 import os
 import signal
 import sys
+import time
 
 PR_SET_PDEATHSIG = 1
+WATCH = "--watch"
+_LOOK_S = 0.5
+_MAX_DESCRIPTORS = 4096
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Ask Linux to SIGKILL this process when the thread that started it ends; exit if it has ended already.
 
-    On other systems than Linux it does nothing.
+    On other systems than Linux it does nothing; a program that is executed can be watched instead.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -24,6 +31,29 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def watch(parent_pid: int) -> None:
+    """Start a child that kills this process when the parent has ended; exit if it has ended already."""
+    watched_pid = os.getpid()
+    if os.fork():
+        if os.getppid() != parent_pid:
+            os._exit(1)
+        return
+    os.closerange(0, _MAX_DESCRIPTORS)  # what reads the program's output waits until nobody has the other end
+    while os.getppid() == watched_pid:
+        try:
+            os.kill(parent_pid, 0)
+        except ProcessLookupError:
+            os.kill(watched_pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+    os._exit(0)
+
+
+def _main(arguments: list[str]) -> None:
+    is_watched = arguments[0] == WATCH
+    parent_pid, *program = arguments[is_watched:]
+    (watch if is_watched else die_with_parent)(int(parent_pid))
+    os.execvp(program[0], program)
+
+
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]))
-    os.execvp(sys.argv[2], sys.argv[2:])
+    _main(sys.argv[1:])

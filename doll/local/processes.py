@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import IO, ClassVar, Final, Self
 
 from doll.local import launcher
+from doll.process.platform import IS_LINUX
 
 LOOPBACK: Final = "127.0.0.1"
 # Below Linux's ephemeral range (32768 and up), so that no outgoing connection takes a port while its server restarts.
@@ -25,7 +26,7 @@ _TAIL_BYTES: Final = 16_384
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have Linux kill this process when the thread that started it ends; a no-op on other systems.
+    """Have Linux kill this forked process when the thread that forked it ends; on other systems nothing is forked.
 
     Args:
         parent_pid: the parent as known before the fork; the process exits if that is not its parent any more.
@@ -44,16 +45,18 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a process that is killed when this one ends, and that the terminal's Ctrl-C does not reach.
 
-    Linux kills it when the calling thread ends: call this from a thread that lives long enough.
+    Linux kills it when the calling thread ends: call this from a thread that lives long enough. On macOS it is killed
+    within half a second after this process has ended.
 
     Args:
         log_path: standard error, and standard output unless `stdout` is given, are appended to this file.
         env: additions to the environment.
     """
+    watched = () if IS_LINUX else (launcher.WATCH,)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *argv],
+            [sys.executable, "-I", "-S", launcher.__file__, *watched, str(os.getpid()), *argv],
             stdin=stdin,
             stdout=log if stdout is None else stdout,
             stderr=log,

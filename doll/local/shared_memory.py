@@ -7,13 +7,14 @@ is stale.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from doll.process.platform import lock_exclusively
 
 SHM_ROOT: Final = Path("/dev/shm")
 _PREFIX: Final = "doll-blobs-"
@@ -60,9 +61,9 @@ def remove_stale_folders(root: Path = SHM_ROOT) -> list[Path]:
                     continue
                 lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
-                    removed.append(folder)
+                    if lock_exclusively(lock):
+                        shutil.rmtree(folder, ignore_errors=True)
+                        removed.append(folder)
                 finally:
                     os.close(lock)
     return removed
@@ -74,8 +75,6 @@ def _locked_folder(root: Path) -> tuple[Path, int]:
         # Before it is locked, another run's `remove_stale_folders` may lock or remove it: then create another one.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if folder.is_dir():
-                    return folder, lock
+            if lock_exclusively(lock) and folder.is_dir():
+                return folder, lock
             os.close(lock)

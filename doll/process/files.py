@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.process.platform import sync
 from doll.records.bounded import json_object, read_text
 
 MAX_JSON_BYTES: Final = 64_000_000
@@ -122,6 +123,6 @@ def json_safe(value: Any) -> Any:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)

@@ -8,7 +8,6 @@ the running processes), `health.json` (ports of the health probes), `logs/`, `ch
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from datetime import datetime
@@ -20,6 +19,7 @@ import yaml
 from doll.config import JobConfig, dump
 from doll.errors import ConfigError
 from doll.process.files import read_json, write_atomically, write_json
+from doll.process.platform import lock_exclusively
 from doll.services import Services
 
 JOB: Final = "job.yaml"
@@ -59,10 +59,8 @@ class RunFolder:
         """
         file = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"{self.path}: this run is still running; expected one that has ended") from None
+            if not lock_exclusively(file):
+                raise ConfigError(f"{self.path}: this run is still running; expected one that has ended")
             yield
         finally:
             os.close(file)

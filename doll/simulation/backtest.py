@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from doll.local.processes import die_with_parent
+from doll.process.platform import CAN_FORK
 from doll.provisioner.planning.baselines import OFF, ON_DEMAND, SPOT, BacktestJob, MarketPolicy, Observation
 from doll.provisioner.traces.model import Floats, TraceSet
 from doll.provisioner.traces.recordings import LeftOut, Survey, no_recordings_error
@@ -161,7 +162,7 @@ def backtest(
             progress(f"{sets[index].name} x {ratio:g}")
         return rows
 
-    if processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
+    if processes < 2 or not CAN_FORK:
         return gather(backtest_one(sets[index], ratio, settings, policies()) for index, ratio in tasks)
     # A fork has the recordings already: nothing but rows goes between the processes.
     context = multiprocessing.get_context("fork")

@@ -11,7 +11,6 @@ term's save removes; after 4, the checkpoint is there, whole; after 5, also afte
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import time
@@ -23,6 +22,7 @@ from typing import Final
 from doll import telemetry
 from doll.errors import CheckpointError
 from doll.process.fault_points import fault_point
+from doll.process.platform import lock_exclusively, sync
 from doll.storage.checkpoints import (
     Checkpoint,
     CheckpointStore,
@@ -60,7 +60,7 @@ class FileCheckpointStore(CheckpointStore):
                         file = os.open(self.folder / claim_name(term), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
                     except FileExistsError:
                         continue
-                    os.fsync(file)
+                    sync(file)
                     os.close(file)
                     _fsync_folder(self.folder)
                     if not is_forgotten(term, self.newest_term()):
@@ -83,7 +83,7 @@ class FileCheckpointStore(CheckpointStore):
                         file.write(part)
                         fault_point("ps.mid_checkpoint", file.flush)
                     file.flush()
-                    os.fsync(file.fileno())
+                    sync(file.fileno())
                 with self._locked():
                     self._check_term(checkpoint)
                     temporary.replace(path)
@@ -131,17 +131,13 @@ class FileCheckpointStore(CheckpointStore):
         file = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:
             deadline_s = time.monotonic() + self._lock_timeout_s
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError as exc:
-                    if time.monotonic() > deadline_s:
-                        raise CheckpointError(
-                            f"another process has held {self.folder / '.lock'} for {self._lock_timeout_s:g} s: is a "
-                            "parameter server suspended? End it, then start again"
-                        ) from exc
-                    time.sleep(0.01)
+            while not lock_exclusively(file):
+                if time.monotonic() > deadline_s:
+                    raise CheckpointError(
+                        f"another process has held {self.folder / '.lock'} for {self._lock_timeout_s:g} s: is a "
+                        "parameter server suspended? End it, then start again"
+                    )
+                time.sleep(0.01)
             yield
         finally:
             os.close(file)  # which drops the lock, as does the end of the process
@@ -159,6 +155,6 @@ class FileCheckpointStore(CheckpointStore):
 def _fsync_folder(folder: Path) -> None:
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(file)
+        sync(file)
     finally:
         os.close(file)

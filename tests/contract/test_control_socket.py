@@ -215,7 +215,7 @@ def test_a_process_of_another_user_that_listens_is_refused(private: Path, monkey
     monkeypatch.setattr(os, "lstat", lstat)
     monkeypatch.setattr(os, "geteuid", lambda: other)
     try:
-        with pytest.raises(LinkError, match=rf"to listen, got process {os.getpid()} of user {other - 1}") as error:
+        with pytest.raises(LinkError, match=rf"to listen, got one of user {other - 1}") as error:
             connect(path)
         assert error.value.is_refusal
     finally:

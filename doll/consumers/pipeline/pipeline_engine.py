@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import selectors
 import threading
 import time
@@ -60,6 +59,7 @@ from doll.pipeline.runtime.virtual_worker import (
     Weights,
 )
 from doll.process.fault_points import fault_point
+from doll.process.platform import WakeUp
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, gradient_key
 from doll.storage.contributions import Compressor
@@ -161,7 +161,7 @@ class PipelineGradientEngine:
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._is_closing = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = WakeUp()
         self._thread = threading.Thread(target=self._run, name="pipeline", daemon=True)
         self._thread.start()
 
@@ -228,7 +228,7 @@ class PipelineGradientEngine:
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+            self._wake.set()
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -266,8 +266,7 @@ class PipelineGradientEngine:
                     self._heard_s = [now] * len(self._heard_s)
                 for key, _ in ready:
                     if key.data is None:
-                        with contextlib.suppress(BlockingIOError):
-                            os.eventfd_read(self._wake)
+                        self._wake.clear()
                     else:
                         self._receive(key.data)
                 while self._calls:

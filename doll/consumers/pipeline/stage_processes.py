@@ -36,6 +36,7 @@ from doll.pipeline.runtime.stage import Stage
 from doll.pipeline.runtime.stage_process import Links, SharedVectors, StageProcess
 from doll.pipeline.runtime.vectors import VectorFile
 from doll.process.memory import return_freed_memory
+from doll.process.platform import require_fork
 from doll.task.base import Task
 from doll.telemetry import get_logger
 
@@ -163,11 +164,12 @@ def start_stages(
     Call it where this process has one thread.
 
     Raises:
-        ConfigError: a stage cannot be made here, such as on a device that is not there.
+        ConfigError: a stage cannot be made here, such as on a device that is not there or on macOS.
         StageLostError: a stage has ended, or is not ready in time.
     """
     pipeline = config.worker.pipeline
     assert pipeline is not None
+    require_fork()
     shared = SharedVectors(*(VectorFile(model.flat.numel()) for _ in range(2)))
     controls = [socket_pair() for _ in parts]
     chain = [

@@ -144,7 +144,7 @@ class StageLink:
 
     def _write(self, parts: list[memoryview]) -> None:
         while parts:
-            sent = self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
+            sent = self._socket.sendmsg(parts)  # Python ignores SIGPIPE
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if parts:

@@ -8,7 +8,6 @@ order.
 
 from __future__ import annotations
 
-import os
 import queue
 import selectors
 import threading
@@ -18,6 +17,7 @@ import msgspec
 
 from doll.control.local_socket import LocalSocket
 from doll.errors import ServiceUnavailableError
+from doll.process.platform import WakeUp
 from doll.ps.channels.control_links import ControlLinks, LocalListener
 from doll.ps.channels.kafka_channel import KafkaChannel
 from doll.ps.channels.stream_listener import StreamListener
@@ -65,8 +65,8 @@ class ControlChannel:
         if links is None:
             return
         self._values: queue.Queue[list[bytes | None] | Exception] = queue.Queue(_MAX_POLLS_AHEAD)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        links.selector.register(self._wake, selectors.EVENT_READ, self._read_wake)
+        self._wake = WakeUp()
+        links.selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
         self._thread = threading.Thread(target=self._read_events, name="events", daemon=True)
         self._thread.start()
 
@@ -121,7 +121,7 @@ class ControlChannel:
             # What is left in the queue is not looked at: an error in it must not hide the one that ends this process.
             self._thread.join()
             self._links.close()
-            os.close(self._wake)
+            self._wake.close()
         self._kafka.close()
 
     def _take_values(self) -> list[bytes | None]:
@@ -134,12 +134,6 @@ class ControlChannel:
             if isinstance(polled, Exception):
                 raise polled
             values += polled
-
-    def _read_wake(self) -> None:
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return
 
     def _read_events(self) -> None:
         while not self._closed.is_set():
@@ -155,7 +149,7 @@ class ControlChannel:
                     self._values.put(polled, timeout=_POLL_S)
                 except queue.Full:
                     continue
-                os.eventfd_write(self._wake, 1)
+                self._wake.set()
                 break
             if isinstance(polled, Exception):
                 return

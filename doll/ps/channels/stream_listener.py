@@ -5,13 +5,13 @@ While Redis is away there are no links. It is asked again from a thread, so that
 
 from __future__ import annotations
 
-import os
 import selectors
 import threading
 from typing import TYPE_CHECKING, Final
 
 from doll.control.link_state import TO_SERVER, LinkError, LinkState
 from doll.control.redis_streams import ServerStreamLink, Streams, link_and_frame, server_stream
+from doll.process.platform import WakeUp
 from doll.records.control import Attach
 from doll.telemetry import get_logger
 
@@ -41,7 +41,7 @@ class StreamListener:
         self._opened: Streams | None = None  # set by the thread
         self._opened_s = 0.0
         self._pause_s = 0.0  # before the next attempt
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = WakeUp()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         links.selector.register(self._wake, selectors.EVENT_READ, self._take_opened)
@@ -67,7 +67,7 @@ class StreamListener:
             self._unregister(self._streams)
             self._streams.close()
         self._links.selector.unregister(self._wake)
-        os.close(self._wake)
+        self._wake.close()
 
     # --- connecting ---------------------------------------------------------------------------------------------------
 
@@ -84,16 +84,14 @@ class StreamListener:
                 self._lengthen_pause()
                 log.info("control_streams_not_open", reason=str(exc), again_s=self._pause_s)
             else:
-                os.eventfd_write(self._wake, 1)
+                self._wake.set()
                 return
 
     def _lengthen_pause(self) -> None:
         self._pause_s = min(max(2 * self._pause_s, _RETRY_S), _MAX_RETRY_S)
 
     def _take_opened(self) -> None:
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
+        if not self._wake.clear():
             return
         self._streams, self._opened = self._opened, None
         assert self._streams is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from doll.config import JobConfig
 from doll.errors import ConfigError
+from doll.process.platform import require_fork
 from doll.run import examples
 from doll.task.base import moved
 
@@ -74,7 +75,7 @@ def check_devices(config: JobConfig) -> None:
     """Where workers compute on other devices than the CPU, check that this machine has them. Imports torch then.
 
     Raises:
-        ConfigError: this machine lacks a device.
+        ConfigError: this machine lacks a device, or cannot fork stages.
     """
     if config.worker.device != "cpu":
         from doll.model.devices import resolve
@@ -82,6 +83,7 @@ def check_devices(config: JobConfig) -> None:
         resolve(config.worker.device, 0)
     if config.worker.pipeline is None:
         return
+    require_fork()
     from doll.pipeline.links.device import check_device
 
     for worker in range(config.data.workers):

@@ -1,0 +1,129 @@
+"""Calls of the operating system that differ between Linux, macOS and Windows, each behind one name.
+
+All roles run on Linux. On macOS they are processes of their own instead of forks, and no process has a death signal
+(`doll.local.launcher` has what takes its place). On Windows only commands that start nothing work: the modules that
+they import must not need what Windows lacks, so `fcntl` is imported here and nowhere else on their way.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from contextlib import suppress
+from typing import Final
+
+from doll.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+IS_LINUX: Final = sys.platform.startswith("linux")
+# A process that has loaded torch may be forked. On macOS its libraries (Accelerate, Grand Central Dispatch) may end
+# such a child; multiprocessing stopped forking there with Python 3.8.
+CAN_FORK: Final = IS_LINUX
+
+_LINUX_CREDENTIALS: Final = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+_PIPE_BYTES: Final = 1 << 16  # what a pipe holds at most
+_SOL_LOCAL: Final = 0  # <sys/un.h> of macOS
+_LOCAL_PEERCRED: Final = 1
+_XUCRED: Final = struct.Struct("=II")  # struct xucred begins with its version and the user
+_XUCRED_BYTES: Final = 76
+
+
+def require_fork() -> None:
+    """
+    Raises:
+        ConfigError: processes that have loaded torch cannot be forked here.
+    """
+    if not CAN_FORK:
+        raise ConfigError(
+            "worker.pipeline: expected Linux: the stages of a worker are its forks, which libraries of this system may "
+            "end at any time; run the job in containers, or without worker.pipeline"
+        )
+
+
+class WakeUp:
+    """Wakes a selector from another thread. Register it for reading.
+
+    A pipe, which all systems have. Linux's eventfd would save a descriptor.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def fileno(self) -> int:
+        return self._read
+
+    def set(self) -> None:
+        """Make it readable.
+
+        Raises:
+            OSError: it is closed.
+        """
+        with suppress(BlockingIOError):  # full: it is readable
+            os.write(self._write, b"\0")
+
+    def clear(self) -> bool:
+        """Make it unreadable until the next `set`; whether it was set."""
+        try:
+            os.read(self._read, _PIPE_BYTES)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+def lock_exclusively(descriptor: int, *, wait: bool = False) -> bool:
+    """Lock an open file or folder against other processes; the lock ends with the descriptor or the process.
+
+    Args:
+        wait: until the process that has it gives it up.
+
+    Returns:
+        Whether this process has it now.
+
+    Raises:
+        ConfigError: this is Windows.
+    """
+    if fcntl is None:
+        raise ConfigError("expected Linux or macOS: Windows has no locks of files that end with their process")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def sync(descriptor: int) -> None:
+    """Have a file's content, or a folder's names, survive a power failure.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, whose fsync leaves it in the disk's cache
+        with suppress(OSError):  # a file system that has no such request
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(descriptor)
+
+
+def peer_user(connection: socket.socket) -> int:
+    """User id of the process at the other end of a Unix socket.
+
+    Raises:
+        OSError: the system does not say.
+    """
+    if hasattr(socket, "SO_PEERCRED"):
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _LINUX_CREDENTIALS.size)
+        return int(_LINUX_CREDENTIALS.unpack(credentials)[1])
+    credentials = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, _XUCRED_BYTES)
+    return int(_XUCRED.unpack_from(credentials)[1])
