@@ -46,9 +46,16 @@ def list_examples(as_json: JsonOption = False) -> None:
 @example_app.command("copy")
 def copy_example(
     name: Annotated[str, typer.Argument(metavar="NAME", help="As doll example list shows it.", show_default=False)],
-    to: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Target folder; created if needed.")] = Path("."),
+    to: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]", help="Target folder; created if needed. [default: the example's]", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Copy an example and the files that it needs, to be changed. Existing files are not overwritten.
+
+    Where a folder has the name of an example, doll up NAME runs what is in the folder.
 
     Example: doll example copy stdin mine
     """

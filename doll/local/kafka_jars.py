@@ -1,9 +1,10 @@
-"""The jars of Apache Kafka, fetched once by Maven into a cache shared by all checkouts of a user."""
+"""The jars of Apache Kafka: fetched once by Maven into a cache shared by all runs of a user, or those of a Kafka that
+is there (`DOLL_KAFKA_HOME`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -16,9 +17,13 @@ from pathlib import Path
 from typing import Final
 
 from doll.errors import ServiceUnavailableError
+from doll.local import installing
+from doll.process.platform import lock_exclusively
 
 CACHE_ENV: Final = "DOLL_CACHE_DIR"
+HOME_ENV: Final = "DOLL_KAFKA_HOME"
 MIN_JAVA: Final = 17
+_HOMEBREW_JAVA: Final = tuple(f"{prefix}/opt/openjdk/bin/java" for prefix in ("/opt/homebrew", "/usr/local"))
 _MAVEN_TIMEOUT_S: Final = 900.0
 _VERSION: Final = re.compile(r"<kafka\.version>([^<]+)</kafka\.version>")
 _JAVA_VERSION: Final = re.compile(r'version "(\d+)')
@@ -30,24 +35,27 @@ def pom_path() -> Path:
     return packaged if packaged.is_file() else Path(__file__).parents[2] / "deploy" / "kafka" / "pom.xml"
 
 
-def folder() -> Path:
-    """Folder of the jars, which may not exist yet: kafka-<version> in $DOLL_CACHE_DIR or ~/.cache/doll."""
+def version() -> str:
+    """The version of Kafka that is fetched."""
     match = _VERSION.search(pom_path().read_text(encoding="utf-8"))
     if match is None:
         raise ServiceUnavailableError(f"expected <kafka.version> in {pom_path()}")
+    return match.group(1)
+
+
+def folder() -> Path:
+    """Folder of the jars, which may not exist yet: `libs` of $DOLL_KAFKA_HOME if that is set, else kafka-<version> in
+    $DOLL_CACHE_DIR or ~/.cache/doll."""
+    if home := os.environ.get(HOME_ENV):
+        return Path(home) / "libs"
     root = os.environ.get(CACHE_ENV)
-    return (Path(root) if root else Path.home() / ".cache" / "doll") / f"kafka-{match.group(1)}"
-
-
-def are_cached() -> bool:
-    """Whether the jars are in the cache. The folder is created atomically."""
-    return folder().is_dir()
+    return (Path(root) if root else Path.home() / ".cache" / "doll") / f"kafka-{version()}"
 
 
 def find_java() -> str | None:
-    """The first Java >= 17 in $JAVA_HOME and PATH."""
+    """The first Java >= 17 in $JAVA_HOME, PATH and where Homebrew has one, which is not on PATH."""
     home = os.environ.get("JAVA_HOME")
-    for candidate in (f"{home}/bin/java" if home else None, "java"):
+    for candidate in (f"{home}/bin/java" if home else None, "java", *_HOMEBREW_JAVA):
         executable = shutil.which(candidate) if candidate else None
         if executable and java_version(executable) >= MIN_JAVA:
             return executable
@@ -69,9 +77,21 @@ def unavailable_reason() -> str | None:
     """None if a local broker can be started here; else what is missing."""
     if find_java() is None:
         return f"no Java >= {MIN_JAVA} on PATH or in JAVA_HOME"
-    if not are_cached() and shutil.which("mvn") is None:
+    if os.environ.get(HOME_ENV):
+        if not any(folder().glob("kafka_2.13-*.jar")):
+            return f"{HOME_ENV}: expected the folder of an Apache Kafka, but {folder()} has no kafka_2.13-*.jar"
+    elif not folder().is_dir() and shutil.which("mvn") is None:  # the folder is created atomically
         return f"Kafka's jars are not in {folder()}, and there is no Maven (mvn) on PATH to fetch them"
     return None
+
+
+def advice() -> str:
+    """What to install for a local broker, and what to do without one."""
+    return (
+        f"{installing.java_and_maven()}; or unpack Apache Kafka {version()} and set {HOME_ENV}=folder, which needs "
+        f"only Java; or use a broker that runs, such as `docker run --rm -p 9092:9092 apache/kafka:{version()}`, by "
+        "kafka.address in the job file or DOLL_KAFKA=localhost:9092"
+    )
 
 
 def ensure(say: Callable[[str], None]) -> Path:
@@ -85,9 +105,7 @@ def ensure(say: Callable[[str], None]) -> Path:
     """
     problem = unavailable_reason()
     if problem is not None:
-        raise ServiceUnavailableError(
-            f"cannot start a local Kafka broker: {problem}; install it, or set DOLL_KAFKA=host:port"
-        )
+        raise ServiceUnavailableError(f"cannot start a local Kafka broker: {problem}; {advice()}")
     target = folder()
     if target.is_dir():
         return target
@@ -102,11 +120,9 @@ def ensure(say: Callable[[str], None]) -> Path:
 def _lock(lock_path: Path, say: Callable[[str], None]) -> Iterator[None]:
     lock_path.parent.mkdir(parents=True, exist_ok=True)
     with lock_path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_exclusively(lock.fileno()):
             say("waiting for another run that fetches Kafka's jars")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_exclusively(lock.fileno(), wait=True)
         yield  # closing the file releases the lock, also on SIGKILL
 
 
@@ -146,8 +162,8 @@ def main() -> int:
         say(str(ensure(say)))
     else:
         say(
-            f"skipped: {problem}. Without it, `doll up` needs kafka.address or docker, or falls back to librdkafka's "
-            "mock broker."
+            f"skipped: {problem}. `doll up` then uses librdkafka's mock broker, which keeps 5 MB per partition. "
+            f"To have a real one, {advice()}"
         )
     return 0
 

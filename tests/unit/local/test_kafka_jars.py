@@ -56,7 +56,8 @@ def test_the_pom_pins_every_version_exactly() -> None:
 
 
 def test_without_java_the_error_says_what_to_install(machine: Path) -> None:
-    with pytest.raises(ServiceUnavailableError, match=r"no Java >= 17 .* install it, or set DOLL_KAFKA"):
+    expected = r"no Java >= 17 .*apt-get .*conda install .*DOLL_KAFKA_HOME.*docker run .*kafka\.address"
+    with pytest.raises(ServiceUnavailableError, match=expected):
         kafka_jars.ensure(print)
 
 
@@ -88,6 +89,19 @@ def test_without_maven_an_empty_cache_is_an_error_and_a_filled_one_is_not(machin
         kafka_jars.ensure(print)
     kafka_jars.folder().mkdir(parents=True)
     assert kafka_jars.ensure(print) == kafka_jars.folder()
+
+
+def test_an_unpacked_kafka_takes_the_place_of_maven(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_java(machine, "17")
+    home = tmp_path / "kafka_2.13-4.1.1"
+    monkeypatch.setenv("DOLL_KAFKA_HOME", str(home))
+    with pytest.raises(ServiceUnavailableError, match=r"DOLL_KAFKA_HOME: expected .* kafka_2\.13-\*\.jar"):
+        kafka_jars.ensure(print)
+    (home / "libs").mkdir(parents=True)
+    (home / "libs" / "kafka_2.13-4.1.1.jar").touch()
+    assert kafka_jars.ensure(print) == home / "libs"
 
 
 def test_the_cache_is_filled_once(machine: Path, tmp_path: Path) -> None:

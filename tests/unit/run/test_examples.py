@@ -142,8 +142,12 @@ def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(name: str, files: l
     assert again.exit_code == 2
     assert f"mine/new/{files[0]}" in again.stderr
     assert "files are not overwritten" in again.stderr
+    folder = "stdin" if name == "stdin" else "digits"
     here = doll("example", "copy", name)
-    assert here.stdout.splitlines() == files
+    assert here.stdout.splitlines() == [f"{folder}/{file}" for file in files]
+    job = empty / folder / "job.yaml"
+    job.write_text(re.sub("^job: .*$", "job: my-own", job.read_text(), flags=re.MULTILINE))
+    assert json.loads(doll("config", "show", folder, "--json").stdout)["job"] == "my-own"  # not the shipped one
 
 
 def test_a_copy_that_cannot_be_made_says_why(empty: Path) -> None:
