@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets compose-check bench-large bench-links bench-stages bench-accuracy paper paper-live build lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets compose-check bench-large bench-links bench-stages bench-accuracy paper paper-live build release lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -153,6 +153,9 @@ paper-live: setup ## the papers' experiments on real jobs and the papers' data (
 build: setup ## build the wheel and the source archive into dist/
 	@$(BIN)/python -m build --no-isolation
 
+release: setup ## make and check all files of a release in dist/, without publishing (VERSION=x.y.z)
+	@TORCH=$(TORCH) $(BIN)/python deploy/release.py $(VERSION)
+
 lock: setup ## resolve the versions of all packages and write requirements.lock
 	@$(UV) pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --universal \
 	  --python-version 3.11 --extra dev --custom-compile-command "make lock" --output-file requirements.lock pyproject.toml
@@ -160,7 +163,7 @@ lock: setup ## resolve the versions of all packages and write requirements.lock
 	  echo "requirements.lock contains an address: expected names and hashes only" >&2; exit 1; fi
 	@$(BIN)/python deploy/wheels.py
 
-wheels: setup ## query the registry for arm64 wheels of requirements.lock; writes deploy/wheels.txt
+wheels: setup ## query the registry for arm64 wheels (Linux, macOS) of requirements.lock; writes deploy/wheels.txt
 	@$(BIN)/python deploy/wheels.py
 
 clean: ## remove build results and caches, except .venv and runs/

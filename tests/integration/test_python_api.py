@@ -191,22 +191,6 @@ def _wait_for_end(pid: int) -> None:
     assert ended, pid
 
 
-def test_the_notebook_of_the_examples_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("pandas")
-    path = Path(__file__).parents[2] / "examples" / "digits" / "notebook.ipynb"
-    notebook = nbformat.read(path, as_version=4)
-    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    panels = [output for output in cells[3].outputs if output.output_type == "display_data"]
-    assert len(panels) == 1  # one panel, however long the run is
-    assert "<pre" in panels[0].data["text/html"]
-    assert "'ok': True" in cells[5].outputs[0].data["text/plain"]
-    accuracy = float(cells[6].outputs[0].text.split()[2])
-    assert accuracy > 0.85
-
-
 class Visits(doll.Task):
     """Dicts and sequences of different lengths, with weights."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +15,31 @@ def install_wheel(source: Path, folder: Path) -> Path:
 
     Only what is in the test environment is used: nothing is downloaded.
     """
-    dist = folder.parent / f"{folder.name}-dist"
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(dist)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=60)
-    (wheel,) = dist.glob("*.whl")
+    wheel = _build_wheel(source, folder.parent / f"{folder.name}-dist")
     with zipfile.ZipFile(wheel) as file:
         file.extractall(folder)
+    return wheel
+
+
+def environment_with_wheel(source: Path, folder: Path) -> Path:
+    """A new environment at `folder` with the wheel of the project at `source`; the folder of its programs.
+
+    It sees the test environment's packages, so that nothing is downloaded, but none that is editable there.
+    """
+    wheel = _build_wheel(source, folder.parent / f"{folder.name}-dist")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=300)
+    programs = folder / "bin"
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    (packages / "of-the-tests.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
+    command = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--quiet", "--offline", "--no-deps"]
+    subprocess.run([*command, "--python", str(programs / "python"), str(wheel)], check=True, timeout=300)
+    return programs
+
+
+def _build_wheel(source: Path, dist: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(dist)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=300)
+    (wheel,) = dist.glob("*.whl")
     return wheel
 
 

@@ -70,9 +70,9 @@ def run_all(folder):
         said.append([" ".join(command), result.exit_code, result.output.replace(folder, "FOLDER")])
     return said
 
-here = run_all("one")
+here = run_all("copied-here")
 become_windows()
-there = run_all("two")
+there = run_all("copied-there")
 print(json.dumps([here, there]))
 """
 
