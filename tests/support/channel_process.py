@@ -46,6 +46,7 @@ from doll.storage.contributions import Compressor
 from doll.storage.deltas import Layout
 from doll.tables.rows import Ids, Rows
 from doll.task.base import Task, load_task
+from doll.task.batches import SampleBatch
 from expected_model import LR, Added, Held
 from manual_executor import ManualExecutor
 
@@ -313,5 +314,5 @@ class Process(worlds.Process):
         lo, hi = served.bounds(4).span(number)
         self.expected.read[served.number, number].add((lo, hi))
         count = 0 if (served.number * 7 + number) % 11 == 0 else hi - lo
-        data = SimpleNamespace(x=np.zeros(count), y=np.zeros(count), span=(served.number, lo, hi))
+        data = SimpleNamespace(samples=SampleBatch(np.zeros(count), np.zeros(count)), span=(served.number, lo, hi))
         return Batch(number, data, count, 0.0, partition=served.number)
