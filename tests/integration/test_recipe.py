@@ -86,6 +86,27 @@ def test_the_model_is_that_of_a_plain_loop_through_kills(make_pipeline: Any) -> 
     assert (replay.differences, replay.terms) == ((), 3)
 
 
+@pytest.mark.parametrize("policy", ["{name: ssp, staleness: 2}", "{name: diloco, local_batches: 2, grace_s: 0.2}"])
+def test_workers_step_by_a_class_through_kills(make_pipeline: Any, policy: str) -> None:
+    """Their moments begin again with their processes, so no plain loop makes this model; a replay does."""
+    job = make_pipeline(*RECIPE, f"training.policy={policy}", "stop.updates=60", "checkpoint.event_log=true")
+    job.start()
+    job.send(job.samples(400))
+    job.until_version(10)
+    job.kill("worker-0")
+    job.send(job.samples(400))
+    job.until_version(20)
+    job.kill("ps")
+    job.send(job.samples(2000))
+    job.until_finished()
+    report = job.assert_audit_ok()
+    assert (report.version, report.term) == (60, 2)
+    checkpoint = job.checkpoint()
+    assert not np.array_equal(checkpoint.tensors[AVERAGE], checkpoint.tensors[WEIGHTS])
+    replay = check_replay(job.config, job.run / "events", checkpoint)
+    assert (replay.differences, replay.terms) == ((), 2)
+
+
 def names(job: Any) -> list[str]:
     return [name for name, _ in load_task(job.config).build_model().named_parameters()]
 
