@@ -8,7 +8,7 @@ from doll.config import TorchConfig, TrainingConfig
 from doll.errors import ConfigError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
-from doll.optim.row_optimizer import row_optimizers
+from doll.optim.row_optimizer import row_optimizers, settings_of_tables
 from doll.optim.torch_optimizer import TorchOptimizer, check_torch_optimizer
 
 
@@ -50,16 +50,22 @@ def check_recipe(training: TrainingConfig, model: FlatModel) -> None:
     Raises:
         ConfigError: the model cannot be trained so, whoever makes the steps.
     """
-    row_optimizers(training, () if model.tables is None else model.tables.shapes)
-    if model.tables is not None:
+    names = () if model.tables is None else model.tables.shapes
+    row_optimizers(training, names)
+    if names:
         if training.clip_value is not None:
             raise ConfigError("training.clip_value: expected clip_norm for a model with tables (sparse embeddings)")
-        if training.schedule or training.ema is not None:
+        if training.ema is not None:
+            raise ConfigError("training.ema: expected none for a model with tables (sparse embeddings): rows have none")
+        settings = settings_of_tables(training, names)
+        if training.schedule and (without := [name for name in names if settings[name].optimizer is None]):
             raise ConfigError(
-                f"training.{'schedule' if training.schedule else 'ema'}: expected none for a model with tables (sparse "
-                "embeddings): their rows have a constant rate and no average"
+                "training.schedule: expected tables with optimizers of their own (training.tables), because the rates "
+                f"of rows do not change; {', '.join(map(repr, without))} has none"
             )
     if isinstance(training.optimizer, TorchConfig):
+        if not model.num_parameters:
+            raise ConfigError("training.optimizer.class: expected parameters beside the tables, got none: remove it")
         check_torch_optimizer(model, training.optimizer, training.schedule)
     elif training.schedule:
         make_optimizer(training, model)

@@ -37,16 +37,22 @@ class TorchOptimizer(Optimizer):
         clip_value: float | None = None, schedule: Sequence[SchedulePart] = (), by_version: bool = False,
         ema: float | None = None, norm_of_tables: Callable[[], float] = lambda: 0.0,
     ) -> None:  # fmt: skip
-        """Args: as of `Optimizer`; the sum is in the model's gradient.
+        """Args: as of `Optimizer`.
 
         Raises:
             ConfigError: as `TorchSteps`.
         """
         super().__init__(
             model, config, clip_norm, clip_value=clip_value, by_version=by_version, ema=ema,
-            norm_of_tables=norm_of_tables, sum_in=model.grad,
+            norm_of_tables=norm_of_tables,
         )  # fmt: skip
-        self._parameters = _trainable(model)
+        self._parameters: dict[str, torch.Tensor] = {}
+        at = 0
+        for name, parameter in _trainable(model).items():
+            here = slice(at, at := at + parameter.numel())
+            view = torch.nn.Parameter(self._own[here].view(parameter.shape))
+            view.grad = self._sum[here].view(parameter.shape)
+            self._parameters[name] = view
         self._steps = TorchSteps(self._parameters, config, schedule)
         self._schedule = self._steps.schedule
 

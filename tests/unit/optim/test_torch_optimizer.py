@@ -15,6 +15,7 @@ from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import AVERAGE, DivergedError, Optimizer
 from doll.optim.recipe import check_recipe, make_optimizer
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
+from doll.tables.embedding_tables import EmbeddingTables
 from torch.optim import lr_scheduler as schedulers
 
 pytestmark = pytest.mark.slow  # loads torch, and its compiler
@@ -324,6 +325,43 @@ REFUSED_SCHEDULES: list[tuple[Any, str]] = [
 def test_what_cannot_be_is_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_recipe(TrainingConfig.model_validate(given), model())
+
+
+def with_table(*, beside: bool = True) -> FlatModel:
+    layers = {"words": torch.nn.EmbeddingBag(9, 2, sparse=True)} | ({"scores": torch.nn.Linear(2, 3)} if beside else {})
+    module = torch.nn.ModuleDict(layers)
+    return FlatModel(module, EmbeddingTables(module))
+
+
+OWN = {"words": {"optimizer": {"name": "adagrad", "lr": 0.1}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"optimizer": named("AdamW")}, r"training\.optimizer\.class: .*optimizer of their own \(training\.tables\)"),
+        (
+            {"schedule": scheduled("StepLR", step_size=2)},
+            r"training\.schedule: expected tables with .*weight' has",
+        ),
+        ({"clip_value": 1.0}, r"training\.clip_value: expected clip_norm"),
+        ({"ema": {"decay": 0.9}, "tables": OWN}, r"training\.ema: expected none for a model with tables"),
+    ],
+)
+def test_what_cannot_be_with_tables_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_recipe(TrainingConfig.model_validate(given), with_table())
+
+
+def test_tables_with_optimizers_of_their_own_go_with_a_class() -> None:
+    """The norm that is clipped is that of all gradients."""
+    config = training(named("AdamW"), schedule=WARM_UP, tables=OWN, clip_norm=2.0)
+    check_recipe(config, with_table())
+    ours = make_optimizer(config, with_table(), norm_of_tables=lambda: 8.0)
+    ours.apply([np.full_like(ours.weights, 2.0)], 0.5, 1)  # a norm of 3 and one of 4
+    assert ours.clipped_by == pytest.approx(2.0 / 5.0, rel=1e-5)
+    with pytest.raises(ConfigError, match=r"training\.optimizer\.class: expected parameters beside the tables"):
+        check_recipe(config, with_table(beside=False))
 
 
 def test_a_schedule_of_schedules_is_written_like_one() -> None:
