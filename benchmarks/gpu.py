@@ -136,7 +136,7 @@ def config_of(model: str, device: str, precision: str, workers: int, seconds: fl
     _, name, _, _ = MODELS[model]
     return job(
         f"gpu-{model}-{workers}", task=name,
-        data={"workers": workers, "batch_size": size, "samples_per_record": size},
+        data={"workers": workers, "batch_size": size, "samples_per_record": min(size, 16)},
         training={
             "policy": {"name": "doll", "group_size": GROUP_SIZE}, "optimizer": {"name": "sgd", "lr": _LR},
             "precision": precision,
