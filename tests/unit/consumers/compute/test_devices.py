@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doll.config import AdamConfig, SgdConfig
+from doll.config import AdamConfig, SgdConfig, TorchConfig, TrainingConfig
 from doll.consumers.compute.forward import ForwardPasses
 from doll.consumers.compute.gradient import Gradient, GradientComputer, GradientSum
 from doll.errors import ConfigError
 from doll.model.devices import resolve
 from doll.model.flat_model import FlatModel
-from doll.optim.optimizer import Optimizer
+from doll.optim.recipe import make_optimizer
 from doll.tables.embedding_tables import EmbeddingTables
 from doll.task.base import Sample, Task
 from worker_records import grant
@@ -110,11 +110,13 @@ def test_a_sum_is_made_on_the_device_also_of_a_gradient_that_the_guard_has_kept(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("config", [SgdConfig(lr=0.1, momentum=0.9), AdamConfig(lr=0.01)])
+@pytest.mark.parametrize(
+    "config", [SgdConfig(lr=0.1, momentum=0.9), AdamConfig(lr=0.01), TorchConfig(cls="torch.optim.AdamW")]
+)
 def test_a_worker_that_steps_itself_does_so_in_the_machines_memory(device: str, config: Any) -> None:
     def weights_after(name: str) -> np.ndarray:
         model, computer = on(name, normed())
-        optimizer = Optimizer(model, config)
+        optimizer = make_optimizer(TrainingConfig(optimizer=config), model)
         for batch in range(4):
             x, y = data(8, batch)
             gradient = computer.compute(x, y)
