@@ -31,6 +31,8 @@ _FAULTS = (
     "resume",
     "leave",
     "long_tick",
+    "time_limit",
+    *("lose_answer", "lose_answer", "lose_answer"),
 )
 _STEPS = [step for step, weight in _WORK.items() for _ in range(weight)] + list(_FAULTS)
 
@@ -89,6 +91,10 @@ def play(world: World, steps: list[tuple[int, int]]) -> None:
                 world.tick(0.7)
             case "long_tick":
                 world.tick(31.0)
+            case "time_limit":
+                world.pass_time_limit()
+            case "lose_answer" if process:
+                world.lose_answer(process)
             case "kill_worker":
                 world.kill_worker(worker)
             case "start_worker":

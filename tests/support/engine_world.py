@@ -38,6 +38,7 @@ from doll.ps.policies.essp import EsspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.records.control import (
+    Alive,
     AnyRecord,
     Grant,
     Join,
@@ -556,6 +557,26 @@ class World(worlds.World[Process]):
             elif process.core is None and not process.paused and not process.outbox:
                 self.to_server(process, process.join())
         self.handle(ev.Tick())
+
+    def pass_time_limit(self) -> None:
+        """Time passes that is too long for any answer, and everybody is heard of."""
+        self.now += self.settings.grant_timeout_s + 1.0
+        for process in self.live():
+            if process.can_work:
+                self.handle(Alive(worker=process.worker, session=process.protocol.session))
+        self.handle(ev.Tick())
+
+    def lose_answer(self, process: Process) -> None:
+        """The time limit of a grant passes whose weights are lost; then the link breaks, and the Nack is lost on it."""
+        for _ in range(20):
+            if not process.orders:
+                self.send(process)
+                self.receive_next(process)
+                self.read(process)
+        self.lose_blobs()
+        self.compute(process)
+        self.pass_time_limit()
+        self.break_link(process.worker)
 
     def leave(self, process: Process) -> None:
         if process.core is not None and not process.is_dead:

@@ -62,6 +62,7 @@ class Grants:
         self._newest: dict[int, int] = {}  # batch -> newest grant of this server
         self._owed: dict[int, Grant] = {}  # batch -> the record of its newest grant, which is not answered
         self._answered: dict[int, Push] = {}  # batch -> the push that answers its newest grant
+        self._refused: dict[int, Nack] = {}  # batch -> the Nack that was the answer to its newest grant
         self.kept: dict[tuple[int, int], PushedBatch] = {}  # (batch, grant) that are pushed with later ones
         self._void_until = 0  # grants up to this one are void
 
@@ -132,9 +133,14 @@ class Grants:
                 del self._owed[item.batch]
                 self._answered[item.batch] = push
 
-    def unconfirmed(self, applied: int) -> list[Push]:
-        """Pushes with a batch from `applied` on: the server may not have them."""
-        return list({item.batches[0].grant_id: item for at, item in self._answered.items() if at >= applied}.values())
+    def refuse(self, nack: Nack) -> None:
+        """This is the answer to a grant."""
+        self._refused[nack.batch] = nack
+
+    def unconfirmed(self, applied: int) -> list[Push | Nack]:
+        """Pushes with a batch from `applied` on, and Nacks: the server may not have them."""
+        pushes = {item.batches[0].grant_id: item for at, item in self._answered.items() if at >= applied}
+        return [*pushes.values(), *self._refused.values()]
 
     def forget_below(self, batch: int) -> None:
         """Batches below `batch` are durable."""
@@ -143,6 +149,8 @@ class Grants:
             del self._newest[number]
         if self.kept:
             self.kept = {name: item for name, item in self.kept.items() if name[0] >= batch}
+        if self._refused:
+            self._refused = {number: nack for number, nack in self._refused.items() if number >= batch}
 
     def void(self) -> None:
         """The server has taken all of its grants back. Copies of them may still come."""
@@ -150,10 +158,12 @@ class Grants:
         self._newest.clear()
         self._owed.clear()
         self._answered.clear()
+        self._refused.clear()
 
     def _forget_answer(self, batch: int) -> None:
         self._owed.pop(batch, None)
         self._answered.pop(batch, None)
+        self._refused.pop(batch, None)
         self.kept.pop((batch, self._newest.get(batch, -1)), None)
 
 
@@ -614,12 +624,12 @@ class WorkerCore:
         )
 
     def _nack(self, grant: Grant, reason: Literal["weights", "batch"]) -> Send:
-        return Send(
-            Nack(
-                worker=self.worker, session=self.session, batch=grant.first, term=grant.term,
-                grant_id=grant.grant_ids[0], reason=reason,
-            )
+        nack = Nack(
+            worker=self.worker, session=self.session, batch=grant.first, term=grant.term, grant_id=grant.grant_ids[0],
+            reason=reason,
         )  # fmt: skip
+        self._grants.refuse(nack)
+        return Send(nack)
 
     def is_wanted(self, term: int, batch: int, grant_id: int) -> bool:
         """Is this batch's gradient still to be computed for this grant, as far as this worker knows?
@@ -732,9 +742,10 @@ class WorkerCore:
                 self._grants.give_back(batch, number)
 
     def resend(self) -> list[WorkerAction]:
-        """What was sent may be lost: send again the pushes that are not known to be in the model, and the rest."""
-        pushes = self._grants.unconfirmed(self._applied)
-        return [Send(push) for push in (*pushes, *([] if self._rest is None else [self._rest]))]
+        """What was sent may be lost: send again the pushes that are not known to be in the model, the rest, and Nacks:
+        a server whose time limit has passed meanwhile grants nothing until it has an answer."""
+        answers = self._grants.unconfirmed(self._applied)
+        return [Send(record) for record in (*answers, *([] if self._rest is None else [self._rest]))]
 
     def _void_grants(self) -> None:
         self._grants.void()

@@ -85,6 +85,25 @@ def test_weights_that_are_gone_are_told_never_replaced_by_others(core: WorkerCor
     assert core.weights_missing(asked) == []
 
 
+def test_a_nack_is_sent_again_until_its_batch_is_granted_again_or_durable(core: WorkerCore) -> None:
+    """It may be lost on a link that breaks, and a server whose time limit has passed waits for an answer."""
+    asked = grant(5)
+    core.on_record(asked, 1.0)
+    nacks = [*core.weights_missing(asked), *core.on_record(grant(7, 3), 1.0), *core.on_record(grant(8, 4), 1.0)]
+    assert core.resend() == [nacks[0], nacks[2]]
+    assert core.resend() == [nacks[0], nacks[2]]
+    core.on_record(grant(5, 5), 1.0)
+    assert core.resend() == [nacks[2]]
+    core.on_record(Durable(term=3, worker=1, until={1: 8}, batches=9), 1.0)
+    assert core.resend() == []
+
+
+def test_a_nack_is_of_one_session(core: WorkerCore) -> None:
+    core.on_record(grant(8), 1.0)
+    core.on_record(Hello(term=3), 1.0)
+    assert core.resend() == []
+
+
 def test_a_later_grant_of_the_same_batch_replaces_the_earlier(core: WorkerCore) -> None:
     first, second = grant(5, 1), grant(5, 2, version=10)
     core.on_record(first, 1.0)
