@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,13 @@ from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.error_feedback import ErrorFeedback
 from doll.consumers.compute.forward import ForwardPasses
 from doll.consumers.compute.gradient import CachedVersion, GradientComputer
-from doll.consumers.compute.gradient_engine import GradientEngine, GrantHandler, SetContribution, ThreadGradientEngine
+from doll.consumers.compute.gradient_engine import (
+    BatchComputer,
+    GradientEngine,
+    GrantHandler,
+    SetContribution,
+    ThreadGradientEngine,
+)
 from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.compute.task_steps import OwnSteps
@@ -231,9 +238,9 @@ class _WorkerProcess:
         row_client = None if tables is None else RowClient(config, blobs, tables.shapes, scope)
         engine: GradientEngine
         if self._stages is None:
-            engine = self._thread_engine(blobs, dead_letters, row_client, scope)
+            engine = self._thread_engine(blobs, dead_letters, row_client, scope, welcome.usual)
         else:
-            engine = self._pipeline_engine(self._stages, blobs, dead_letters, scope)
+            engine = self._pipeline_engine(self._stages, blobs, dead_letters, scope, welcome.usual)
         runtime = WorkerRuntime(
             config, core=core, channel=channel, reader=self._reader(), decoder=decoder, engine=engine,
             commands_offset=commands_offset, departure=self._departure, heartbeat=self._heartbeat,
@@ -264,21 +271,23 @@ class _WorkerProcess:
         return link
 
     def _pipeline_engine(
-        self, stages: Stages, blobs: Blobs, dead_letters: DeadLetters, scope: str
+        self, stages: Stages, blobs: Blobs, dead_letters: DeadLetters, scope: str, usual: Sequence[float]
     ) -> PipelineGradientEngine:
         config, model = self._config, self._model
         # Finding the values that are not zero takes three times their memory.
         sparse_below = None if is_limited(config, self._worker) else model.num_parameters
         return PipelineGradientEngine(
-            config, stages.processes, guard=Guard(config, self._task, self._computer), computer=self._computer,
+            config, stages.processes, guard=Guard(config, self._task, self._computer, usual),
+            computer=self._computer,
             compressor=Compressor(scope, sparse_below), blobs=blobs, dead_letters=dead_letters,
             departure=self._departure, task_log=TaskLog(self._run_folder / "pipeline" / f"worker-{self._worker}.jsonl"),
             check=partial(check_with_samples, self._task, model.module, stages.parts), scope=scope,
         )  # fmt: skip
 
     def _thread_engine(
-        self, blobs: Blobs, dead_letters: DeadLetters, row_client: RowClient | None, scope: str
-    ) -> ThreadGradientEngine:
+        self, blobs: Blobs, dead_letters: DeadLetters, row_client: RowClient | None, scope: str,
+        usual: Sequence[float],
+    ) -> ThreadGradientEngine:  # fmt: skip
         config, task, model, computer = self._config, self._task, self._model, self._computer
         sends_steps = config.training.policy.sends_steps
         rows = None
@@ -309,10 +318,13 @@ class _WorkerProcess:
             )  # fmt: skip
         else:
             local_model, contribution = CachedVersion(scope, blobs, computer, background, deltas), computer.new_sum()
+        guard: BatchComputer = Guard(config, task, computer, usual)
+        if task.defines_step:
+            guard = OwnSteps(config, task, model, self._worker)
         handler = GrantHandler(
             config,
             local_model=local_model,
-            guard=OwnSteps(config, task, model, self._worker) if task.defines_step else Guard(config, task, computer),
+            guard=guard,
             compressor=compressor,
             blobs=blobs,
             dead_letters=dead_letters,

@@ -175,11 +175,13 @@ class ChunkReader:
         self._unpacked_limit_bytes = batch_limit_bytes(config)
         self._topic = topic
         self._with_envelopes = with_envelopes
-        self._consumer = self._make_consumer()
+        # Made with the first partition: the library begins to read in 0.01 s where it has just been made, and in up to
+        # a second where it has had no partition since.
+        self._consumer: Any = None
         self._changed = threading.Condition()  # guards what follows
         self._closed = self._paused = False
-        self._wanted = {read.partition: _Reading(topic, read) for read in partitions}
-        self._is_changed = True  # the thread does not know of all in `_wanted`
+        self._wanted: dict[int, _Reading] = {}
+        self._is_changed = False  # the thread does not know of all in `_wanted`
         self._seeks: dict[int, int] = {}
         self._untaken = 0
         # Of the thread alone:
@@ -194,6 +196,7 @@ class ChunkReader:
         self._chunk_records = min(16, self._max_chunk_records)  # at first: records may be large
         self._deliver: Callable[[Delivery], object]
         self._thread: threading.Thread | None = None
+        self.change((), partitions)
 
     def _make_consumer(self) -> Any:
         config, limit_bytes = self._config, self._unpacked_limit_bytes
@@ -249,6 +252,8 @@ class ChunkReader:
                 del self._wanted[number]
                 self._seeks.pop(number, None)
             self._wanted |= {read.partition: _Reading(self._topic, read) for read in new}
+            if self._wanted and self._consumer is None:
+                self._consumer = self._make_consumer()
             self._is_changed = True
             self._changed.notify()
 
@@ -270,6 +275,8 @@ class ChunkReader:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
+        if self._consumer is None:
+            return
         if self._is_waiting_for_commit or any(reading.asked > reading.committed for reading in self._readings.values()):
             _abandon(self._consumer)
         else:
@@ -292,7 +299,7 @@ class ChunkReader:
         """Wait until there is room; False when the reader is closed."""
         while True:
             with self._changed:
-                while not self._closed and not self._is_changed and (self._paused or self._untaken >= _MAX_UNTAKEN):
+                while not self._closed and not self._is_changed and not self._has_room:
                     self._changed.wait(_WAIT_S)
                     self._note_log_ends()
                     self._commit_if_due()
@@ -309,6 +316,10 @@ class ChunkReader:
                 self._assign(seeks)
             if not is_changed:
                 return True
+
+    @property
+    def _has_room(self) -> bool:
+        return self._consumer is not None and not self._paused and self._untaken < _MAX_UNTAKEN
 
     def _follow(self, wanted: dict[int, _Reading]) -> None:
         """Read these partitions, and no others."""

@@ -146,6 +146,7 @@ class Alive(Record, frozen=True):
     lag: int = 0  # records in its partitions that this worker has not read yet
     most_unread: tuple[tuple[int, int], ...] = ()  # (partition, records not read) of the `MOST_UNREAD` with the most
     waiting_for: str = ""  # why it cannot decode records at present; "" while it can
+    usual: tuple[float, ...] = ()  # of its batches, see `doll.consumers.compute.guard.Guard.usual`; (): not known
 
 
 class Leave(Record, frozen=True):
@@ -210,6 +211,7 @@ class Welcome(Record, frozen=True, omit_defaults=True):
     generation: int = 0  # see `TermStarted`
     run_id: str = ""  # of the server's run, see `TermStarted`; a worker of another one ends
     endpoints: tuple[str, ...] = ()  # of control links, the fastest first: "local:PATH", "redis:STREAM"
+    usual: tuple[float, ...] = ()  # as in the Alive that came last
 
 
 class Grant(Record, frozen=True):

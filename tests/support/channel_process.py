@@ -243,6 +243,7 @@ class Process(worlds.Process):
             contribution=Recorder(self, inner), rows=self.tables,
         )  # fmt: skip
         self.grant: Grant | None = None
+        self.usual: tuple[float, ...] = ()
         self.version = self.term = 0
         self.own: dict[int, Added] = {}
         self.sent_again: deque[Grant | Settle | Push] = deque(maxlen=12)

@@ -569,7 +569,7 @@ class World(worlds.World[Process]):
     def lose_answer(self, process: Process) -> None:
         """The time limit of a grant passes whose weights are lost; then the link breaks, and the Nack is lost on it."""
         for _ in range(20):
-            if not process.orders:
+            if not (process.orders or process.is_dead):
                 self.send(process)
                 self.receive_next(process)
                 self.read(process)

@@ -189,7 +189,14 @@ class SetContribution(Protocol):
 
 
 class BatchComputer(Protocol):
-    """Computes the gradient of a batch without the samples that must not be learned, or the step that a task makes."""
+    """Computes the gradient of a batch without the samples that must not be learned, or the step that a task makes.
+
+    Attributes:
+        usual: what is usual of the batches so far, for the next process that begins; () where nothing is.
+    """
+
+    @property
+    def usual(self) -> tuple[float, ...]: ...
 
     def compute(
         self, x: Tree, y: Tree, weight: Array | None, group: Array | None, *, batch: int
@@ -327,7 +334,7 @@ class GrantHandler:
             return None
         left = self._dead_letters.refuse_samples(batch, bad) if bad else usable_samples(batch)
         compute_s = time.perf_counter() - begun_s
-        computed = replace(left, compute_s=compute_s, version=version)
+        computed = replace(left, compute_s=compute_s, version=version, usual=self._guard.usual)
         if gradient is None:
             return computed
         return replace(

@@ -1,10 +1,11 @@
 """The gradient of a batch without harmful samples: samples that cannot be computed or would break the model.
 
 A batch that is computed and looks as usual costs one norm. Only a batch that fails, or whose gradient is far longer
-than those of earlier batches, is inspected. A sample that fails by itself is refused. In a batch that is only unusual,
-a sample is refused if its gradient is far longer than the gradients of usual samples, also of usual samples with wrong
-targets, *and* its step would break the model for ordinary samples: a hard or rare sample late in training passes
-(ADR 0011). `doll.consumers.intake.dead_letters` writes what is refused here to the topic `dead`.
+than those of earlier batches, is inspected; so is the first batch where no process of the job has told what is usual.
+A sample that fails by itself is refused. In a batch that is only unusual, a sample is refused if its gradient is far
+longer than the gradients of usual samples, also of usual samples with wrong targets, *and* its step would break the
+model for ordinary samples: a hard or rare sample late in training passes (ADR 0011). What is refused here is written to
+the topic `dead` by `doll.consumers.intake.dead_letters`.
 
 Samples that were learned before, the canary, distinguish bad samples from a task or a model that fails on all.
 """
@@ -56,14 +57,29 @@ class GuardedGradient(NamedTuple):
 class Guard:
     """Computes one worker's batches. Not thread-safe: one thread computes."""
 
-    def __init__(self, config: JobConfig, task: Task, computer: GradientComputer) -> None:
+    def __init__(
+        self, config: JobConfig, task: Task, computer: GradientComputer, usual: Sequence[float] = ()
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            usual: as another process of the job has measured it.
+        """
         self._config = config
         self._task = task
         self._computer = computer
         self._factor = config.training.guard.spike_factor
         self._norms, self._buffer_changes = RunningMedian(), RunningMedian()
+        if len(usual) == 2 and all(map(math.isfinite, usual)):
+            for median, value in zip((self._norms, self._buffer_changes), usual, strict=True):
+                median.add(value)
         self._last: SampleBatch | None = None  # the batch that was learned last
         self._usual, self._usual_batches = 0.0, 0  # of one sample, by the last inspection; batches for which it stands
+
+    @property
+    def usual(self) -> tuple[float, ...]:
+        """The norm of a sample's gradient and the change of the buffers, in most of the batches that were learned last;
+        () before the first."""
+        return () if math.isnan(self._norms.usual) else (self._norms.usual, self._buffer_changes.usual)
 
     @property
     def _canary(self) -> SampleBatch | None:

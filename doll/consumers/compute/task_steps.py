@@ -33,6 +33,8 @@ class OwnSteps:
     computed again draws the same ones.
     """
 
+    usual: tuple[float, ...] = ()  # no batch is inspected
+
     def __init__(self, config: JobConfig, task: Task, model: FlatModel, worker: int) -> None:
         self._name = config.task.cls
         self._seed = config.seed

@@ -461,7 +461,8 @@ class PipelineGradientEngine:
         compute_s = now - max(flight.started_s, self._completed_s)  # batches overlap: what it has added
         self._completed_s = now
         version = self._core.version_of(batch.number)
-        return replace(usable, loss_sum=loss_sum, metric_sums=metric_sums, compute_s=compute_s, version=version)
+        computed = replace(usable, compute_s=compute_s, version=version, usual=self._guard.usual)
+        return replace(computed, loss_sum=loss_sum, metric_sums=metric_sums)
 
     def _complete(self, flight: Flight, scale: float, num_samples: int, *, is_void: bool = False) -> None:
         number = flight.batch.number

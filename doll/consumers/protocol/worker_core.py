@@ -240,6 +240,7 @@ class ComputedBatch:
     version: int = -1  # of the weights that it was computed at; -1: no weights were needed
     dead_reasons: tuple[tuple[str, int], ...] = ()
     weight: float | None = None  # sum of the samples' weights; None: their number
+    usual: tuple[float, ...] = ()  # as in an Alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +404,7 @@ class WorkerCore:
         self.served = {item.partition: _begun(item) for item in welcome.served}
         self.generation = welcome.generation
         self.fingerprint = welcome.fingerprint
+        self.usual = welcome.usual
         self.run_id = welcome.run_id
         self.max_pending = max_pending
         self.market = market
@@ -675,6 +677,7 @@ class WorkerCore:
             )
             for batch, number, item in zip(batches, grant.grant_ids, done.batches, strict=False)
         )  # fmt: skip
+        self.usual = next((item.usual for item in reversed(done.batches) if item.usual), self.usual)
         if grant.term != self.term:
             return []
         names = done.holds or tuple((item.batch, item.grant_id) for item in computed)
@@ -814,7 +817,7 @@ class WorkerCore:
             retained, offset = self.retained, self.next_offset
             alive = Alive(
                 worker=self.worker, session=self.session, retained=retained, next_offset=offset, lag=self.lag,
-                most_unread=self.most_unread, waiting_for=self.waiting_for,
+                most_unread=self.most_unread, waiting_for=self.waiting_for, usual=self.usual,
             )  # fmt: skip
             actions.append(Send(alive))
         if now - self._announced_at_s >= ANNOUNCE_EVERY_S:

@@ -322,6 +322,7 @@ class Engine:
             case Alive():
                 if (worker := self._accept(event.worker, event.session)) is not None:
                     worker.heard(event)
+                    self._members.usual = event.usual or self._members.usual
             case Leave():
                 if (worker := self._accept(event.worker, event.session)) is not None:
                     worker.left = True
@@ -368,7 +369,7 @@ class Engine:
             Welcome(
                 term=self.term, worker=worker.number, process=worker.process, session=worker.session, served=served,
                 fingerprint=self.settings.fingerprint, incarnation=event.incarnation, samples_id=self.start.samples_id,
-                generation=self.start.generation, run_id=self.start.run_id,
+                generation=self.start.generation, run_id=self.start.run_id, usual=self._members.usual,
             )
         )  # fmt: skip
 

@@ -97,13 +97,18 @@ class Worker:
 
 
 class Membership:
-    """All workers of a job. Refused messages change nothing but a counter."""
+    """All workers of a job. Refused messages change nothing but a counter.
+
+    Attributes:
+        usual: of the job's batches, as a worker has said last (`Alive.usual`).
+    """
 
     def __init__(self, workers: Sequence[Worker], *, term: int, lease_s: float, counters: Counter[str]) -> None:
         self._workers = workers
         self._term = term
         self._lease_s = lease_s
         self._counters = counters
+        self.usual: tuple[float, ...] = ()
         self._sessions = 0
         self._last_heard: OrderedDict[int, float] = OrderedDict()  # of workers that are here, in this order
         self._live: set[int] = set()

@@ -399,8 +399,8 @@ def test_every_batch_is_applied_once_whatever_overtakes_what(policy: str, seed: 
 @pytest.mark.slow
 def test_the_random_runs_overtake_what_the_table_names() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(30):
-        world = TwoChannels("doll, sets", seed)
+    for seed in range(40):
+        world = TwoChannels("asp" if seed % 2 else "doll, sets", seed)
         play(world, random_steps(seed, 3000))
         seen += world.overtaken
     expected = {"Welcome", "Hello", "Durable", "Announce", "Alive"}

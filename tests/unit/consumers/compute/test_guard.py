@@ -380,6 +380,34 @@ def test_a_usual_batch_costs_one_pass() -> None:
     assert passes == [BATCH] * 3 * GROUP
 
 
+def test_a_process_that_is_told_what_is_usual_does_not_inspect_its_first_batch() -> None:
+    world = World(Plane())
+    world.update()
+    world.guard = Guard(world.config, world.task, world.computer, world.guard.usual)
+    passes = []
+    forward = world.task.forward
+    world.task.forward = lambda model, x: (passes.append(len(x)), forward(model, x))[1]  # type: ignore[method-assign]
+    world.update()
+    assert passes == [BATCH] * GROUP
+
+
+@pytest.mark.parametrize("told", [(), (float("nan"), 0.0), (1.0,)])
+def test_a_process_that_is_told_nothing_of_use_inspects_its_first_batch(told: tuple[float, ...]) -> None:
+    world = World(Plane())
+    world.guard = Guard(world.config, world.task, world.computer, told)
+    assert world.guard.usual == ()
+    world.update(spoiling(0, (-1e6, 1e6), 1))
+    assert set(world.bad[0]) == {7}
+
+
+def test_a_bad_sample_in_the_first_batch_of_a_process_that_is_told_what_is_usual_is_refused() -> None:
+    world = World(Plane())
+    world.update()
+    world.guard = Guard(world.config, world.task, world.computer, world.guard.usual)
+    world.update(spoiling(GROUP, (-1e6, 1e6), 1))
+    assert set(world.bad[GROUP]) == {7}
+
+
 def test_hard_batches_of_a_model_that_knows_most_samples_cost_one_pass_each() -> None:
     """Late in training each third batch or so is unusual; a job went on at 60 % of its speed for it."""
     world = World(Plane())

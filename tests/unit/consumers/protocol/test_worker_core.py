@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from doll.consumers.protocol.worker_core import (
     Acknowledge,
@@ -24,7 +26,7 @@ from doll.records.control import (
     Stop,
 )
 from record_builders import announce
-from worker_records import DONE, announced, batch, grant, welcome
+from worker_records import COMPUTED, DONE, announced, batch, grant, welcome
 
 
 def test_it_starts_where_the_durable_model_stands() -> None:
@@ -229,6 +231,16 @@ def test_it_gives_signs_of_life_and_announces_again(core: WorkerCore) -> None:
     assert core.tick(2.0) == [alive]
     assert core.tick(3.0) == [alive, *announced(5, 8)]
     assert core.tick(4.0) == [alive]
+
+
+def test_it_tells_what_is_usual_of_its_batches_and_until_then_what_it_was_told() -> None:
+    core = WorkerCore(welcome(usual=(2.0, 0.0)), max_pending=4, now=0.0)
+    assert core.tick(1.0) == [Send(Alive(worker=1, session=7, usual=(2.0, 0.0)))]
+    core.hold(batch(5))
+    core.on_record(grant(5), 1.0)
+    done = replace(DONE, batches=(replace(COMPUTED, usual=(3.0, 1.0)),))
+    core.gradient_done(grant(5), (batch(5),), done, 1.0)
+    assert core.tick(2.0) == [Send(Alive(worker=1, session=7, retained=1, usual=(3.0, 1.0)))]
 
 
 def test_a_draining_worker_announces_nothing_and_finishes_what_it_owes(core: WorkerCore) -> None:

@@ -101,6 +101,15 @@ def test_a_grant_that_takes_too_long_goes_to_somebody_else() -> None:
     )
 
 
+def test_a_process_that_joins_is_told_what_is_usual_of_the_others_batches() -> None:
+    bench = Bench(Doll(1), workers=2)
+    bench.join(0)
+    bench.handle(Alive(worker=0, session=bench.sessions[0], usual=(2.0, 0.5)))
+    bench.handle(Alive(worker=0, session=bench.sessions[0]))
+    (welcome,) = only(bench.handle(Join(worker=1, process="later")), Welcome)
+    assert welcome.usual == (2.0, 0.5)
+
+
 def test_a_lost_gradient_takes_later_batches_of_its_worker_back_too() -> None:
     """Otherwise a later batch could be applied before an earlier one, and the applied set were no prefix."""
     bench = Bench(Doll(2), workers=1)
