@@ -12,6 +12,7 @@ from doll.consumers.protocol.worker_core import Batch
 from doll.ps.checkpointing import decode_snapshot
 from doll.ps.engine.events import GrantsLost, TopicGrew
 from doll.records.control import Alive, SourceEnded
+from doll.task.batches import SampleBatch
 from fuzzing import SHARE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # loads torch
@@ -34,7 +35,7 @@ def read_to(process: Process, ends: tuple[int, ...]) -> None:
                 hi = ends[number]
             process.expected.read[number, batch].add((lo, hi))
             count = 0 if (number * 7 + batch) % 11 == 0 else hi - lo
-            data = SimpleNamespace(x=np.zeros(count), y=np.zeros(count), span=(number, lo, hi))
+            data = SimpleNamespace(samples=SampleBatch(np.zeros(count), np.zeros(count)), span=(number, lo, hi))
             process._world.do(process, core.batch_ready(Batch(batch, data, count, 0.0, partition=number)))
 
 
