@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from doll.local.processes import describe_exit, tail
 FIRST_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 5.0
 MAX_FAILURES: Final = 5
+MAX_KILLS: Final = 20  # by SIGKILL: of a person, a test, or a kernel without memory, which comes again
 HEALTHY_AFTER_S: Final = 20.0  # after this uptime a role counts as healthy, and its failures are reset
 _POLL_S: Final = 0.05
 
@@ -102,7 +104,8 @@ class Supervisor:
         """Check which roles have exited, and restart those whose wait is over.
 
         Raises:
-            RoleFailedError: a role has failed 5 times in a row, each time within 20 s of its start.
+            RoleFailedError: a role has failed 5 times in a row, each time within 20 s of its start; 20 times where it
+                was killed by SIGKILL the last time, which is not its own doing.
             ConfigError: a role reports by exit code 2 that the job file or the task is invalid; it is not restarted.
             DataLossError: a role reports by exit code 4 that records were deleted before they were learned.
         """
@@ -132,7 +135,7 @@ class Supervisor:
         if code == DataLossError.exit_code:
             state.exit_code = code
             raise DataLossError(f"{state.spec.name}: records are gone before they were learned; {log_tail}")
-        if state.failures >= MAX_FAILURES:
+        if state.failures >= (MAX_KILLS if code == -signal.SIGKILL else MAX_FAILURES):
             state.exit_code = code
             raise RoleFailedError(
                 f"{state.spec.name} failed {state.failures} times in a row within {HEALTHY_AFTER_S:g} s of its start, "

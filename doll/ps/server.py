@@ -342,7 +342,7 @@ class ParameterServer:
                 if worker.number < engine.moves.num_workers or worker.session
             ),
             num_workers=engine.moves.num_workers, released=tuple(sorted(engine.moves.released)),
-            moving_partitions=len(engine.moves.targets),
+            moving_partitions=len(engine.moves.targets), is_kept=engine.is_kept,
             run_id=engine.start.run_id, source_ended=bool(engine.ending.ends),
             counters={**engine.counters, **counters, **self._refused}, measures=measures,
             limit=self._limit.observe(engine, now, computing_s=measures.computing_s, idle_s=measures.idle_s),

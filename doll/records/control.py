@@ -535,6 +535,7 @@ class ServerStatus(Record, frozen=True):
     num_workers: int = 0  # that the job is to have; 0: as many as the job file says
     released: tuple[int, ...] = ()  # of these, workers that are to serve nothing
     moving_partitions: int = 0  # that are still to go to another worker
+    is_kept: bool = True  # what was decided beside updates, as the number of workers, is in a checkpoint
     run_id: str = ""  # see `TermStarted`
     source_ended: bool = False  # this server knows where a source has ended
     skipped: tuple[tuple[str, int], ...] = ()  # of the applied batches: why samples were left out, and how many

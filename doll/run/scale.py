@@ -29,6 +29,7 @@ class Scaled:
         workers_before, workers: that the job was to have, and is to have.
         seconds: until every partition had its worker.
         is_done: False: `timeout_s` was over before.
+        is_kept: the number is in a checkpoint: a later server goes on with it.
         missing: workers that partitions wait for, and that no process is of.
     """
 
@@ -37,11 +38,14 @@ class Scaled:
     workers: int
     seconds: float
     is_done: bool
+    is_kept: bool
     moving_partitions: int
     missing: tuple[int, ...]
 
     def text(self) -> str:
         change = f"{self.job}: {self.workers_before} -> {self.workers} workers"
+        if not self.is_kept:
+            change += " (not in a checkpoint yet: a server that is lost now takes this number with it)"
         if self.is_done:
             return f"{change}; all partitions are served, after {self.seconds:.1f} s"
         who = ", ".join(map(str, self.missing)) or "their workers"
@@ -52,7 +56,8 @@ class Scaled:
 
 
 def scale(target: Target, workers: int, *, timeout_s: float, say: Callable[[str], object] = print) -> Scaled:
-    """Ask the parameter server of a job for another number of workers, and wait until its partitions have moved.
+    """Ask the parameter server of a job for another number of workers, and wait until its partitions have moved and a
+    checkpoint has that number.
 
     Raises:
         ConfigError: there is no place for so many, or the job does not run.
@@ -83,7 +88,7 @@ def scale(target: Target, workers: int, *, timeout_s: float, say: Callable[[str]
             status = _status_of([entry.record for entry in tail.poll(0.5)], None)
         before, began_s = status.num_workers, time.monotonic()
         sent_s = said_s = float("-inf")
-        while status.num_workers != workers or status.moving_partitions:
+        while status.num_workers != workers or status.moving_partitions or not status.is_kept:
             now_s = time.monotonic()
             if now_s - began_s > timeout_s:
                 break
@@ -91,7 +96,7 @@ def scale(target: Target, workers: int, *, timeout_s: float, say: Callable[[str]
                 sent_s = now_s
                 publisher.send(config.topic("events"), Scale(workers=workers, run_id=status.run_id))
                 publisher.flush(_SEND_AGAIN_S)
-            if now_s - said_s > _SAY_EVERY_S and said_s > 0:
+            if now_s - said_s > _SAY_EVERY_S and said_s > 0 and status.moving_partitions:
                 say(f"{status.moving_partitions} partitions are to move; missing workers: {list(_missing(status))}")
             if now_s - said_s > _SAY_EVERY_S:
                 said_s = now_s
@@ -102,7 +107,7 @@ def scale(target: Target, workers: int, *, timeout_s: float, say: Callable[[str]
             )
         return Scaled(
             config.job, before, workers, time.monotonic() - began_s, not status.moving_partitions,
-            status.moving_partitions, _missing(status),
+            status.is_kept, status.moving_partitions, _missing(status),
         )  # fmt: skip
 
 

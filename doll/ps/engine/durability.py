@@ -52,7 +52,12 @@ class Durability:
         # Of the checkpoint under way: its version, and the batches in it, by partition and by worker.
         self._ordered: tuple[int, tuple[int, ...], dict[int, int]] | None = None
         self._ordered_at_s = now
-        self._is_asked = self._must_keep = False
+        self._is_asked = self._must_keep = self._is_keeping = False
+
+    @property
+    def is_kept(self) -> bool:
+        """What was decided beside updates is in a stored checkpoint."""
+        return not (self._must_keep or self._is_keeping)
 
     def applied(self, worker: Worker, count: int) -> None:
         """So many batches of this worker have been applied."""
@@ -87,6 +92,7 @@ class Durability:
 
     def order(self, version: int, now: float) -> None:
         """A checkpoint of `version` is being stored."""
+        self._is_keeping = self._must_keep
         self._is_asked = self._must_keep = False
         by_worker = {worker.number: worker.queue.applied for worker in self._owners}
         self._ordered = (version, tuple(partition.applied for partition in self._partitions), by_worker)
@@ -99,7 +105,7 @@ class Durability:
         if self._ordered is None or self._ordered[0] != version:
             return None
         _, applied, by_worker = self._ordered
-        self._ordered = None
+        self._ordered, self._is_keeping = None, False
         self.version = version
         advanced: dict[Worker, tuple[dict[int, int], int, dict[int, int]]] = {}
         # The checkpoint knows nothing of partitions that were added since.

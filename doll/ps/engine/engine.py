@@ -242,6 +242,10 @@ class Engine:
         """Of the newest stored checkpoint."""
         return self._durability.version
 
+    @property
+    def is_kept(self) -> bool:
+        return self._durability.is_kept
+
     def workers(self) -> Iterable[Worker]:
         """Every worker for which there is place, in order."""
         return self._workers[: self.settings.places]

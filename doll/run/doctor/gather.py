@@ -30,7 +30,7 @@ from doll.run.doctor.checks import (
 )
 from doll.run.doctor.network import ask_address, environment_authority, tls_context
 from doll.run.doctor.report import Check, Report
-from doll.services import KAFKA_CA_ENV, REDIS_CA_ENV, parse_redis
+from doll.services import KAFKA_CA_ENV, REDIS_CA_ENV, REDIS_ENV, parse_redis
 from doll.storage.redis_diagnosis import ask_redis
 from doll.storage.stores import checkpoint_location, open_store
 
@@ -49,7 +49,7 @@ def examine(target: Target, roles: Sequence[Role] = ROLES) -> Report:
     Raises:
         ConfigError: an address is missing.
     """
-    services = target.services(needs_redis=needs_redis(roles))
+    services = target.services(needs_redis=False)
     checks = [*_kafka(target.config, services, roles)]
     if needs_redis(roles):
         checks += _redis(target.config, services)
@@ -101,6 +101,12 @@ def _addresses(service: str, addresses: Sequence[str], authority_env: str | None
 
 
 def _redis(config: JobConfig, services: Services) -> Iterator[Check]:
+    if not services.redis:
+        yield Check(
+            "Redis", "ok", "no address: doll up starts a Redis of its own; roles that are started without it need "
+            f"redis.address in the job file, or ${REDIS_ENV}",
+        )  # fmt: skip
+        return
     place = parse_redis(services.redis)
     assert place is not None, "it was read with the job"
     addresses = [f"{host}:{port}" for host, port in place.addresses]

@@ -114,6 +114,16 @@ def test_a_role_that_keeps_failing_ends_with_its_last_fifteen_lines(world: World
     assert "line 24\n" not in str(caught.value)
 
 
+def test_a_role_that_is_killed_again_and_again_is_given_more_time(world: World) -> None:
+    world.start("w")
+    for _ in range(19):
+        world.fail_now(-9)
+    assert {restart.backoff_s for restart in world.restarts[4:]} == {5.0}
+    world.launched[-1].code = -9
+    with pytest.raises(RoleFailedError, match=r"w failed 20 times .* killed by SIGKILL"):
+        world.supervisor.poll()
+
+
 def test_failures_after_a_long_life_do_not_add_up(world: World) -> None:
     world.start("w")
     for _ in range(12):

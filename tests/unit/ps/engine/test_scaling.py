@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from access_counts import CountingList
 from doll.ps.engine.engine import Engine
-from doll.ps.engine.events import SendHello, StoreCheckpoint, Tick
+from doll.ps.engine.events import CheckpointStored, SendHello, StoreCheckpoint, Tick
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.records.control import Announce, Grant, Join, Leave, Run, Scale, Welcome
@@ -47,6 +47,24 @@ def test_a_partition_moves_once_its_new_worker_is_here_and_both_join_again() -> 
     assert engine.counters["refused_moved"] == 1
     assert engine.num_waiting + engine.num_computing == 2, "of partition 0"
     engine.check_invariants()
+
+
+def test_a_number_is_kept_once_a_checkpoint_has_it() -> None:
+    engine = engine_of()
+    join(engine, 0)
+    assert engine.is_kept
+    actions = engine.handle(Scale(workers=3, run_id="run"), 0.0)
+    (order,) = [action for action in actions if isinstance(action, StoreCheckpoint)]
+    assert not engine.is_kept
+    engine.handle(Scale(workers=4, run_id="run"), 0.0)
+    (order_of_four,) = [
+        action
+        for action in engine.handle(CheckpointStored(version=order.version), 0.0)
+        if isinstance(action, StoreCheckpoint)
+    ]
+    assert not engine.is_kept, "the stored one is of three"
+    engine.handle(CheckpointStored(version=order_of_four.version), 0.0)
+    assert engine.is_kept
 
 
 def test_a_spare_is_waited_for_by_nobody_and_counts_once_it_serves() -> None:
