@@ -231,7 +231,6 @@ def test_two_side_by_side_one_ends_by_its_rule_the_other_by_ctrl_c(up: Any) -> N
     assert_nothing_left(processes, ports)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent death signal")
 def test_after_sigkill_no_process_and_no_port_is_left(up: Any) -> None:
     job = up(
         "job.yaml",

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import nbformat
 import pytest
 from distributions import environment_with_wheel
 from paths import EXAMPLES, ROOT
@@ -65,15 +66,12 @@ nbformat.write(notebook, "executed.ipynb")
 
 
 def test_the_notebook_of_the_examples_runs_from_top_to_bottom(environment: dict[str, str], empty: Path) -> None:
-    nbformat = pytest.importorskip("nbformat")
-    pytest.importorskip("pandas")
     run(environment, empty, "python", "-c", _EXECUTE, str(EXAMPLES / "digits" / "notebook.ipynb"))
     notebook = nbformat.read(empty / "executed.ipynb", as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     panels = [output for output in cells[3].outputs if output.output_type == "display_data"]
     assert len(panels) == 1  # one panel, however long the run is
     assert "<pre" in panels[0].data["text/html"]
-    assert str(empty) in cells[3].outputs[-1].data["text/plain"] or (empty / "runs").is_dir()
     assert any("image/png" in output.data for output in cells[4].outputs if "data" in output)
     assert "'ok': True" in cells[5].outputs[0].data["text/plain"]
     accuracy = float(cells[6].outputs[0].text.split()[2])

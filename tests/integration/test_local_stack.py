@@ -51,7 +51,6 @@ def port_is_closed(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent death signal")
 @pytest.mark.usefixtures("broker")  # skips, or fails under CI, where no broker can be started
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=["sigkill", "ctrl-c"])
 def test_everything_ends_with_the_process_that_started_it(tmp_path: Path, end: signal.Signals) -> None:

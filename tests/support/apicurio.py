@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +21,11 @@ from typing import Any, ClassVar, Final
 from doll.errors import ServiceUnavailableError
 from doll.local import processes
 from doll.local.kafka_jars import CACHE_ENV, java_version
+from waiting import until
 
 VERSION: Final = "3.3.3"
 MIN_JAVA: Final = 21
 _ARTIFACT: Final = f"io.apicurio:apicurio-registry-app:{VERSION}:tar.gz:all"
-_START_S: Final = 300.0  # 23 s on an idle machine
 
 
 def folder() -> Path:
@@ -93,12 +92,9 @@ class Apicurio(processes.LocalServer):
         options = ["-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", f"-Dquarkus.http.port={self._port}"]
         options += [f"-Dquarkus.http.host={processes.LOOPBACK}", "-Dquarkus.management.enabled=false"]
         self._process = processes.spawn([java, *options, "-jar", str(folder() / "quarkus-run.jar")], self.log_path)
-        deadline_s = time.monotonic() + _START_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                self.kill()
-                raise ServiceUnavailableError(f"Apicurio does not start:\n{processes.tail(self.log_path)}")
-            time.sleep(0.2)
+        until(lambda: self.pid is None or self._answers(), lambda: processes.tail(self.log_path))
+        if self.pid is None:
+            raise ServiceUnavailableError(f"Apicurio does not start:\n{processes.tail(self.log_path)}")
 
     def register(self, subject: str, schema: Any) -> int:
         """Register an Avro schema; its id."""

@@ -113,7 +113,7 @@ def test_what_cannot_be_given_to_other_processes_is_refused(tmp_path: Path) -> N
         write_task(tmp_path, task, are_pairs=False, held_out=None)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="modes of files")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no modes of files")
 def test_a_file_that_others_can_write_is_not_read(tmp_path: Path) -> None:
     spec = write_task(tmp_path, _Decoding(), are_pairs=False, held_out=None)
     os.chmod(tmp_path / PICKLE, 0o666)

@@ -287,8 +287,9 @@ def test_the_plain_program_and_the_task_learn_the_same_from_real_clicks(real: tu
 
 def test_scikit_learn_finds_the_same_model_of_real_clicks(real: tuple[np.ndarray, np.ndarray]) -> None:
     """The regularized minimum is unique: plain gradient steps and scikit-learn's solver reach one loss."""
-    linear_model = pytest.importorskip("sklearn.linear_model")
-    sparse = pytest.importorskip("scipy.sparse")
+    from scipy import sparse
+    from sklearn import linear_model
+
     x, y = real
     x, y, columns = x[:2000], y[:2000], 100_000
     rows = np.repeat(np.arange(len(x)), 26)

@@ -77,7 +77,6 @@ def test_a_certificate_that_cannot_be_used_is_refused_with_a_line(
 
 
 def test_the_region_of_msk_is_in_its_brokers_names_else_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("aws_msk_iam_sasl_signer")
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     kafka = job("kafka.security=sasl_ssl", "kafka.sasl_mechanism=AWS_MSK_IAM").kafka

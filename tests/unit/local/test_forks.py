@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,7 +103,6 @@ def test_the_supervisor_restarts_a_killed_role(server: ForkServer, tmp_path: Pat
     assert supervisor.handles() == {}
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent death signal")
 def test_roles_end_with_their_server_and_the_next_start_says_why_it_cannot(tmp_path: Path) -> None:
     with ForkServer(tmp_path / "server.log", preload=[]) as server:
         role = server.start_role("time:sleep", [600], log_path=tmp_path / "r.log", name="r")

@@ -37,7 +37,7 @@ def test_a_spawned_program_leads_a_session_of_its_own(tmp_path: Path) -> None:
     assert parent == os.getpid()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent death signal")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="without --watch it needs Linux's death signal")
 def test_a_program_whose_parent_is_another_does_not_start(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     done = subprocess.run(
