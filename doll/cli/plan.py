@@ -51,8 +51,8 @@ def plan(
     """Plan a job: whether it can meet error target, deadline and budget, and which workers to run on spot.
 
     Values are taken from the options, else from the job file's plan section. Without prices: prices of --instance in
-    --region are taken from a table that ships with DOLL. Exit 3 if the plan is not feasible. With --pipeline FLEET:
-    which devices of a fleet form a worker together, as stages of a pipeline, and how fast they are.
+    --region are taken from a table that ships with DOLL. Exit code 3 if the plan is not feasible. With --pipeline
+    FLEET: which devices of a fleet form a worker together, as stages of a pipeline, and how fast they are.
 
     Example: doll plan digits --instance c7g.large --region eu-west-1 --deadline 4m
 

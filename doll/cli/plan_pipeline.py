@@ -51,7 +51,7 @@ class PipelineOptions:
 def plan_pipeline(
     fleet_path: Path, config: JobConfig | None, given: PipelineOptions, *, plot: Path | None, as_json: bool
 ) -> None:
-    """Compare the allocations of a fleet and print the best one. Exit 3 if the model fits in no way.
+    """Compare the allocations of a fleet and print the best one. Exit code 3 if the model fits in no way.
 
     Raises:
         ConfigError: the fleet or the profile is invalid.

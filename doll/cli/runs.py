@@ -48,7 +48,7 @@ def drill(
     ] = False,
     brokers: Annotated[
         int,
-        typer.Option("--brokers", min=1, max=5, help="Brokers of the local cluster; of several, one fails at a time."),
+        typer.Option("--brokers", min=1, max=5, help="Number of Kafka brokers; with several, one fails at a time."),
     ] = 1,
     replay: Annotated[
         bool,
@@ -59,12 +59,12 @@ def drill(
         typer.Option(
             "--every",
             min=0.1,
-            help="Seconds from one fault to the next [default: as soon as the job has recovered, some sooner].",
+            help="Seconds from one fault to the next [default: after each recovery; a few come sooner].",
         ),
     ] = None,
     only: Annotated[
         FaultTarget | None,
-        typer.Option("--only", help="Fault no other processes than these [default: all].", show_default=False),
+        typer.Option("--only", help="Inject faults into these processes only [default: all].", show_default=False),
     ] = None,
     runs_folder: RunsFolderOption = Path("runs"),
     fresh: FreshOption = False,
@@ -119,9 +119,9 @@ def scale(
 ) -> None:
     """Change the number of workers of a running job.
 
-    Each partition that moves does so between two batches: no sample is lost or counted twice. It stays with its worker
-    until the other one is there. doll up starts and ends its workers by itself; elsewhere, start the new ones as the
-    others, before or afterwards. Workers that serve no partition wait as spares, and may be ended.
+    A partition moves between two batches, and stays with its worker until the other one is there: no sample is lost or
+    counted twice. doll up starts and ends its workers by itself. Elsewhere start the new workers like the others,
+    before or after this command. Workers that serve no partition wait as spares; you may end them.
 
     Example: doll scale runs/digits-20260101-120000 --workers 7
     """

@@ -32,8 +32,8 @@ def spot(
 
     Prices and preemptions replay a recorded market, or a Markov chain of up and down times, at a chosen speed. A
     controller meets the deadline at the least cost. The report compares the cost with the predicted one and with all
-    on-demand, and lists moves with their reasons, preemptions, accuracy and the audit. Exit 3 if the plan shows that
-    the deadline cannot be met.
+    on-demand, and lists moves with their reasons, preemptions, accuracy and the audit. Exit code 3 if the plan shows
+    that the deadline cannot be met.
 
     --deadline is in real time, --cycle in market time.
 
