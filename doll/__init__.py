@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "BadRecordsError", "ConfigError", "DollError", "Field", "FieldsTask", "GreyImageTask", "JsonTask", "Record",
-    "Records", "RetryLater", "Run", "RunFailedError", "Sample", "Samples", "SkipRecord", "Task", "TextTask",
-    "__version__", "compare", "open", "pad", "plan", "simulate", "train",
+    "BadRecordsError", "BoundedEmbedding", "BoundedEmbeddingBag", "ConfigError", "DollError", "Field", "FieldsTask",
+    "GreyImageTask", "JsonTask", "Record", "Records", "RetryLater", "Run", "RunFailedError", "Sample", "Samples",
+    "SkipRecord", "Task", "TextTask", "__version__", "compare", "open", "pad", "plan", "simulate", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from doll.api.train import open_run as open
     from doll.api.train import train
     from doll.errors import BadRecordsError, ConfigError, DollError, RetryLater, SkipRecord
+    from doll.tables.bounded_embedding import BoundedEmbedding, BoundedEmbeddingBag
     from doll.task.base import Sample, Samples, Task
     from doll.task.fields_task import FieldsTask, JsonTask
     from doll.task.forms import Field
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "BadRecordsError": "errors",
+    "BoundedEmbedding": "tables.bounded_embedding",
+    "BoundedEmbeddingBag": "tables.bounded_embedding",
     "ConfigError": "errors",
     "DollError": "errors",
     "Field": "task.forms",

@@ -34,6 +34,7 @@ MAY_CHANGE: Final = (
     "training.ema.",
     "training.guard.",
     *(f"training.tables.*.optimizer.{key}" for key in ("lr", "weight_decay", "beta1", "beta2")),
+    "training.tables.*.ttl_updates",
     "training.precision",
 )
 """What a resume may change: keys, * being any number, or sections where they end in a dot. They leave no trace in a

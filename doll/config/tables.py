@@ -1,13 +1,16 @@
-"""`training.tables`: how the rows of tables (embeddings with sparse=True) are stepped."""
+"""`training.tables`: how the rows of tables (embeddings with sparse=True) are stepped, and which ids have rows."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.section import Section
 from doll.config.variants import Variants
+from doll.errors import ConfigError
 
 
 class RowOptimizerConfig(Section):
@@ -65,3 +68,37 @@ class TableConfig(Section):
 
     optimizer: AnyRowOptimizerConfig | None = None
     """of the rows; default: what training.optimizer says"""
+    max_rows: int | None = Field(default=None, ge=1, le=2**30)
+    """of a table of a doll.BoundedEmbedding, which needs it: how many ids have rows at the same time. Where there is no
+    room, the ids that are used least lose theirs"""
+    min_count: int = Field(default=1, ge=1, le=255)
+    """an id gets a row when so many applied pushes have named it; until then it is read as its initial row"""
+    ttl_updates: PositiveInt | None = None
+    """an id that no push names for more updates than these loses its row; default: never"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.max_rows is None and (self.min_count > 1 or self.ttl_updates is not None):
+            key = "min_count" if self.min_count > 1 else "ttl_updates"
+            raise ValueError(f"{key}: expected max_rows beside it: ids of a bounded table alone get and lose rows")
+        return self
+
+
+def settings_of_tables(tables: Mapping[str, TableConfig], names: Iterable[str]) -> dict[str, TableConfig]:
+    """What `training.tables` says of each of the tables `names`, which are all of the model.
+
+    Raises:
+        ConfigError: one of its settings is of no table.
+    """
+    settings, unused = {}, dict.fromkeys(tables)
+    for name in names:
+        pattern = next((pattern for pattern in tables if re.search(pattern, name)), None)
+        settings[name] = TableConfig() if pattern is None else tables[pattern]
+        unused.pop(pattern or "", None)
+    if unused:
+        raise ConfigError(
+            f"training.tables: expected regular expressions that are found in the name of a table and are the first "
+            f"that are, got {', '.join(map(repr, unused))}; the model's tables (embeddings with sparse=True) are: "
+            f"{', '.join(map(repr, settings)) or 'none'}"
+        )
+    return settings

@@ -295,6 +295,7 @@ class _WorkerProcess:
             steps_rows = sends_steps and not task.defines_step
             rows = TableRows(
                 row_client, config.worker.row_cache_bytes,
+                max_rows={name: bounds.max_rows for name, bounds in model.tables.bounds.items()},
                 optimizers=row_optimizers(config.training, row_client.tables) if steps_rows else None,
                 threshold=config.training.policy.filter_threshold,
                 takes_patches=config.training.policy.publishes_deltas, report=self._channel.report,

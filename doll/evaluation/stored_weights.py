@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +14,11 @@ from doll.config import JobConfig
 from doll.errors import CheckpointError
 from doll.model.flat_model import FlatModel, fingerprint
 from doll.optim.optimizer import AVERAGE, WEIGHTS
+from doll.ps.tables.bounded_table import stored_bounded_rows
 from doll.ps.tables.store import stored_rows
 from doll.storage.stores import checkpoint_location, open_store
-from doll.tables.rows import Floats
+from doll.tables.bounds import InitialRows
+from doll.tables.rows import Floats, Ids, Rows
 
 
 class StoredWeights(NamedTuple):
@@ -23,6 +26,7 @@ class StoredWeights(NamedTuple):
 
     Attributes:
         tables: all rows of each table, by name, float32, shape (num_rows, width).
+        bounded: of bounded tables, the rows that there are.
         is_average: the weights are the moving average (`training.ema`).
     """
 
@@ -31,13 +35,25 @@ class StoredWeights(NamedTuple):
     term: int
     fingerprint: str
     tables: Mapping[str, Floats]
+    bounded: Mapping[str, Rows]
     is_average: bool = False
 
     def load_into(self, model: FlatModel) -> None:
         """Have `model` compute with these weights and rows."""
         model.load_weights(self.weights)
         if model.tables is not None:
-            model.tables.connect(lambda name, ids: self.tables[name][ids])
+            initial = {name: bounds.initial for name, bounds in model.tables.bounds.items()}
+            model.tables.connect(partial(self._look_up, initial))
+
+    def _look_up(self, initial: Mapping[str, InitialRows], name: str, ids: Ids) -> Floats:
+        if name in self.tables:
+            return self.tables[name][ids]
+        rows, values = self.bounded[name], initial[name].of(ids)
+        at = np.searchsorted(rows.ids, ids)
+        is_here = at < len(rows.ids)
+        is_here[is_here] = rows.ids[at[is_here]] == ids[is_here]
+        values[is_here] = rows.values[at[is_here]]
+        return values
 
 
 def newest_weights(
@@ -74,9 +90,13 @@ def newest_weights(
             f"{'nothing' if weights is None else weights.shape} in version {checkpoint.version}"
             + ("; training.ema keeps an average" if is_average else "")
         )
-    tables = (
-        {}
-        if model.tables is None
-        else {name: stored_rows(checkpoint.tensors, name, shape) for name, shape in model.tables.shapes.items()}
+    tables, bounded = {}, {}
+    if model.tables is not None:
+        for name, shape in model.tables.shapes.items():
+            if name in model.tables.bounds:
+                bounded[name] = stored_bounded_rows(checkpoint.tensors, name, shape.width)
+            else:
+                tables[name] = stored_rows(checkpoint.tensors, name, shape)
+    return StoredWeights(
+        checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint, tables, bounded, is_average
     )
-    return StoredWeights(checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint, tables, is_average)

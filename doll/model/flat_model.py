@@ -26,9 +26,11 @@ from isal import isal_zlib
 
 from doll.config import JobConfig
 from doll.config.fingerprint import make_fingerprint
+from doll.config.tables import settings_of_tables
 from doll.errors import ConfigError
 from doll.model.file_memory import large_tensors_in_files, zeros_in_file
 from doll.model.without_tables import build_without_tables
+from doll.tables.bounds import Bounds, initial_rows
 from doll.tables.embedding_tables import EmbeddingTables
 from doll.task.base import Task, described
 
@@ -112,8 +114,8 @@ class FlatModel:
 
     @property
     def num_table_values(self) -> int:
-        """Numbers in all rows of the tables."""
-        return 0 if self.tables is None else sum(rows * width for rows, width in self.tables.shapes.values())
+        """Numbers in all rows of the tables; of a bounded one, in as many as there may be."""
+        return 0 if self.tables is None else sum(rows * width for rows, width in self.tables.max_sizes.values())
 
     def copied(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """A copy of `values`, shape (n,), in this machine's memory, of the kind that the model has there."""
@@ -231,14 +233,46 @@ def _take_tables(config: JobConfig, task: Task, module: torch.nn.Module) -> Embe
             f"{config.task.cls} defines step(): expected a model without tables, got {names}: define step_rows(), or "
             "build its embeddings with sparse=False"
         )
+    tables.bounds = _bounds_of(config, tables)
     return tables
+
+
+def _bounds_of(config: JobConfig, tables: EmbeddingTables) -> dict[str, Bounds]:
+    training, bounds = config.training, {}
+    num_samples = training.policy.batches_per_update(config.data.workers) * config.data.batch_size
+    for name, settings in settings_of_tables(training.tables, tables.shapes).items():
+        if (settings.max_rows is None) != (name not in tables.scales):
+            raise ConfigError(
+                f"training.tables: expected max_rows for table {name!r}, which is a doll.BoundedEmbedding"
+                if settings.max_rows is None
+                else f"training.tables: expected no max_rows for table {name!r}, which has a row for each id; "
+                "make it a doll.BoundedEmbedding"
+            )
+        if settings.max_rows is None:
+            continue
+        if training.policy.sends_steps:
+            raise ConfigError(
+                f"training.policy {training.policy.name}: expected workers that send gradients (doll, bsp, asp) for "
+                f"bounded table {name!r}: a worker would keep its own steps on rows that the server has not admitted"
+            )
+        if settings.max_rows < num_samples:
+            raise ConfigError(
+                f"training.tables: expected max_rows of at least {num_samples} for table {name!r}, the samples of an "
+                f"update, since each may name an id of its own, got {settings.max_rows}"
+            )
+        initial = initial_rows(config.seed, name, tables.shapes[name].width, tables.scales[name])
+        bounds[name] = Bounds(settings.max_rows, settings.min_count, settings.ttl_updates, initial)
+    return bounds
 
 
 def fingerprint(config: JobConfig, model: FlatModel) -> str:
     """What must agree between a checkpoint, the parameter server and its workers (see `doll.config.fingerprint`)."""
     shapes = zlib.crc32(repr(model.shapes).encode())
     others = zlib.crc32(repr(model.other_buffers).encode()) if model.other_buffers else None
-    tables = None if model.tables is None else zlib.crc32(repr(sorted(model.tables.shapes.items())).encode())
+    tables = None
+    if model.tables is not None:
+        scales = repr(sorted(model.tables.scales.items())) if model.tables.scales else ""
+        tables = zlib.crc32((repr(sorted(model.tables.shapes.items())) + scales).encode())
     return make_fingerprint(
         config, parameters=model.num_parameters, buffers=model.num_buffers, shapes=shapes, others=others,
         frozen=model.frozen_checksum(), tables=tables,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from doll.config import TorchConfig, TrainingConfig
+from doll.config.tables import settings_of_tables
 from doll.errors import ConfigError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
-from doll.optim.row_optimizer import row_optimizers, settings_of_tables
+from doll.optim.row_optimizer import row_optimizers
 from doll.optim.torch_optimizer import TorchOptimizer, check_torch_optimizer
 
 
@@ -57,7 +58,7 @@ def check_recipe(training: TrainingConfig, model: FlatModel) -> None:
             raise ConfigError("training.clip_value: expected clip_norm for a model with tables (sparse embeddings)")
         if training.ema is not None:
             raise ConfigError("training.ema: expected none for a model with tables (sparse embeddings): rows have none")
-        settings = settings_of_tables(training, names)
+        settings = settings_of_tables(training.tables, names)
         if training.schedule and (without := [name for name in names if settings[name].optimizer is None]):
             raise ConfigError(
                 "training.schedule: expected tables with optimizers of their own (training.tables), because the rates "

@@ -7,7 +7,6 @@ without a gradient keep their moments as they are), to the bit: a test compares 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, assert_never
@@ -19,7 +18,6 @@ from doll.config import (
     AdamConfig,
     OptimizerConfig,
     SgdConfig,
-    TableConfig,
     TorchConfig,
     TrainingConfig,
 )
@@ -29,6 +27,7 @@ from doll.config.tables import (
     RowAdamConfig,
     RowSgdConfig,
     RowwiseAdagradConfig,
+    settings_of_tables,
 )
 from doll.errors import ConfigError
 
@@ -179,28 +178,8 @@ def row_optimizers(config: TrainingConfig, names: Iterable[str]) -> dict[str, Ro
     """
     return {
         name: row_optimizer(config.optimizer) if settings.optimizer is None else _from_settings(settings.optimizer)
-        for name, settings in settings_of_tables(config, names).items()
+        for name, settings in settings_of_tables(config.tables, names).items()
     }
-
-
-def settings_of_tables(config: TrainingConfig, names: Iterable[str]) -> dict[str, TableConfig]:
-    """What `training.tables` says of each of these tables, which are all of the model.
-
-    Raises:
-        ConfigError: one of its settings is of no table.
-    """
-    settings, unused = {}, dict.fromkeys(config.tables)
-    for name in names:
-        pattern = next((pattern for pattern in config.tables if re.search(pattern, name)), None)
-        settings[name] = TableConfig() if pattern is None else config.tables[pattern]
-        unused.pop(pattern or "", None)
-    if unused:
-        raise ConfigError(
-            f"training.tables: expected regular expressions that are found in the name of a table and are the first "
-            f"that are, got {', '.join(map(repr, unused))}; the model's tables (embeddings with sparse=True) are: "
-            f"{', '.join(map(repr, settings)) or 'none'}"
-        )
-    return settings
 
 
 def _from_settings(config: AnyRowOptimizerConfig) -> RowOptimizer:

@@ -68,6 +68,7 @@ from doll.records.control import (
     Skip,
     SourceEnded,
     Stop,
+    TableStatus,
     TermStarted,
     Update,
     Welcome,
@@ -348,6 +349,9 @@ class ParameterServer:
             limit=self._limit.observe(engine, now, computing_s=measures.computing_s, idle_s=measures.idle_s),
             dead_reasons=engine.refusals.reasons.in_order(), recent_records=engine.refusals.recent_records,
             recent_refused=engine.refusals.recent_refused, skipped=engine.refusals.skipped.in_order(),
+            tables=tuple(
+                TableStatus(name=name, **totals._asdict()) for name, totals in self._host.table_totals().items()
+            ),
         )  # fmt: skip
 
     # --- actions ----------------------------------------------------------------------------------------------------

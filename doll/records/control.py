@@ -510,6 +510,17 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     void_batches: int = 0  # that the policy let be computed again (`doll.ps.policies.base.Policy.void`)
 
 
+class TableStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A bounded table, since the job began."""
+
+    name: str
+    rows: int  # that there are now
+    admitted: int  # ids that have got a row
+    evicted: int  # that have lost it, because others needed room
+    expired: int  # that have lost it, because no push named them (`training.tables.*.ttl_updates`)
+    refused: int  # gradients of ids without a row, which were dropped
+
+
 class ServerStatus(Record, frozen=True):
     """The parameter server's state, on `metrics` once a second: also its heartbeat, from which a standby elects."""
 
@@ -539,6 +550,7 @@ class ServerStatus(Record, frozen=True):
     run_id: str = ""  # see `TermStarted`
     source_ended: bool = False  # this server knows where a source has ended
     skipped: tuple[tuple[str, int], ...] = ()  # of the applied batches: why samples were left out, and how many
+    tables: tuple[TableStatus, ...] = ()  # bounded ones
 
 
 class ProvisionDecision(Record, frozen=True):

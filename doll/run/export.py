@@ -21,6 +21,13 @@ model = load_task(load(Path("job.yaml"))).build_model()  # the job file, of the 
 model.load_state_dict(load_file("model.safetensors"))
 model.eval()
 """
+# Its layer has no weight: the ids that have rows, and these.
+_HOW_TO_LOAD_BOUNDED = """\
+from safetensors.torch import load_file
+tensors = load_file("model.safetensors")
+# of a doll.BoundedEmbedding `name`: row i, tensors["name.rows"][i], is that of id tensors["name.ids"][i]
+# ids increase; another id has the row initial_rows(SEED, "name.weight", WIDTH, SCALE).of(ids) of doll.tables.bounds
+"""
 
 
 def export_model(
@@ -59,7 +66,12 @@ def export_model(
     # Copies: safetensors refuses tensors that share memory, and all parameters are views of one vector.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.module.state_dict().items()}
     if model.tables is not None:
+        for table, bounded in stored.bounded.items():
+            name = table.removesuffix("weight")
+            tensors |= {f"{name}ids": torch.from_numpy(bounded.ids), f"{name}rows": torch.from_numpy(bounded.values)}
         for table, names in model.tables.names.items():
+            if table in stored.bounded:
+                continue
             rows = torch.from_numpy(stored.tables[table])
             tensors |= {name: rows if name == names[0] else rows.clone() for name in names}
     content = {
@@ -72,7 +84,7 @@ def export_model(
         "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "fingerprint": stored.fingerprint,
         "file": "model.safetensors",
-        "how_to_load": _HOW_TO_LOAD.splitlines(),
+        "how_to_load": (_HOW_TO_LOAD_BOUNDED if stored.bounded else _HOW_TO_LOAD).splitlines(),
         "doll_version": doll.__version__,
     }
     path = out_folder / "model.safetensors"

@@ -20,6 +20,8 @@ import torch
 from torch.nn import functional
 
 from doll.errors import ConfigError
+from doll.tables.bounded_embedding import BOUNDED_LAYERS
+from doll.tables.bounds import Bounds
 from doll.tables.rows import Floats, Ids, LookUp, Rows, TableShape, add_in_order, add_where_equal
 
 Layer: TypeAlias = torch.nn.Embedding | torch.nn.EmbeddingBag
@@ -58,6 +60,8 @@ class EmbeddingTables:
     Attributes:
         shapes: of the tables, by the name of the parameter; of one that several layers share, the first name.
         names: of each table, all its names in the module's `state_dict()`, by the one in `shapes`.
+        scales: of the initial rows of bounded tables.
+        bounds: of these tables, once the job has said which (`doll.model.flat_model`).
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -70,7 +74,16 @@ class EmbeddingTables:
             ConfigError: a layer that cannot be a table; the message says why, and what to do.
         """
         self._weights = _find(module)
-        self.shapes = {name: TableShape(*weight.shape) for name, (weight, _) in self._weights.items()}
+        self.shapes = {
+            name: TableShape(layers[0].num_embeddings, layers[0].embedding_dim)
+            for name, (_, layers) in self._weights.items()
+        }
+        self.scales = {
+            name: layers[0].scale
+            for name, (_, layers) in self._weights.items()
+            if isinstance(layers[0], BOUNDED_LAYERS)
+        }
+        self.bounds: dict[str, Bounds] = {}
         # One layer may have several paths; each path is a name.
         paths = [(path, id(layer)) for path, layer in module.named_modules(remove_duplicate=False)]
         self.names = {
@@ -92,8 +105,17 @@ class EmbeddingTables:
                 )
                 object.__setattr__(layer, "forward", forward)
 
+    @property
+    def max_sizes(self) -> dict[str, TableShape]:
+        """The shapes, with the number of rows that a table has at most."""
+        return {
+            name: shape._replace(num_rows=self.bounds[name].max_rows) if name in self.bounds else shape
+            for name, shape in self.shapes.items()
+        }
+
     def take_initial(self) -> dict[str, Floats]:
-        """The rows of each table as the module has drawn them, float32, shape (num_rows, width), not copied.
+        """The rows of each table as the module has drawn them, float32, shape (num_rows, width), not copied; without
+        bounded tables.
 
         They are the caller's; here they are forgotten. A server keeps them, other processes drop them.
 
@@ -102,8 +124,8 @@ class EmbeddingTables:
         """
         initial, self._initial = self._initial, {}
         self._weights = {}
-        if initial.keys() != self.shapes.keys():
-            raise RuntimeError(f"expected initial rows of {sorted(self.shapes)}, got those of {sorted(initial)}")
+        if initial.keys() != (drawn := self.shapes.keys() - self.scales.keys()):
+            raise RuntimeError(f"expected initial rows of {sorted(drawn)}, got those of {sorted(initial)}")
         return {name: np.ascontiguousarray(weight.detach().numpy()) for name, weight in initial.items()}
 
     def connect(self, look_up: LookUp) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from doll import Sample, Task
+from doll import BoundedEmbedding, Sample, Task
 from doll.errors import BadRecordsError, SampleError
 from doll.producers.sources import criteo
 from doll.producers.sources.synthetic_clicks import LOG_SCALE
@@ -36,6 +36,7 @@ class Clicks(Task):
     Args:
         columns: of the table that the categories are hashed into. A category that is not there has a column too.
         sparse: keep the columns as a table at the server, and send only the columns of a batch; None: above 1,000,000.
+        bounded: the table has rows for the columns that are used alone; `training.tables` says for how many.
         holdout_path: file of Criteo's lines that are held out; None: no held-out set.
         holdout_samples: how many of its first lines.
     """
@@ -47,6 +48,7 @@ class Clicks(Task):
         self,
         columns: int = 100_000,
         sparse: bool | None = None,
+        bounded: bool = False,
         holdout_path: str | None = None,
         holdout_samples: int = 2000,
     ) -> None:
@@ -54,11 +56,12 @@ class Clicks(Task):
             raise ValueError(f"columns: expected 1 to {_MOST_COLUMNS}, got {columns}")
         self.columns = columns
         self.sparse = columns > _MOST_DENSE_COLUMNS if sparse is None else sparse
+        self.bounded = bounded
         self.holdout_path = holdout_path
         self.holdout_samples = holdout_samples
 
     def build_model(self) -> nn.Module:
-        return SparseLinear(criteo.COUNTS, self.columns, sparse=self.sparse)
+        return SparseLinear(criteo.COUNTS, self.columns, sparse=self.sparse, bounded=self.bounded)
 
     def decode(self, record: bytes) -> Sample:
         packed = record if criteo.is_packed(record) else criteo.pack_line(record)
@@ -118,9 +121,9 @@ class Clicks(Task):
 class SparseLinear(nn.Module):
     """One number for each sample: a bias, a weight for each number, and a weight for each id of a table."""
 
-    def __init__(self, numbers: int, columns: int, *, sparse: bool) -> None:
+    def __init__(self, numbers: int, columns: int, *, sparse: bool, bounded: bool = False) -> None:
         super().__init__()
-        self.table = nn.Embedding(columns, 1, sparse=sparse)
+        self.table = BoundedEmbedding(columns, 1, scale=0.0) if bounded else nn.Embedding(columns, 1, sparse=sparse)
         self.dense = nn.Linear(numbers, 1)
         # The loss is convex: it is learned from nothing, so that no weight is there that no sample asked for.
         for parameter in self.parameters():

@@ -62,6 +62,44 @@ def test_tables_outlive_server_and_workers(make_pipeline: Any, policy: str, cont
     assert 0 < job.status.measures.row_request_bytes < job.status.measures.row_bytes
 
 
+def test_a_bounded_table_outlives_server_and_workers(make_pipeline: Any) -> None:
+    from safetensors.torch import load_file
+
+    max_rows = 1000
+    job = make_pipeline(
+        *CLICKS,
+        f"task.args={{columns: {2**31 - 1}, bounded: true}}",
+        f"training.tables={{table: {{max_rows: {max_rows}, min_count: 2, ttl_updates: 200}}}}",
+        "training.policy={name: doll, group_size: 2}",
+        "stop.updates=150",
+        "source.limit_samples=30000",
+    )
+    job.start()
+    job.start_producer()
+    job.until_version(30)
+    job.kill("worker-0")
+    job.until_version(60)
+    job.kill("ps")
+    job.until_version(90)
+    job.kill("worker-1")
+    job.until_finished()
+    job.assert_audit_ok()
+    (table,) = job.status.tables
+    assert (table.name, table.rows <= max_rows) == (NAME, True)
+    assert table.evicted > 0
+    assert table.refused > 0
+    assert table.admitted == table.rows + table.evicted + table.expired
+    losses = [update.loss for update in job.updates]
+    assert np.mean(losses[-40:]) < np.mean(losses[:20])
+    content = export_model(job.config, job.run, job.folder / "model")
+    assert content["parameters"] == max_rows + 14
+    tensors = load_file(job.folder / "model" / "model.safetensors")
+    ids, stored = tensors["table.ids"].numpy(), job.checkpoint().tensors
+    assert (np.diff(ids) > 0).all()
+    assert set(ids.tolist()) == set(stored[f"table.{NAME}.ids"].tolist()) - {-1}
+    assert tensors["table.rows"].shape == (len(ids), 1)
+
+
 def test_the_exported_model_has_the_rows_of_its_tables(make_pipeline: Any) -> None:
     from safetensors.torch import load_file
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from doll import BoundedEmbeddingBag
 from doll.task.base import Sample, Task
 
 
@@ -15,15 +16,24 @@ class Bags(Task):
     input_shape = (5,)
     num_classes = 2
 
-    def __init__(self, ids: int = 40, width: int = 3, sparse: bool = True, dense: bool = True, bad: int = -1) -> None:
+    def __init__(
+        self, ids: int = 40, width: int = 3, sparse: bool = True, dense: bool = True, bad: int = -1,
+        bounded: bool = False,
+    ) -> None:  # fmt: skip
         self.ids = ids
         self.width = width
         self.sparse = sparse
         self.dense = dense
+        self.bounded = bounded
         self.bad = bad  # of each batch this sample has an id beyond the table
 
     def build_model(self) -> torch.nn.Module:
-        bag = torch.nn.EmbeddingBag(self.ids, self.width if self.dense else 2, mode="sum", sparse=self.sparse)
+        width = self.width if self.dense else 2
+        bag: torch.nn.EmbeddingBag
+        if self.bounded:
+            bag = BoundedEmbeddingBag(self.ids, width, mode="sum")
+        else:
+            bag = torch.nn.EmbeddingBag(self.ids, width, mode="sum", sparse=self.sparse)
         return torch.nn.Sequential(bag, torch.nn.Linear(self.width, 2)) if self.dense else torch.nn.Sequential(bag)
 
     def decode(self, record: bytes) -> Sample:

@@ -63,6 +63,7 @@ class Worker:
             self.client.connect(lambda request: job.send_rows(self.client, request))
             self.rows = TableRows(
                 self.client, config.worker.row_cache_bytes,
+                max_rows={name: bounds.max_rows for name, bounds in model.tables.bounds.items()},
                 optimizers=row_optimizers(config.training, self.client.tables) if optimizes else None,
                 takes_patches=config.training.policy.publishes_deltas,
             )  # fmt: skip

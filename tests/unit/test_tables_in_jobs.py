@@ -12,6 +12,7 @@ from doll.consumers.tables.row_cache import OpLog, RowCache
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError
 from doll.ps.model.local_host import LocalModelHost
+from doll.ps.tables.bounded_table import BoundedTable
 from doll.records.control import Grant
 from doll.tables.rows import Floats, Ids, Rows
 from paths import SUPPORT
@@ -211,3 +212,69 @@ def test_tables_are_refused_where_they_do_not_fit() -> None:
         for policy in ("{name: doll}", "{name: ssp, staleness: 2}"):
             with pytest.raises(ConfigError, match=rf"training.optimizer.{field}: expected 0 for a model with tables"):
                 job(policy, 0, f"optimizer: {{name: sgd, lr: 0.1, {optimizer}}}", sparse=True)
+
+
+# --- bounded tables -------------------------------------------------------------------------------------------------
+
+BOUNDED = "optimizer: {name: adam, lr: 0.01}, tables: {'0': {max_rows: 32, min_count: 2, ttl_updates: 30}}"
+GRADIENTS = {name: POLICIES[name] for name in ("doll", "doll, one", "bsp", "asp")}
+
+
+def bounded_job(policy: str, seed: int, training: str = BOUNDED, ids: int = 10**15) -> Job:
+    return job(policy, seed, training, bounded=True, ids=ids)
+
+
+@pytest.mark.parametrize("policy", GRADIENTS.values(), ids=GRADIENTS)
+def test_a_bounded_table_learns_in_a_job_and_the_same_order_makes_the_same_table(policy: str) -> None:
+    one, other = (bounded_job(policy, 3, ids=60) for _ in range(2))
+    assert [worker.applied for worker in one.engine.workers()] == [BATCHES] * WORKERS
+    assert {name: array.tobytes() for name, array in one.host.tensors().items()} == {
+        name: array.tobytes() for name, array in other.host.tensors().items()
+    }
+    totals = one.host.table_totals()[NAME]
+    assert 0 < totals.rows <= 32
+    assert min(totals.admitted, totals.evicted, totals.refused) > 0
+
+
+@pytest.mark.parametrize("policy", ["doll", "bsp"])
+def test_workers_read_the_rows_that_the_server_has_at_the_grant_s_version(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ids that have a row, have lost it, or have got it again."""
+    read, look_up = BoundedTable.read, TableRows.look_up
+    tables: list[BoundedTable] = []
+    looked_up = 0
+
+    def watched_read(table: BoundedTable, ids: Ids) -> Rows:
+        tables[:] = [table]
+        return read(table, ids)
+
+    def watched_look_up(rows: TableRows, name: str, ids: Ids) -> Floats:
+        nonlocal looked_up
+        values = look_up(rows, name, ids)
+        assert values.tobytes() == read(tables[0], ids).values.tobytes()
+        looked_up += len(ids)
+        return values
+
+    monkeypatch.setattr(BoundedTable, "read", watched_read)
+    monkeypatch.setattr(TableRows, "look_up", watched_look_up)
+    done = bounded_job(POLICIES[policy], 5, ids=60)
+    assert looked_up > 500
+    assert done.host.table_totals()[NAME].evicted > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "training", "message"),
+    [
+        ("{name: ssp, staleness: 2}", BOUNDED, r"training.policy ssp: expected workers that send gradients"),
+        ("{name: bsp, contribution: step}", BOUNDED, r"training.policy bsp: expected workers that send gradients"),
+        ("{name: bsp}", "tables: {'0': {max_rows: 8}}", r"expected max_rows of at least 24 for table '0.weight'"),
+        ("{name: bsp}", "tables: {}", r"expected max_rows for table '0.weight', which is a doll.BoundedEmbedding"),
+        ("{name: bsp}", "tables: {items: {max_rows: 32}}", r"training.tables: expected regular .* got 'items'"),
+    ],
+)
+def test_a_bounded_table_is_refused_where_it_does_not_fit(policy: str, training: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bounded_job(policy, 0, training)
+    with pytest.raises(ConfigError, match=r"expected no max_rows for table '0.weight'"):
+        job("{name: bsp}", 0, BOUNDED, sparse=True)

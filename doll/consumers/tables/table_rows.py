@@ -24,14 +24,15 @@ log = get_logger(__name__)
 
 _MIN_TABLE_BYTES: Final = 1 << 16
 _REPORT_EVERY_S: Final = 10.0
+_NO_BOUNDS: Final[Mapping[str, int]] = {}
 
 
 class TableRows:
     """All tables of one worker. Not thread-safe, except `offer`: the thread that computes owns it."""
 
     def __init__(
-        self, client: RowClient, max_bytes: int, *, optimizers: Mapping[str, RowOptimizer] | None = None,
-        threshold: float = 0.0, takes_patches: bool = False,
+        self, client: RowClient, max_bytes: int, *, max_rows: Mapping[str, int] = _NO_BOUNDS,
+        optimizers: Mapping[str, RowOptimizer] | None = None, threshold: float = 0.0, takes_patches: bool = False,
         report: Callable[[dict[str, float]], object] = lambda values: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -39,17 +40,18 @@ class TableRows:
         Args:
             max_bytes: of all caches and `steps` together; each table has a share by its size, and holds as many rows as
                 states of rows.
+            max_rows: of bounded tables.
             optimizers: of each table's rows, where this worker steps itself; None: it sends gradients.
             threshold: v of the filter of own steps; 0: all of them are sent.
             takes_patches: the server sends numbers of rows that have changed, and not these rows.
             report: is called with `measures` now and then.
         """
         self._client = client
-        total = sum(shape.num_rows * shape.width for shape in client.tables.values())
+        sizes = {name: max_rows.get(name, shape.num_rows) * shape.width for name, shape in client.tables.items()}
         self._caches: dict[str, RowCache] = {}
         self.steps: dict[str, RowSteps] = {}
         for name, shape in client.tables.items():
-            share = max(_MIN_TABLE_BYTES, max_bytes * shape.num_rows * shape.width // max(total, 1))
+            share = max(_MIN_TABLE_BYTES, max_bytes * sizes[name] // max(sum(sizes.values()), 1))
             row = cached_row_bytes(shape.width)
             optimizer = None if optimizers is None else optimizers[name]
             state = 0 if optimizer is None else state_row_bytes(optimizer, shape.width)

@@ -68,6 +68,11 @@ def server_samples(status: ServerStatus) -> Iterator[Sample]:
         place = (("worker", limit.worker), ("partition", limit.partitions[0] if limit.kind == "partition" else -1))
         labels = (("kind", limit.kind), *((name, str(number) if number >= 0 else "") for name, number in place))
         yield Sample("doll_ps_limit", labels, limit.share or 1.0)
+    for table in status.tables:
+        labels = (("table", table.name),)
+        yield Sample("doll_ps_table_rows", labels, float(table.rows))
+        for name in ("admitted", "evicted", "expired", "refused"):
+            yield Sample(f"doll_ps_table_{name}_total", labels, float(getattr(table, name)))
     for worker in status.workers:
         values = {"live": float(worker.is_live), "restarts_total": float(worker.restarts)}
         values |= _fields(worker, _WORKER_FIELDS)

@@ -23,7 +23,16 @@ from doll.monitor.state.rates import (
     steady_update_rate,
 )
 from doll.process import metric_names as names
-from doll.records.control import AnyRecord, Measures, Metric, ServerStatus, TermStarted, Update, WorkerStatus
+from doll.records.control import (
+    AnyRecord,
+    Measures,
+    Metric,
+    ServerStatus,
+    TableStatus,
+    TermStarted,
+    Update,
+    WorkerStatus,
+)
 from doll.theory.queueing import Stability
 
 EVENTS_KEPT = 6
@@ -138,6 +147,7 @@ class JobSnapshot:
     dead: DeadLetterCounts = DeadLetterCounts()
     skipped: tuple[tuple[str, int], ...] = ()  # samples that the task has left out, by reason
     limit: str = ""  # what limits it, and what to do
+    tables: tuple[TableStatus, ...] = ()  # bounded ones
 
 
 class ProgressModel:
@@ -396,6 +406,7 @@ class ProgressModel:
             dead=self.dead_letters(),
             skipped=self.skipped(),
             limit=limit_text(self.config, self._status),
+            tables=() if self._status is None else self._status.tables,
         )
 
     def dead_letters(self) -> DeadLetterCounts:

@@ -77,6 +77,15 @@ def worker_cells(line: WorkerLine) -> tuple[str, ...]:
     )
 
 
+def table_lines(snapshot: JobSnapshot) -> list[str]:
+    """One line for each bounded table."""
+    return [
+        f"table {item.name}: {item.rows:,} rows; {item.admitted:,} ids admitted, {item.evicted:,} evicted, "
+        f"{item.expired:,} expired, {item.refused:,} gradients without a row"
+        for item in snapshot.tables
+    ]
+
+
 def worker_table(snapshot: JobSnapshot) -> str:
     """One plain line per worker, under a header."""
     left = [at for at, name in enumerate(WORKER_COLUMNS) if name in TEXT_COLUMNS]

@@ -17,6 +17,7 @@ from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, G
 from doll.ps.model.delta_writer import DeltaWriter
 from doll.ps.model.model_host import FetchOutcome
 from doll.ps.model.updater import ContributionBuffer, ModelParts, Updater
+from doll.ps.tables.bounded_ids import Totals
 from doll.ps.tables.row_server import RowServer, StoredRows
 from doll.ps.tables.store import TableStore
 from doll.records.control import GetRows
@@ -198,6 +199,9 @@ class LocalModelHost:
     def forget_rows(self, worker: int) -> None:
         if self._rows is not None:
             self._rows.forget(worker)
+
+    def table_totals(self) -> dict[str, Totals]:
+        return {} if self._tables is None else self._tables.totals
 
     def drop(self, key: str, held: int = 0) -> None:
         if held:

@@ -7,13 +7,14 @@ done it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.model.updater import HoldsTensors
+from doll.ps.tables.bounded_ids import Totals
 from doll.ps.tables.row_server import StoredRows
 from doll.records.control import GetRows
 from doll.storage.blobs import Buffer
@@ -115,6 +116,10 @@ class ModelHost(HoldsTensors, Protocol):
 
     def forget_rows(self, worker: int) -> None:
         """A new process of `worker` has asked for no rows."""
+
+    def table_totals(self) -> Mapping[str, Totals]:
+        """Of bounded tables, by name."""
+        ...
 
     def drop(self, key: str, held: int = 0) -> None:
         """Delete the blob of a gradient that will not be applied; forget the set `held`, where that is not 0."""

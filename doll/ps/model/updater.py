@@ -19,6 +19,7 @@ from doll.optim.optimizer import Contribution, OuterOptimizer, StepAdder
 from doll.optim.recipe import decay, make_optimizer
 from doll.optim.row_optimizer import row_optimizers
 from doll.ps.engine.events import ApplyUpdate
+from doll.ps.tables.bounded_table import BoundedTable
 from doll.ps.tables.store import TableStore
 from doll.tables.rows import Rows
 
@@ -243,7 +244,12 @@ def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
     tables = None
     if model.tables is not None:
         optimizers = None if config.policy.sends_steps else row_optimizers(config, model.tables.shapes)
-        tables = TableStore(model.tables.take_initial(), optimizers)
+        bounded = {
+            name: BoundedTable(name, model.tables.shapes[name], bounds, optimizers[name])
+            for name, bounds in model.tables.bounds.items()
+            if optimizers is not None
+        }
+        tables = TableStore(model.tables.take_initial(), optimizers, bounded)
     if (outer := config.policy.outer_step) is not None:
         return ModelParts(OuterOptimizer(model, outer, decay(config)), tables)
     if config.policy.sends_steps:

@@ -16,31 +16,24 @@ import numpy.typing as npt
 import torch
 
 from doll.errors import CheckpointError
-from doll.optim.optimizer import DivergedError
 from doll.optim.row_optimizer import RowOptimizer, state_width
+from doll.ps.tables.bounded_ids import Totals
+from doll.ps.tables.bounded_table import BoundedTable
 from doll.ps.tables.number_changes import NOBODY, Authors, NumberChanges
 from doll.ps.tables.row_array import RowArray
+from doll.ps.tables.table_parts import SUM_FACTOR, Answer, check_finite, stored_tensor, tensor_name
 from doll.ps.tables.touched_rows import TouchedRows
 from doll.storage.sections import RowRequest, is_patch_shorter
 from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, add_in_order, checksum_of
 
-_PREFIX: Final = "table."
 _VALUES: Final = "values"
-# As in `doll.optim.optimizer`: many finite numbers whose mean is finite never add up to an infinite one.
-_SUM_FACTOR: Final = 2.0**-16
 _NO_AUTHORS: Final[Mapping[int, int]] = {}
+_NO_TABLES: Final[Mapping[str, BoundedTable]] = {}
 
 
 class _Pending(NamedTuple):
     rows: Rows
     number: int  # of the set that it is of
-
-
-class Answer(NamedTuple):
-    """To a request for rows of one table."""
-
-    rows: Rows  # whole
-    patch: Patch | None = None  # what else has changed in rows that are known; None: `rows` is all
 
 
 class Table:
@@ -114,7 +107,7 @@ class Table:
     def add(self, rows: Rows, number: int = 0) -> None:
         """Add a contribution, of the set of this number, to the next update, behind those before it. Its memory is not
         used afterwards."""
-        factor = 1.0 if self._optimizer is None else _SUM_FACTOR
+        factor = 1.0 if self._optimizer is None else SUM_FACTOR
         self._pending.append(_Pending(Rows(rows.ids, rows.values * np.float32(factor)), number))
 
     def square_norm(self) -> float:
@@ -126,7 +119,7 @@ class Table:
         if self._optimizer is not None:
             self._pending = [_Pending(total, 0)]
         square = float(np.square(values, dtype=np.float64).sum())
-        return square if self._optimizer is None else square / _SUM_FACTOR**2
+        return square if self._optimizer is None else square / SUM_FACTOR**2
 
     def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
         """Make the rows of `version`: one step on `scale` times the sum of what was added; without any, nothing.
@@ -157,7 +150,7 @@ class Table:
         self._num_steps += 1
         rows_after = self._optimizer.step(
             torch.from_numpy(self._values.read(ids)),
-            torch.from_numpy(total).mul_(scale / _SUM_FACTOR),
+            torch.from_numpy(total).mul_(scale / SUM_FACTOR),
             {name: torch.from_numpy(rows) for name, rows in state.items()},
             self._num_steps,
         )
@@ -165,7 +158,7 @@ class Table:
             self._note(slots, self._values.read(ids), rows_after.numpy(), NOBODY)
         self._write(ids, rows_after.numpy())
         for name, array in self._state.items():
-            self._check(state[name], f"state {name!r}")
+            check_finite(state[name], self.name, f"state {name!r}")
             array.write(slots, state[name])
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
@@ -177,7 +170,7 @@ class Table:
         numbers = np.array([self._version, self._num_steps], np.int64)
         tensors: dict[str, npt.NDArray[Any]] = {_VALUES: self._values.hold(), "touched": self._touched.ids}
         tensors |= {"numbers": numbers, **state}
-        return {f"{_PREFIX}{self.name}.{name}": array for name, array in tensors.items()}
+        return {tensor_name(self.name, name): array for name, array in tensors.items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """Continue from what `tensors` has returned. Every touched row counts as changed in its version.
@@ -185,14 +178,14 @@ class Table:
         Raises:
             CheckpointError: it does not fit.
         """
-        touched = _tensor(tensors, self.name, "touched", None)
+        touched = stored_tensor(tensors, self.name, "touched", None)
         if len(touched) and not (
             touched.dtype == np.int64 and touched.min() >= 0 and touched.max() < self.shape.num_rows
         ):
             raise CheckpointError(f"table {self.name!r}: expected touched rows of 0 to {self.shape.num_rows - 1}")
-        self._version, self._num_steps = map(int, _tensor(tensors, self.name, "numbers", (2,)))
+        self._version, self._num_steps = map(int, stored_tensor(tensors, self.name, "numbers", (2,)))
         state = {
-            name: _tensor(tensors, self.name, f"state.{name}", (len(touched), array.width))
+            name: stored_tensor(tensors, self.name, f"state.{name}", (len(touched), array.width))
             for name, array in self._state.items()
         }
         self._values.replace(stored_rows(tensors, self.name, self.shape))
@@ -216,16 +209,8 @@ class Table:
         return {name: RowArray(np.zeros((0, width), np.float32)) for name in self._optimizer.state_names}
 
     def _write(self, ids: Ids, rows: Floats) -> None:
-        self._check(rows, "values")
+        check_finite(rows, self.name, "values")
         self._values.write(ids, rows)
-
-    def _check(self, rows: Floats, what: str) -> None:
-        if not np.isfinite(rows).all():
-            raise DivergedError(
-                f"after the step the {what} of table {self.name!r} are not finite (NaN or infinity): expected a model "
-                "that converges; lower training.optimizer.lr, set training.clip_norm, or look for extreme values in "
-                "the stream; the last checkpoint is intact"
-            )
 
 
 def stored_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, shape: TableShape) -> Floats:
@@ -234,24 +219,21 @@ def stored_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, shape: Table
     Raises:
         CheckpointError: they are missing, or of another shape.
     """
-    return _tensor(tensors, name, _VALUES, shape)
-
-
-def _tensor(
-    tensors: Mapping[str, npt.NDArray[Any]], name: str, part: str, shape: tuple[int, ...] | None
-) -> npt.NDArray[Any]:
-    key = f"{_PREFIX}{name}.{part}"
-    array = tensors.get(key)
-    if array is None or (shape is not None and array.shape != tuple(shape)):
-        got = "nothing" if array is None else f"shape {array.shape}"
-        raise CheckpointError(f"{key}: expected {'a tensor' if shape is None else f'shape {tuple(shape)}'}, got {got}")
-    return array
+    return stored_tensor(tensors, name, _VALUES, shape)
 
 
 class TableStore:
-    """All tables of a model; an update changes them together. Not thread-safe."""
+    """All tables of a model; an update changes them together. Not thread-safe.
 
-    def __init__(self, initial: Mapping[str, Floats], optimizers: Mapping[str, RowOptimizer] | None) -> None:
+    Attributes:
+        tables: those that have a row for each id.
+        bounded: the others.
+    """
+
+    def __init__(
+        self, initial: Mapping[str, Floats], optimizers: Mapping[str, RowOptimizer] | None,
+        bounded: Mapping[str, BoundedTable] = _NO_TABLES,
+    ) -> None:  # fmt: skip
         """
         Args:
             initial: the rows of each table at first, by name, float32, shape (num_rows, width). The memory is the
@@ -263,6 +245,7 @@ class TableStore:
             name: Table(name, values, None if optimizers is None else optimizers[name])
             for name, values in initial.items()
         }
+        self.bounded = dict(bounded)
         self.authors: Authors | None = None  # None: nobody asks who has changed a number
 
     def track_numbers(self) -> None:
@@ -272,14 +255,26 @@ class TableStore:
             table.track_numbers()
 
     @property
+    def _all(self) -> list[Table | BoundedTable]:
+        return [*self.tables.values(), *self.bounded.values()]
+
+    @property
     def shapes(self) -> dict[str, TableShape]:
         """Shapes of the tables, by name."""
-        return {name: table.shape for name, table in self.tables.items()}
+        return {table.name: table.shape for table in self._all}
+
+    @property
+    def totals(self) -> dict[str, Totals]:
+        """Of bounded tables, by name."""
+        return {name: table.totals for name, table in self.bounded.items()}
 
     def add(self, contribution: Mapping[str, Rows], number: int = 0) -> None:
         """Add what one set, of this number, has pushed to the next update, behind those before it."""
         for name, rows in contribution.items():
-            self.tables[name].add(rows, number)
+            if name in self.bounded:
+                self.bounded[name].add(rows)
+            else:
+                self.tables[name].add(rows, number)
 
     def max_change(self, contribution: Mapping[str, Rows]) -> float:
         """How far it moves any one number at most; 0 where it is a gradient."""
@@ -289,25 +284,32 @@ class TableStore:
 
     def norm(self) -> float:
         """Length of the sum of what was added, over all tables."""
-        return math.sqrt(sum(table.square_norm() for table in self.tables.values()))
+        return math.sqrt(sum(table.square_norm() for table in self._all))
 
     def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
-        """Make `version`; see `Table.apply`.
+        """Make `version`; see `Table.apply` and `BoundedTable.apply`.
 
         Raises:
             DivergedError: a number is not finite. The store must not be used any more.
         """
         for table in self.tables.values():
             table.apply(scale, version, authors)
+        for bounded in self.bounded.values():
+            bounded.apply(scale, version)
 
     def answer(self, requests: Mapping[str, RowRequest], worker: int = 0, session: int = 0) -> dict[str, Answer]:
         """What this process of a worker asks for, as it is now; see `Table.answer`."""
         author = NOBODY if self.authors is None else self.authors.number(worker, session)
-        return {name: self.tables[name].answer(request, author) for name, request in requests.items()}
+        return {
+            name: self.bounded[name].answer(request)
+            if name in self.bounded
+            else self.tables[name].answer(request, author)
+            for name, request in requests.items()
+        }
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Of all tables, for a checkpoint; see `Table.tensors`."""
-        return {name: array for table in self.tables.values() for name, array in table.tensors().items()}
+        return {name: array for table in self._all for name, array in table.tensors().items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """Continue from what `tensors` has returned.
@@ -315,5 +317,5 @@ class TableStore:
         Raises:
             CheckpointError: it does not fit.
         """
-        for table in self.tables.values():
+        for table in self._all:
             table.load(tensors)

@@ -28,7 +28,11 @@ EXTREMES = (
     "9007199254740992", "9223372036854775807", "9223372036854775808", "18446744073709551616", "1e20", "1e31", "1e308",
     "1e400", ".inf", "-.inf", ".nan", "1" + "0" * 400, "-1e20", "1e10", "1000", "5000",
 )  # fmt: skip
-BESIDE: dict[str, dict[str, Any]] = {"version": {"registry": "http://host", "subject": "clicks"}}
+BESIDE: dict[str, dict[str, Any]] = {
+    "min_count": {"max_rows": 1000},
+    "ttl_updates": {"max_rows": 1000},
+    "version": {"registry": "http://host", "subject": "clicks"},
+}
 """What a section needs where a key that may be left out is given."""
 REQUIRED: dict[str, Any] = {
     "images": "a", "labels": "a", "cls": "a.B", "path": "a", "socket": "a",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from doll.monitor.state.job_metrics import JobMetrics, Sample, samples_of
 from doll.monitor.views.prometheus import JobCollector
-from doll.records.control import Finished, Measures, Member, Metric, ServerStatus, TermStarted, Update
+from doll.records.control import Finished, Measures, Member, Metric, ServerStatus, TableStatus, TermStarted, Update
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from statuses import gone_worker, live_worker, server_status
@@ -71,6 +71,20 @@ def test_the_newest_measurements_of_each_are_exposed_with_the_times_they_were_ma
     assert values[key("doll_evaluator_loss")] == 0.5
     assert values[key("doll_last_metric_timestamp_seconds", source="ps")] == 3
     assert values[key("doll_last_metric_timestamp_seconds", source="evaluator")] == 2
+
+
+def test_bounded_tables_are_exposed_by_their_names() -> None:
+    job = JobMetrics(1)
+    tables = [
+        TableStatus(name=name, rows=5, admitted=9, evicted=3, expired=1, refused=n) for n, name in enumerate("ab")
+    ]
+    job.feed(server_status([live_worker(0)], tables=tuple(tables)))
+    values = exposed(job)
+    assert values[key("doll_ps_table_rows", table="a")] == 5
+    shown = [
+        values[key(f"doll_ps_table_{name}_total", table="b")] for name in ("admitted", "evicted", "expired", "refused")
+    ]
+    assert shown == [9, 3, 1, 1]
 
 
 def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:

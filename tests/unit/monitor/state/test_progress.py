@@ -10,9 +10,9 @@ from doll.config import JobConfig, StopConfig, load, parse
 from doll.monitor.state import formats
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import Display, panel
-from doll.monitor.views.text import one_line, worker_table
+from doll.monitor.views.text import one_line, table_lines, worker_table
 from doll.process.files import json_safe
-from doll.records.control import Finished, Measures, Member, Metric, Update
+from doll.records.control import Finished, Measures, Member, Metric, TableStatus, Update
 from doll.run.status import JobStatus
 from doll.theory.queueing import Stability
 from paths import EXAMPLES
@@ -197,6 +197,14 @@ def test_the_worker_table_has_a_line_for_each(running: ProgressModel) -> None:
     assert lines[1].split() == ["0", "live", "3:05", "on-demand", "local", "2", "40.8", "17", "4"]
     assert lines[2].split() == ["1", "gone", "10", "s", "0", "40.8", "0", "0"]
     assert "1048579" not in "\n".join(lines), "a session number is of no use to people"
+
+
+def test_a_bounded_table_has_a_line(running: ProgressModel) -> None:
+    table = TableStatus(name="items.weight", rows=1000, admitted=4000, evicted=2500, expired=500, refused=12345)
+    snapshot = replace(running.snapshot(20.0), tables=(table,))
+    assert table_lines(snapshot) == [
+        "table items.weight: 1,000 rows; 4,000 ids admitted, 2,500 evicted, 500 expired, 12,345 gradients without a row"
+    ]
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(7.2, "7 s"), (65, "1:05"), (7385, "2:03:05"), (math.nan, "")])

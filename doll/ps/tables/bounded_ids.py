@@ -1,0 +1,178 @@
+"""Which ids of a bounded table have rows: admitted when they have been named often enough, evicted where there is no
+room, expired when they are not named any more. Pure.
+
+Everything is decided by the ids that updates name, in the order of the updates: a replay decides the same. The ids
+that are used least are evicted: those with the lowest counts, of these the ones whose last use is the longest ago. All
+counts are halved now and then (LFU with ageing, as TinyLFU), so that an id that was frequent long ago makes room.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.ps.tables.id_counts import IdCounts
+from doll.tables.bounds import Bounds
+from doll.tables.id_index import IdIndex
+from doll.tables.rows import Ids
+
+Slots = npt.NDArray[np.int64]
+
+_FREE: Final = -1
+_COUNTS_PER_ROW: Final = 8  # between two times that all counts are halved
+_AT_ONCE: Final = (
+    64  # one in so many rows is evicted at once, and ttl_updates is looked at so often: a look at all costs
+)
+_MAX_RANKED: Final = 2**22 - 1  # of a count, beside 2^40 versions in 63 bits
+
+
+class Totals(NamedTuple):
+    """Of a bounded table, since the job began."""
+
+    rows: int  # that there are now
+    admitted: int
+    evicted: int
+    expired: int
+    refused: int  # gradients of ids without a row
+
+
+class BoundedIds:
+    """The ids that have rows, each with the slot of its row. Not thread-safe."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        size = bounds.max_rows
+        self._index = IdIndex(size)
+        self._counts = np.zeros(size, np.int64)
+        self._touched = np.full(size, _FREE, np.int64)  # version of the last update that has named the id
+        self._free: Slots = np.arange(size)  # sorted: what a restart finds
+        self._num_slots = 0  # that have ever been used
+        self._waiting = IdCounts(size) if bounds.min_count > 1 else None
+        self._num_counted = 0  # since all counts were halved
+        self._admitted = self._evicted = self._expired = self._refused = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots are below it."""
+        return self._num_slots
+
+    @property
+    def totals(self) -> Totals:
+        """As they are now."""
+        rows = self._bounds.max_rows - len(self._free)
+        return Totals(rows, self._admitted, self._evicted, self._expired, self._refused)
+
+    def find(self, ids: Ids) -> Slots:
+        """The slot of each id; -1 where it has no row."""
+        return self._index.find(ids)
+
+    def ids_of(self, slots: Slots) -> Ids:
+        """The ids of slots that are in use."""
+        return self._index.ids[slots]
+
+    def last_touch(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """The version in which the row of each slot was changed last."""
+        return self._touched[slots]
+
+    def expire(self, version: int) -> None:
+        """Take the rows of ids that no update has named for more than `ttl_updates` updates."""
+        ttl = self._bounds.ttl_updates
+        if ttl is None or version % max(1, ttl // _AT_ONCE):
+            return
+        slots = np.flatnonzero((self._touched != _FREE) & (self._touched < version - ttl))
+        self._expired += len(slots)
+        self._take(slots)
+
+    def name(self, ids: Ids, counts: npt.NDArray[np.int64], version: int) -> Slots:
+        """The update that makes `version` names `ids`, strictly increasing, so many times each.
+
+        Returns the slots of ids that have got a row now.
+        """
+        slots = self._index.find(ids)
+        is_here = slots >= 0
+        self._counts[slots[is_here]] += counts[is_here]
+        self._touched[slots[is_here]] = version
+        new, counts_of_new = ids[~is_here], counts[~is_here]
+        estimates = counts_of_new if self._waiting is None else self._waiting.add(new, counts_of_new)
+        wanted = estimates >= self._bounds.min_count
+        places = np.flatnonzero(wanted)
+        places = places[self._make_room(estimates[places], version)]
+        admitted = self._admit(new[places], estimates[places], version)
+        self._refused += int(counts_of_new.sum() - counts_of_new[places].sum())
+        self._num_counted += int(counts.sum())
+        if self._num_counted >= _COUNTS_PER_ROW * self._bounds.max_rows:
+            self._counts >>= 1
+            self._num_counted = 0
+        return admitted
+
+    def _make_room(self, counts: npt.NDArray[np.int64], version: int) -> npt.NDArray[np.int64]:
+        """Have free slots for ids with these counts, or for as many as possible; which of them, in order."""
+        if len(counts) > len(self._free):
+            self._evict(len(counts) - len(self._free), version)
+        if len(counts) <= len(self._free):
+            return np.arange(len(counts))
+        # All others are in use in this update: the most frequent ones get rows.
+        return np.sort(np.argsort(-counts, kind="stable")[: len(self._free)])
+
+    def _admit(self, ids: Ids, counts: npt.NDArray[np.int64], version: int) -> Slots:
+        slots, self._free = self._free[: len(ids)], self._free[len(ids) :]
+        self._index.insert(ids, slots)
+        self._counts[slots] = counts
+        self._touched[slots] = version
+        self._num_slots = max(self._num_slots, int(slots.max(initial=-1)) + 1)
+        self._admitted += len(ids)
+        return slots
+
+    def _evict(self, count: int, version: int) -> None:
+        """Take `count` rows at least, or all that this update does not name."""
+        slots = np.flatnonzero((self._touched != _FREE) & (self._touched < version))
+        count = max(count, self._bounds.max_rows // _AT_ONCE)
+        if len(slots) > count:
+            ranks = (np.minimum(self._counts[slots], _MAX_RANKED) << 40) | self._touched[slots]
+            last = np.partition(ranks, count - 1)[count - 1]
+            is_taken = ranks < last
+            ties = np.flatnonzero(ranks == last)
+            is_taken[ties[: count - int(np.count_nonzero(is_taken))]] = True  # of equal ones, the first slots
+            slots = slots[is_taken]
+        self._evicted += len(slots)
+        self._take(slots)
+
+    def _take(self, slots: Slots) -> None:
+        self._index.remove(slots)
+        self._counts[slots] = 0
+        self._touched[slots] = _FREE
+        self._free = np.sort(np.concatenate([self._free, slots]))
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, npt.NDArray[np.int64] | npt.NDArray[np.uint8]]:
+        """All of it, copied. `ids` is -1 in slots without a row."""
+        used = slice(0, self._num_slots)
+        counters = [self._num_counted, *self.totals[1:], 0 if self._waiting is None else self._waiting.num_added]
+        touched = self._touched[used].copy()
+        tensors: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.uint8]] = {
+            "ids": np.where(touched == _FREE, _FREE, self._index.ids[used]),
+            "counts": self._counts[used].copy(), "last_touch": touched, "counters": np.array(counters, np.int64),
+        }  # fmt: skip
+        return tensors if self._waiting is None else tensors | {"waiting": self._waiting.cells.copy()}
+
+    def load(
+        self,
+        ids: Ids,
+        counts: npt.NDArray[np.int64],
+        last_touch: npt.NDArray[np.int64],
+        counters: npt.NDArray[np.int64],
+        waiting: npt.NDArray[np.uint8] | None,
+    ) -> None:
+        """Continue from what `tensors` has returned."""
+        self.__init__(self._bounds)  # type: ignore[misc]
+        slots = np.flatnonzero(ids != _FREE)
+        self._index.insert(ids[slots], slots)
+        self._num_slots = len(ids)
+        self._counts[: len(ids)], self._touched[: len(ids)] = counts, last_touch
+        self._free = np.flatnonzero(self._touched == _FREE)
+        self._num_counted, self._admitted, self._evicted, self._expired, self._refused, num_added = counters.tolist()
+        if self._waiting is not None and waiting is not None:
+            self._waiting.cells[:], self._waiting.num_added = waiting, num_added

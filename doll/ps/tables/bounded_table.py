@@ -1,0 +1,173 @@
+"""A table at the parameter server whose ids are too many for a row each: rows are made, evicted and expire.
+
+An id without a row is read as its initial row, which is computed from the id; gradients of it are dropped and counted.
+So a row that is evicted is read as its initial row again, and one that is admitted begins with it.
+
+Contributions are gradients: under policies whose workers send steps, a worker would keep its own step on a row that the
+server refuses (docs/decisions/0084).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from doll.errors import CheckpointError
+from doll.optim.row_optimizer import RowOptimizer, state_width
+from doll.ps.tables.bounded_ids import BoundedIds, Totals
+from doll.ps.tables.row_array import RowArray
+from doll.ps.tables.table_parts import SUM_FACTOR, Answer, check_finite, stored_tensor, tensor_name
+from doll.storage.sections import RowRequest
+from doll.tables.bounds import Bounds
+from doll.tables.rows import Floats, Ids, Rows, TableShape, add_in_order
+
+_FORMAT: Final = 1
+
+
+class BoundedTable:
+    """Of at most `bounds.max_rows` rows. Not thread-safe; the arrays of `tensors` are for any thread."""
+
+    def __init__(self, name: str, shape: TableShape, bounds: Bounds, optimizer: RowOptimizer) -> None:
+        """`shape`: its `num_rows` is the number of ids that there may be."""
+        self.name = name
+        self.shape = shape
+        self._bounds = bounds
+        self._optimizer = optimizer
+        self._ids = BoundedIds(bounds)
+        self._values = RowArray(np.zeros((0, shape.width), np.float32))
+        width = state_width(optimizer, shape.width)
+        self._state = {part: RowArray(np.zeros((0, width), np.float32)) for part in optimizer.state_names}
+        self._num_steps = 0
+        self._version = 0
+        self._pending: list[Rows] = []
+
+    @property
+    def totals(self) -> Totals:
+        """Rows, and what has become of ids."""
+        return self._ids.totals
+
+    def read(self, ids: Ids) -> Rows:
+        """GET: these rows as they are now; a copy."""
+        slots = self._ids.find(ids)
+        is_here = slots >= 0
+        values = np.empty((len(ids), self.shape.width), np.float32)
+        values[is_here] = self._values.read(slots[is_here])
+        values[~is_here] = self._bounds.initial.of(ids[~is_here])
+        return Rows(ids, values)
+
+    def answer(self, request: RowRequest) -> Answer:
+        """The rows of `request.ids`, and of `request.known` those that may have changed after `request.since`: a known
+        id without a row may have lost it since, so it is sent."""
+        known = request.known
+        slots = self._ids.find(known)
+        last_touch = np.where(slots >= 0, self._ids.last_touch(slots), self._version + 1)
+        is_of_term = np.less_equal(request.since, self._version)  # a later one is of an earlier term, and void
+        changed = known[(last_touch > request.since) | ~is_of_term]
+        return Answer(self.read(np.union1d(request.ids, changed) if len(changed) else request.ids))
+
+    def add(self, rows: Rows) -> None:
+        """Add a gradient to the next update, behind those before it. Its memory is not used afterwards."""
+        self._pending.append(Rows(rows.ids, rows.values * np.float32(SUM_FACTOR)))
+
+    def square_norm(self) -> float:
+        """Sum of the squares of what was added, as one sum, with the gradients that will be dropped."""
+        if not self._pending:
+            return 0.0
+        return float(np.square(add_in_order(self._pending).values, dtype=np.float64).sum()) / SUM_FACTOR**2
+
+    def apply(self, scale: float, version: int) -> None:
+        """Make the rows of `version`: expire rows, admit ids, and one step on `scale` times the sum of what was added.
+
+        Raises:
+            DivergedError: a number is not finite.
+        """
+        pending, self._pending = [rows for rows in self._pending if len(rows.ids)], []
+        self._version = version
+        self._ids.expire(version)
+        if not pending:
+            return
+        named = np.sort(np.concatenate([rows.ids for rows in pending]), kind="stable")  # merges what is sorted
+        first = np.flatnonzero(np.diff(named, prepend=-1))
+        self._begin(self._ids.name(named[first], np.diff(first, append=len(named)), version))
+        ids, total = add_in_order(pending)
+        slots = self._ids.find(ids)
+        is_here = slots >= 0
+        slots, total = slots[is_here], total[is_here]
+        if not len(slots):
+            return
+        self._num_steps += 1
+        state = {part: array.read(slots) for part, array in self._state.items()}
+        rows_after = self._optimizer.step(
+            torch.from_numpy(self._values.read(slots)),
+            torch.from_numpy(total).mul_(scale / SUM_FACTOR),
+            {part: torch.from_numpy(rows) for part, rows in state.items()},
+            self._num_steps,
+        ).numpy()
+        check_finite(rows_after, self.name, "values")
+        self._values.write(slots, rows_after)
+        for part, rows in state.items():
+            check_finite(rows, self.name, f"state {part!r}")
+            self._state[part].write(slots, rows)
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """All of it by name, for a checkpoint. What is returned stays as it is while updates go on."""
+        tensors: dict[str, npt.NDArray[Any]] = {
+            "bounded": np.array([_FORMAT, self._version, self._num_steps], np.int64),
+            "values": self._values.hold(),
+            **{f"state.{part}": array.hold() for part, array in self._state.items()},
+            **self._ids.tensors(),
+        }
+        return {tensor_name(self.name, part): array for part, array in tensors.items()}
+
+    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Continue from what `tensors` has returned.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        numbers = stored_tensor(tensors, self.name, "bounded", (3,))
+        if numbers[0] != _FORMAT:
+            raise CheckpointError(f"table {self.name!r}: expected format {_FORMAT}, got {numbers[0]}: update DOLL")
+        ids = stored_tensor(tensors, self.name, "ids", None)
+        if ids.dtype != np.int64 or ids.ndim != 1 or len(ids) > self._bounds.max_rows:
+            raise CheckpointError(f"table {self.name!r}: expected at most {self._bounds.max_rows} ids, got {ids.shape}")
+        own = self._ids.tensors()
+        waiting = stored_tensor(tensors, self.name, "waiting", own["waiting"].shape) if "waiting" in own else None
+        parts = [stored_tensor(tensors, self.name, part, ids.shape) for part in ("counts", "last_touch")]
+        counters = stored_tensor(tensors, self.name, "counters", own["counters"].shape)
+        values = stored_tensor(tensors, self.name, "values", (len(ids), self.shape.width))
+        state = {
+            part: stored_tensor(tensors, self.name, f"state.{part}", (len(ids), array.width))
+            for part, array in self._state.items()
+        }
+        self._ids.load(ids, parts[0], parts[1], counters, waiting)
+        self._values.replace(values)
+        for part, rows in state.items():
+            self._state[part].replace(rows)
+        self._version, self._num_steps = int(numbers[1]), int(numbers[2])
+        self._pending = []
+
+    def _begin(self, slots: npt.NDArray[np.int64]) -> None:
+        """The ids of these slots have got their rows now."""
+        for array in (self._values, *self._state.values()):
+            array.extend(self._ids.num_slots)
+        self._values.write(slots, self._bounds.initial.of(self._ids.ids_of(slots)))
+        for array in self._state.values():
+            array.write(slots, np.zeros((len(slots), array.width), np.float32))
+
+
+def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, width: int) -> Rows:
+    """The rows of bounded table `name` in a checkpoint; its other ids have their initial rows.
+
+    Raises:
+        CheckpointError: they are missing, or do not fit.
+    """
+    ids: Ids = stored_tensor(tensors, name, "ids", None)
+    values: Floats = stored_tensor(tensors, name, "values", (len(ids), width))
+    order = np.argsort(ids, kind="stable")
+    order = order[np.count_nonzero(ids < 0) :]
+    return Rows(ids[order], values[order])

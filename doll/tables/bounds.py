@@ -1,0 +1,66 @@
+"""What a bounded table is: ids of a space that no memory holds, rows for some of them, initial rows for all. Pure.
+
+The initial row of an id is computed and not stored. It depends on the seed of the job, the table's name and the id
+alone, by integer arithmetic that is the same on every machine, so that whoever reads an id without a row reads the
+same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.tables.rows import Floats, Ids
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014): each bit depends on all bits of its input."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class InitialRows(NamedTuple):
+    """Initial rows of one table: uniform numbers from -scale up to scale.
+
+    Attributes:
+        key: of the job's seed and the table's name.
+    """
+
+    key: int
+    width: int
+    scale: float
+
+    def of(self, ids: Ids) -> Floats:
+        """Those of `ids`, float32, shape (n, width)."""
+        begin = mixed(ids.astype(np.uint64) + np.uint64(self.key))
+        places = np.arange(1, self.width + 1, dtype=np.uint64) * _GAMMA
+        # 24 bits are a whole number of float32, and so is each of the following results but the last.
+        bits = (mixed(begin[:, None] + places) >> np.uint64(40)).astype(np.float32)
+        return (bits * np.float32(2.0**-23) - np.float32(1.0)) * np.float32(self.scale)
+
+
+def initial_rows(seed: int, name: str, width: int, scale: float) -> InitialRows:
+    """Of the table `name` of a job with this seed."""
+    key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return InitialRows(int.from_bytes(key, "little"), width, scale)
+
+
+class Bounds(NamedTuple):
+    """Of a bounded table.
+
+    Attributes:
+        max_rows: ids that have rows at the same time.
+        min_count: pushes that must name an id before it gets a row.
+        ttl_updates: a row that no push names for more updates than these expires; None: it stays.
+    """
+
+    max_rows: int
+    min_count: int
+    ttl_updates: int | None
+    initial: InitialRows
