@@ -10,12 +10,13 @@ RowsStored, Push, Nack and GetRows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
 from doll.errors import RecordError, SchemaVersionError
+from doll.records.offset_bits import MAX_BITS, bits_of, num_bytes, offsets_of, ranges_of
 
 MAGIC: Final = 0xD0
 SCHEMA_VERSION: Final = 9
@@ -89,6 +90,7 @@ class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     skipped: tuple[tuple[str, int], ...] = ()  # why its task has left samples out, and how many for each reason
     leader_epoch: int = -1  # Kafka's, of the log: nothing up to the batch's end had a higher one; -1: not known
     weight: float | None = None  # sum of the weights of its usable samples; None: their number
+    packed: tuple[bytes, ...] = ()  # in encoded records only, where shorter: `dead`, `gaps` and `lost` as bits
 
     @property
     def total_weight(self) -> float:
@@ -381,6 +383,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cut: bool = False  # it ends before it is full
     loss_sum: float = 0.0  # of its usable samples, before learning from them, on its worker's weights
     weight: float | None = None  # as in a PushedBatch
+    packed: tuple[bytes, ...] = ()  # as in a PushedBatch
 
     @property
     def total_weight(self) -> float:
@@ -590,12 +593,58 @@ AnyRecord = (
     | DeadLetter | Metric | ServerStatus | ProvisionDecision
 )  # fmt: skip
 
+_Batch = TypeVar("_Batch", PushedBatch, Member)
+_FEW: Final = 16  # offsets and ranges, which are not packed
+
+
+def _names_many(item: PushedBatch | Member) -> bool:
+    return len(item.dead) + len(item.gaps) + len(item.lost) > _FEW
+
+
+def _packed(item: _Batch) -> _Batch:
+    """A batch as it is encoded: a record must not become too long for Kafka, whatever a worker is sent."""
+    if not _names_many(item):
+        return item
+    names: list[tuple[tuple[int, int], ...]] = [tuple((at, at + 1) for at in item.dead), item.gaps, item.lost]
+    packed = tuple(_bits_if_shorter(ranges, 5 if at == 0 else 11) for at, ranges in enumerate(names))
+    if not any(packed):
+        return item
+    dead, gaps, lost = (() if bits else kept for bits, kept in zip(packed, (item.dead, *names[1:]), strict=True))
+    return msgspec.structs.replace(item, dead=dead, gaps=gaps, lost=lost, packed=packed)
+
+
+def _bits_if_shorter(ranges: Sequence[tuple[int, int]], bytes_each: int) -> bytes:
+    """Args:
+    bytes_each: of a range, as it is encoded else.
+    """
+    if not ranges or any(lo >= hi for lo, hi in ranges):  # the last: of a worker that is not to be trusted
+        return b""
+    first, until = min(lo for lo, _ in ranges), max(hi for _, hi in ranges)
+    is_shorter = first >= 0 and until - first <= MAX_BITS and num_bytes(first, until) < bytes_each * len(ranges)
+    return bits_of(ranges) if is_shorter else b""
+
+
+def _unpacked(item: _Batch) -> _Batch:
+    if not item.packed:
+        return item
+    if len(item.packed) != 3:
+        raise RecordError(f"offsets as bits: expected those of dead, gaps and lost, got {len(item.packed)}")
+    dead, gaps, lost = (ranges_of(bits) if bits else () for bits in item.packed)
+    return msgspec.structs.replace(
+        item, dead=offsets_of(dead) or item.dead, gaps=gaps or item.gaps, lost=lost or item.lost, packed=()
+    )
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
 
 
 def encode(record: AnyRecord) -> bytes:
     """Bytes of one control record, with magic and schema version in front."""
+    if isinstance(record, Push) and any(map(_names_many, record.batches)):
+        record = msgspec.structs.replace(record, batches=tuple(map(_packed, record.batches)))
+    elif isinstance(record, Update) and any(map(_names_many, record.members)):
+        record = msgspec.structs.replace(record, members=tuple(map(_packed, record.members)))
     return _PREFIX + _encoder.encode(record)
 
 
@@ -615,6 +664,11 @@ def decode(data: bytes | memoryview | None) -> AnyRecord:
             f"expected control record schema {' or '.join(map(str, READABLE))}, got {data[1]}: upgrade the older side"
         )
     try:
-        return _decoder.decode(memoryview(data)[2:])
+        record = _decoder.decode(memoryview(data)[2:])
+        if isinstance(record, Push) and any(item.packed for item in record.batches):
+            record = msgspec.structs.replace(record, batches=tuple(map(_unpacked, record.batches)))
+        elif isinstance(record, Update) and any(item.packed for item in record.members):
+            record = msgspec.structs.replace(record, members=tuple(map(_unpacked, record.members)))
+        return record
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise RecordError(f"control record does not fit schema {SCHEMA_VERSION}: {exc}") from exc

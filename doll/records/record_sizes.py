@@ -19,7 +19,8 @@ STATUS_LIMIT_BYTES: Final = 1_800_000  # before compression
 _MOST_REASONS: Final = 500  # of 200 characters, which may compress badly
 _STATUS_BYTES: Final = 256  # of a worker, without a text for which it waits
 _ESSENTIAL_BYTES: Final = 128  # what stays of it in any case
-_MEMBER_BYTES: Final = 320  # of a batch in an update, without dead letters
+_MEMBER_BYTES: Final = 320  # of a batch in an update, with few dead letters
+_NAMED_IN_MEMBER: Final = 64  # records of which any may be refused within these bytes
 _SURE_BYTES: Final = 1_200  # more than a worker takes, with a text of 200 characters for which it waits
 # What others decide by: who is live, which process and machine it is, when it was last heard.
 _DECIDED_BY: Final = ("worker", "is_live", "session", "incarnation", "silent_s", "market", "is_spare")
@@ -62,6 +63,8 @@ def status_bytes(workers: int) -> int:
     return min(_STATUS_BYTES * workers, max(STATUS_LIMIT_BYTES, _ESSENTIAL_BYTES * workers))
 
 
-def update_bytes(batches: int) -> int:
-    """What an update of so many batches may take, before compression."""
-    return _MEMBER_BYTES * batches
+def update_bytes(batches: int, records_per_batch: int = 0) -> int:
+    """What an update of so many batches may take, before compression, also where every other record is refused or not
+    there."""
+    names = COMPRESSED * 2 * (records_per_batch + 7) // 8 if records_per_batch > _NAMED_IN_MEMBER else 0
+    return (_MEMBER_BYTES + names) * batches

@@ -109,6 +109,72 @@ def test_the_longest_records_are_taken_and_read(
         assert [entry.record for entry in tail.read_history()] == [record]
 
 
+def test_an_update_of_batches_of_which_any_records_are_refused_is_taken(limited: JobConfig, services: Services) -> None:
+    rng = np.random.default_rng(3)
+    members = []
+    for number in range(20):
+        lo = 2**40 + number * 100_000
+        dead = tuple((lo + np.flatnonzero(rng.random(100_000) < 0.5)).tolist())
+        members.append(
+            Member(worker=1, partition=0, batch=number, lo=lo, hi=lo + 100_000, n_samples=1, base_version=9, dead=dead)
+        )
+    update = Update(term=3, version=9, members=tuple(members), n_samples=1, loss=0.5)
+    assert sum(len(member.dead) for member in members) * 5 > 4 * LIMIT_BYTES, "as numbers they would not fit"
+    topic = limited.topic("updates")
+    set_limit(services, [topic], LIMIT_BYTES)
+    with Publisher(limited, services) as publisher:
+        publisher.send(topic, update)
+        assert publisher.flush(WAIT_TIMEOUT_S) == 0
+        assert publisher.refusals == {}
+    with Tail(limited, services, (topic,)) as tail:
+        assert [entry.record for entry in tail.read_history()] == [update]
+
+
+HOSTILE = """
+import numpy as np
+import torch
+from doll import Sample, Task
+
+
+class Hostile(Task):
+    input_shape = (4,)
+    num_classes = 2
+
+    def build_model(self):
+        return torch.nn.Linear(4, 2)
+
+    def decode(self, record):
+        if record[16] > 1:
+            raise ValueError("not a class")
+        return Sample(np.frombuffer(record[:16], "<f4"), record[16])
+"""
+
+
+def test_a_job_of_which_most_records_are_refused_goes_on_with_topics_of_a_small_limit(
+    make_pipeline: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    made = make_pipeline(
+        "task.class=hostile.py:Hostile", "task.args={}", "stop.updates=3", "data.batch_size=2000",
+        "checkpoint.every_updates=1", "data.on_bad_records.share=1.0",
+    )  # fmt: skip
+    config = made.config
+    set_limit(made.services, [config.topic("events"), config.topic("updates")], 6_000)  # 5 bytes each: 9,000 and more
+    rng = np.random.default_rng(0)
+    made.start()
+    for i in range(16_000):
+        x = rng.normal(size=4)
+        value = struct.pack("<4fB", *x, 9 if rng.random() < 0.9 else i % 2)
+        made._producer.produce(config.topic("samples"), value, partition=i % 2)
+        if i % 1000 == 999:
+            assert made._producer.flush(WAIT_TIMEOUT_S) == 0
+    made.until_finished()
+    report = made.assert_audit_ok()
+    assert report.dead > 4_000
+    assert made.restarts == []
+    assert not [name for name in ("ps", "worker-0", "worker-1") if "kafka_refused" in made.log(name)]
+
+
 TASK = """
 import numpy as np
 import torch

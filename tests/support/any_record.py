@@ -44,10 +44,12 @@ def strategy(annotation: Any) -> st.SearchStrategy[Any]:
 
 
 def struct_of(cls: type) -> st.SearchStrategy[Any]:
-    """Structs of one type; fields with a default are sometimes left out."""
+    """Structs of one type; fields with a default are sometimes left out. `packed` is in encoded records only."""
     hints = typing.get_type_hints(cls)
     required = {f.name: strategy(hints[f.name]) for f in msgspec.structs.fields(cls) if f.required}
-    optional = {f.name: strategy(hints[f.name]) for f in msgspec.structs.fields(cls) if not f.required}
+    optional = {
+        f.name: strategy(hints[f.name]) for f in msgspec.structs.fields(cls) if not f.required and f.name != "packed"
+    }
     return st.fixed_dictionaries(required, optional=optional).map(lambda fields: cls(**fields))
 
 

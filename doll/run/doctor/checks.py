@@ -213,7 +213,10 @@ def _check_size(config: JobConfig, plan: TopicPlan, actual: ActualTopic) -> Iter
     if plan.kind == "metrics":
         what, size_bytes = f"the status of {config.data.places} workers", status_bytes(config.data.places)
     elif plan.kind == "updates":
-        what, size_bytes = f"an update of {config.group_size} batches", update_bytes(config.group_size)
+        what, size_bytes = (
+            f"an update of {config.group_size} batches",
+            update_bytes(config.group_size, config.data.records_per_batch),
+        )
     else:
         return
     if (sent_bytes := size_bytes // COMPRESSED) > limit_bytes:

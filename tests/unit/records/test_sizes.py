@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from doll.records.control import (
     Announce,
@@ -22,6 +24,7 @@ from doll.records.control import (
     Update,
     Welcome,
     WorkerStatus,
+    decode,
     encode,
 )
 from doll.records.record_sizes import STATUS_LIMIT_BYTES, fitted, status_bytes, update_bytes
@@ -107,6 +110,21 @@ def test_a_status_and_an_update_take_no_more_than_is_reckoned_with(workers: int)
     members = tuple(map(member, range(workers)))
     update = Update(term=3, version=VERSION, members=members, n_samples=COUNT, loss=0.5)
     assert len(encode(update)) <= update_bytes(workers)
+
+
+@pytest.mark.parametrize("records", [64, 1_000, 100_000])
+def test_an_update_takes_no_more_than_is_reckoned_with_whichever_records_are_refused_or_not_there(records: int) -> None:
+    rng = random.Random(records)
+    kinds = [rng.randrange(3) for _ in range(records)]
+    dead = tuple(OFFSET + at for at, kind in enumerate(kinds) if kind == 1)
+    gaps = tuple((OFFSET + at, OFFSET + at + 1) for at, kind in enumerate(kinds) if kind == 2)
+    item = replace(member(1), hi=OFFSET + records, dead=dead, gaps=gaps)
+    update = Update(term=3, version=VERSION, members=(item,) * 10, n_samples=COUNT, loss=0.5)
+    # Bits at random do not become shorter by compression; the names beside them do.
+    assert len(encode(update)) <= update_bytes(10, records)
+    (read, *_) = decode(encode(update)).members  # type: ignore[union-attr]
+    assert read.dead == dead
+    assert [at for lo, hi in read.gaps for at in range(lo, hi)] == [lo for lo, _ in gaps]
 
 
 def waiting(number: int, text: str) -> WorkerStatus:
