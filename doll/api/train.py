@@ -21,6 +21,7 @@ from doll.records.bounded import read_text
 from doll.run.folder import RunFolder, create
 from doll.run.local.up import check_runnable
 from doll.run.target import open_target
+from doll.storage.source_paths import find_source
 
 _TRAINED_BY = "doll.train"
 
@@ -36,6 +37,7 @@ def train(
     workers: int | None = None,
     policy: str | Mapping[str, Any] | None = None,
     stop: Mapping[str, Any] | None = None,
+    init_from: str | Path | Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     runs_folder: str | Path = "runs",
     wait: bool = True,
@@ -54,6 +56,8 @@ def train(
         workers: default 4, or as the job file says.
         policy: a consistency policy, by its name or as in a job file; default `doll`.
         stop: `{"samples": 10000}`, or updates, seconds, loss, accuracy: what comes first. Default: the source's end.
+        init_from: the weights to begin with, as `training.init_from` of a job file: the folder of a run
+            (`run.folder`), `RUN@VERSION`, or a file.
         settings: other keys of the job file, as `{"training.optimizer": {"name": "adam", "lr": 0.001}}`
             (docs/configuration.md).
         runs_folder: where the run's folder is made.
@@ -78,7 +82,7 @@ def train(
         items, given = items_of(source), None
         # Where nobody says how fast samples arrive, they come as fast as they are learned.
         content.setdefault("arrivals", {"process": "asap"})
-    for key, value in _settings(given, workers, policy, stop, settings).items():
+    for key, value in _settings(given, workers, policy, stop, init_from, settings).items():
         _set(content, key, value)
     if stop is None and job is None and items is None and source is None:
         raise ConfigError("source: expected the samples to learn from, or a job file (job=...)")
@@ -95,6 +99,8 @@ def train(
     config = _parsed(content)
     if task is None and items is None:
         check_runnable(config)  # else its task, or its source, is in the folder of the run only
+    elif config.training.init_from is not None:
+        find_source(config, config.training.init_from.source)
     folder = create(Path(runs_folder), config.job, datetime.now())
     run = _start(folder, content, task, items, held_out, config)
     if wait:
@@ -156,6 +162,7 @@ def _settings(
     workers: int | None,
     policy: str | Mapping[str, Any] | None,
     stop: Mapping[str, Any] | None,
+    init_from: str | Path | Mapping[str, Any] | None,
     settings: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     named = {
@@ -163,6 +170,7 @@ def _settings(
         "data.workers": workers,
         "training.policy": {"name": policy} if isinstance(policy, str) else policy and dict(policy),
         "stop": None if stop is None else dict(stop),
+        "training.init_from": str(init_from.resolve()) if isinstance(init_from, Path) else init_from,
     }
     return {**{key: value for key, value in named.items() if value is not None}, **(settings or {})}
 

@@ -68,6 +68,7 @@ _MONEY, _EXAMINE = "Money and machines", "Examine and repair"
 app.command(short_help="Run a whole job on this machine.", rich_help_panel=_START)(runs.up)
 app.command(short_help="Resume a run.", rich_help_panel=_START)(runs.resume)
 app.command(short_help="Change the number of workers of a running job.", rich_help_panel=_START)(runs.scale)
+app.command(short_help="Go on with another batch size or policy.", rich_help_panel=_START)(runs.regrid)
 app.add_typer(example_app, name="example", rich_help_panel=_START)
 app.add_typer(config_app, name="config", rich_help_panel=_START)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -89,12 +89,15 @@ def check(
 
     Example: doll config check my.yaml
     """
-    from doll.run.local.preflight import check_files, check_pipeline, check_task, count_parameters
+    from doll.run.local.preflight import check_files, check_model, check_pipeline, check_task
+    from doll.storage.source_paths import find_source
 
     config = job.target().config
     check_files(config)
+    if config.training.init_from is not None:
+        find_source(config, config.training.init_from.source)
     check_task(config)
-    content = {
+    content: dict[str, Any] = {
         "job": config.job,
         "workers": config.data.workers,
         "batch_size": config.data.batch_size,
@@ -105,7 +108,11 @@ def check(
         f"{config.group_size} batches per update"
     )
     if build_model:
-        content["parameters"] = count_parameters(config)
+        model = check_model(config)
+        content["parameters"] = model.parameters
         check_pipeline(config)
-        text += f", {content['parameters']} parameters"
+        text += f", {model.parameters} parameters"
+        if model.init_from is not None:
+            content["init_from"] = model.init_from.to_dict()
+            text += f"\n{model.init_from.text()}"
     emit(as_json, content, text)

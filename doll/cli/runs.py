@@ -107,6 +107,54 @@ def resume(
     _finish(run_resume(run, overrides or []), as_json)
 
 
+def regrid(
+    job: RunOptions,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", "-b", min=1, help="b: samples per batch.", show_default=False)
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option("--group-size", "-K", min=1, help="K: batches per update, under policy doll.", show_default=False),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[:KEY=VALUE...]", help="Policy, with its options after colons.", show_default=False),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-N", min=1, help="How many workers.", show_default=False)
+    ] = None,
+    run_folder: RunFolderOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Go on with batches of another size, or under another policy or optimizer, from the newest checkpoint.
+
+    The model, its version and its ledger go on. Batches are numbered again, from the first offset that is not learned,
+    so that doll audit still counts each offset once. Of a run that has ended it is doll resume with these changes; a
+    killed regrid leaves the run as it was, or regridded. Other keys change with --set.
+
+    Of a job file, whose roles are started one by one, the job file has the new values: end its parameter server, run
+    doll regrid JOB.yaml, and start all roles again with this job file.
+
+    Example: doll regrid runs/digits-20260101-120000 --batch-size 256 --group-size 8
+    """
+    import dataclasses
+
+    from doll.run.local.regrid import NewGrid, regrid_deployed, regrid_run
+
+    target = job.target(run_folder)
+    new = NewGrid(batch_size=batch_size, group_size=group_size, policy=policy, workers=workers)
+    if target.is_run_folder:
+        report = regrid_run(target, job.overrides or [], new, lambda text: typer.echo(text, err=True))
+        _finish(report, as_json)
+    if new != NewGrid():
+        raise typer.BadParameter(
+            "expected these values in the job file, which the job's roles are started with: options are for runs of "
+            "doll up"
+        )
+    result = regrid_deployed(target)
+    emit(as_json, dataclasses.asdict(result), result.text())
+
+
 def scale(
     job: RunOptions,
     workers: Annotated[

@@ -44,6 +44,12 @@ _SCHEDULE: Final = "training.schedule"
 _SCHEDULED: Final = ("training.optimizer.lr", "training.optimizer.args.lr")
 """What a checkpoint of a job with a schedule holds: a schedule goes on from the rates that it has set."""
 
+REGRIDDABLE: Final = (*MAY_CHANGE, "data.batch_size", "training.", "pushes")
+"""What `doll regrid` may change beside that: it converts the checkpoint (docs/decisions/0085)."""
+
+NOT_KEPT: Final = frozenset({"init_from"})
+"""Keys of `training` that count when a job begins, and not afterwards."""
+
 MODEL_KEYS: Final = ("parameters", "buffers", "shapes", "others", "frozen", "tables")
 """The keys that do not come from the job file."""
 
@@ -101,7 +107,7 @@ def job_fields(config: JobConfig) -> dict[str, str]:
 
 def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
     """A key that earlier releases did not have is left out where it is not set: their checkpoints do not name it."""
-    section = training.model_dump(by_alias=True)
+    section = training.model_dump(by_alias=True, exclude=set(NOT_KEPT))
     for number, (names, settings) in enumerate(section.pop("tables").items()):  # the first one that is found counts
         section[f"tables.{number}"] = {"names": names, **settings}
     if "groups" in section["optimizer"]:  # the first one that matches counts
@@ -137,22 +143,36 @@ def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
     return _describe(expected, got, _changed(expected, got))
 
 
-def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str], may_change: Sequence[str] = MAY_CHANGE) -> str:
     """What of a checkpoint's fields a job file must not change to continue from it; empty if nothing.
 
     Of a checkpoint of an earlier release, whose fingerprint had no training section and no arguments of the task, these
     are not compared.
     """
-    fixed = _SCHEDULED if _SCHEDULE in saved else ()
-    keys = [key for key in _changed(saved, wanted) if key in fixed or not _may_change(key)]
+    fixed = _SCHEDULED if _SCHEDULE in saved and may_change is MAY_CHANGE else ()
+    keys = [key for key in _changed(saved, wanted) if key in fixed or not is_among(key, may_change)]
     if _PUSHES not in saved:
         keys = [key for key in keys if key in saved or not key.startswith(_NOT_IN_EARLIER)]
     return _describe(saved, wanted, keys)
 
 
-def _may_change(key: str) -> bool:
+def resume_refusal(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """As `refused_changes`, with what to do; empty if nothing is refused."""
+    refused = refused_changes(saved, wanted)
+    if not refused:
+        return ""
+    can_regrid = not refused_changes(saved, wanted, REGRIDDABLE)
+    return (
+        f"{refused}: a run cannot be resumed with these changes (docs/operations.md, Resuming a run, lists those that "
+        f"it can); undo them, {'go on with them (doll regrid), ' if can_regrid else ''}or rename the job to begin a "
+        "new one"
+    )
+
+
+def is_among(key: str, items: Sequence[str]) -> bool:
+    """Whether `items` name this key, or a section that it is in."""
     key = re.sub(r"^training\.tables\.[0-9]+\.", "training.tables.*.", key)
-    return any(key == item or (item.endswith(".") and key.startswith(item)) for item in MAY_CHANGE)
+    return any(key == item or (item.endswith(".") and key.startswith(item)) for item in items)
 
 
 def _is_earlier(fields: Mapping[str, str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -123,6 +123,43 @@ class GuardConfig(Section):
     raise the loss on other samples too much; 0: only samples without a finite gradient are dead-lettered"""
 
 
+class InitFromConfig(Section):
+    """The weights that a new job begins with, in place of those that its task draws (docs/guide/model.md). It is read
+    once: a job that goes on from a checkpoint has its own."""
+
+    source: str = Field(alias="from")
+    """a run folder, `RUN@VERSION` for another version than its newest, a folder or `s3://bucket/prefix` of checkpoints,
+    a `.safetensors` file, or a `.pt` file with a `state_dict`; relative to the job file, or to the working directory"""
+    strict: bool = False
+    """refuse whatever does not match, in place of a report of it"""
+    rename: dict[str, str] = Field(default_factory=dict)
+    """replacements of regular expressions in the source's names, as in {"^backbone\\.": "encoder."}"""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    @field_validator("source")
+    @classmethod
+    def _is_named(cls, value: str) -> str:
+        if not value.strip() or "\0" in value:
+            raise ValueError(f"expected a run folder or a file, got {value!r}")
+        return value
+
+    @field_validator("rename")
+    @classmethod
+    def _are_patterns(cls, value: dict[str, str]) -> dict[str, str]:
+        for pattern in value:
+            check_pattern(pattern)
+        return value
+
+
+def _named(value: Any) -> Any:
+    """A text alone is the source."""
+    return {"from": value} if isinstance(value, str) else value
+
+
+InitFrom: TypeAlias = Annotated[InitFromConfig, BeforeValidator(_named)]
+
+
 class TrainingConfig(Section):
     """How the model learns."""
 
@@ -143,6 +180,9 @@ class TrainingConfig(Section):
     guard: GuardConfig = Field(default_factory=GuardConfig)
     precision: Literal["float32", "bf16"] = "float32"
     """of forward and backward passes: bf16 is torch.autocast; parameters and gradients stay float32"""
+    init_from: InitFrom | None = None
+    """the weights that a new job begins with: a run, `RUN@VERSION`, or a file, alone or as the section says
+    [those that the task draws]"""
 
     @property
     def evaluates_average(self) -> bool:

@@ -16,13 +16,14 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any, Final, Literal, NamedTuple
 
 from doll.ledger import offset_ranges
 from doll.ledger.lineage import UpdatesRecord
 from doll.ledger.offset_ranges import Span
 from doll.ledger.valid_updates import DurableModel, ValidUpdates
-from doll.records.bounds import Bounds, Cuts
+from doll.records.bounds import Bounds, Cuts, Grid
 from doll.records.control import DeadLetter, Member, Update
 
 _NAMED: Final = 8  # ranges that a message names; the report holds them all
@@ -148,11 +149,9 @@ class PartitionAccount:
 
     def __init__(self, partition: int, durable: DurableModel) -> None:
         self.partition = partition
-        self.origin = durable.origins[partition]
-        self._bounds = Bounds(self.origin, durable.records_per_batch)
-        self._applied = durable.applied[partition]
-        left_out = durable.left_out[partition] if durable.left_out else 0
-        self.until = Bounds(self.origin, durable.records_per_batch, Cuts(left_out)).lo(self._applied)
+        self._grids = [_PartitionGrid.of(grid, partition) for grid in durable.grids]
+        self._grid = 0  # of the batches that are added
+        self.origin, self.until = self._grids[0].bounds.origin, self._grids[-1].until
         self._spans: list[Span] = []
         self._dead = array("q")
         self._gaps: list[Span] = []
@@ -163,8 +162,8 @@ class PartitionAccount:
 
     def add_batch(self, member: Member, name: str, problems: list[str]) -> None:
         """Count one applied batch, or several without a record."""
-        bounds = self._bounds
-        if member.cut and self._may_cut(member):
+        bounds = self._grids[self._grid].bounds
+        if member.cut and _may_cut(bounds, member):
             bounds.cut(member.batch, member.hi)
         lo, hi = bounds.lo(member.batch), bounds.lo(member.batch + max(member.batches, 1))
         if (member.lo, member.hi) != (lo, hi) or member.batch < 0:
@@ -186,10 +185,9 @@ class PartitionAccount:
         if member.dead_samples:
             self._partly.append((member.lo, member.hi))
 
-    def _may_cut(self, member: Member) -> bool:
-        """Whether a batch that is cut, as its update says, can follow the ones before."""
-        is_new = member.batch >= 0 and self._bounds.cuts.next_cut(member.batch) is None
-        return is_new and self._bounds.lo(member.batch) < member.hi < self._bounds.hi(member.batch)
+    def next_grid(self) -> None:
+        """Batches are of the next grid from here on."""
+        self._grid += 1
 
     def finish_updates(self) -> None:
         """All updates were added."""
@@ -229,11 +227,17 @@ class PartitionAccount:
                 f"partition {self.partition}: the durable model reaches offset {self.until - 1}, but the log ends at "
                 f"{end}: was the topic deleted and created again?"
             )
-        if (until := self._bounds.lo(self._applied)) != self.until:
-            problems.append(
-                f"partition {self.partition}: {self._applied} batches end at offset {self.until - 1} by the "
-                f"checkpoint, and at {until - 1} by the cuts of its updates"
-            )
+        for grid, later in zip_longest(self._grids, self._grids[1:]):
+            if (until := grid.bounds.lo(grid.applied)) != grid.until:
+                problems.append(
+                    f"partition {self.partition}: {grid.applied} batches end at offset {grid.until - 1} by the "
+                    f"checkpoint, and at {until - 1} by the cuts of its updates"
+                )
+            if later is not None and later.bounds.origin != grid.until:
+                problems.append(
+                    f"partition {self.partition}: what was learned before the job was regridded ends at offset "
+                    f"{grid.until - 1}, and goes on at {later.bounds.origin}"
+                )
         low, known = (self.origin, False) if low is None else (low, True)
         prefix = _span(self.origin, self.until)
         covered, doubled = self._covered, self._doubled
@@ -300,6 +304,28 @@ class PartitionAccount:
         return [Range(self.partition, lo, hi) for lo, hi in spans]
 
 
+class _PartitionGrid(NamedTuple):
+    """One grid as one partition has it. The cuts of `bounds` are those of its updates; `until` is the checkpoint's."""
+
+    bounds: Bounds
+    applied: int
+    until: int
+
+    @classmethod
+    def of(cls, grid: Grid, partition: int) -> _PartitionGrid:
+        if partition >= len(grid.origins):  # it was added later, and begins at offset 0
+            return cls(Bounds(0, grid.records_per_batch), 0, 0)
+        origin, size, applied = grid.origins[partition], grid.records_per_batch, grid.applied[partition]
+        left_out = grid.left_out[partition] if grid.left_out else 0
+        return cls(Bounds(origin, size), applied, Bounds(origin, size, Cuts(left_out)).lo(applied))
+
+
+def _may_cut(bounds: Bounds, member: Member) -> bool:
+    """Whether a batch that is cut, as its update says, can follow the ones before."""
+    is_new = member.batch >= 0 and bounds.cuts.next_cut(member.batch) is None
+    return is_new and bounds.lo(member.batch) < member.hi < bounds.hi(member.batch)
+
+
 def _append(spans: list[Span], lo: int, hi: int) -> None:
     """Batches come in order, so a sound history of any length is one span."""
     if spans and spans[-1][1] == lo < hi:
@@ -335,6 +361,7 @@ class Ledger:
         self._accounts = [PartitionAccount(n, durable) for n in range(num)]
         self._partly_dead_samples = 0
         self._valid = ValidUpdates(records, durable)
+        self._grid_ends = [grid.version for grid in durable.earlier_grids]
         self._update_problems: list[str] = []
         self._letter_problems: list[str] = []
         # Of each partition the newest batch whose step is not whole, and the worker that holds a part of it.
@@ -350,6 +377,10 @@ class Ledger:
             )
 
     def _add_update(self, update: Update) -> None:
+        while self._grid_ends and update.version > self._grid_ends[0]:
+            del self._grid_ends[0]
+            for account in self._accounts:
+                account.next_grid()
         accounts, problems, name = self._accounts, self._update_problems, f"update {update.version}"
         if update.n_samples != sum(member.n_samples for member in update.members):
             problems.append(f"{name}: its batches do not have the {update.n_samples} samples that it says")

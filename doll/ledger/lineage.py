@@ -36,7 +36,8 @@ class Lineage:
 
     newest_term: int = 0  # the highest `term` in it; 0 where there is no record
     generation: int = 0  # the newest one
-    origins: tuple[int, ...] = ()  # of that generation, per partition; empty where no TermStarted record was seen
+    # At which offsets that generation began, per partition; empty where no TermStarted record was seen.
+    origins: tuple[int, ...] = ()
     version: int = 0  # its last one
     finished: str = ""  # why it ended; "" where it has not
     error: str = ""  # why it could not go on, where that ended it
@@ -52,12 +53,14 @@ class Lineage:
         self.newest_term = record.term
         match record:
             case TermStarted():
-                self.origins, self.version, self.finished = record.origins, record.resumed_version, ""
-                self.error = ""
-                if record.generation <= self.generation:
-                    return Change.TERM
-                self.generation = record.generation
-                return Change.GENERATION
+                self.version, self.finished, self.error = record.resumed_version, "", ""
+                is_new = record.generation > self.generation
+                if is_new or not record.grid:
+                    self.origins = record.origins
+                else:  # the grid's own are where an earlier one ended; partitions that were added begin at 0
+                    self.origins += (0,) * (len(record.origins) - len(self.origins))
+                self.generation = max(self.generation, record.generation)
+                return Change.GENERATION if is_new else Change.TERM
             case Update():
                 self.version = record.version
             case Finished():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from doll.errors import CheckpointError
-from doll.records.bounds import Bounds, Cuts
+from doll.records.bounds import Grid, ends_of
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -24,15 +24,12 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
     samples_id: str = ""  # Kafka's id of the samples topic; "" where the broker has no ids
     run_id: str = ""  # of the run; "" in a checkpoint of an earlier release
     left_out: tuple[int, ...] = ()  # per partition, records that cuts of these batches have left out; (): none
+    earlier_grids: tuple[Grid, ...] = ()  # `applied` and `origins` are of the present one
 
     @property
     def read_until(self) -> tuple[int, ...]:
         """Per partition, the offset behind the last record that the model has learned."""
-        left_out = self.left_out or (0,) * len(self.origins)
-        return tuple(
-            Bounds(origin, self.records_per_batch, Cuts(cut)).lo(applied)
-            for origin, applied, cut in zip(self.origins, self.applied, left_out, strict=True)
-        )
+        return ends_of(self.origins, self.records_per_batch, self.applied, self.left_out)
 
 
 def count_partitions(state: bytes) -> int | None:
@@ -41,6 +38,14 @@ def count_partitions(state: bytes) -> int | None:
         return len(msgspec.msgpack.decode(state, type=SnapshotCounts).origins)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def count_grids(state: bytes) -> int:
+    """How often the job of this engine state was regridded; 0 where it does not say so."""
+    try:
+        return len(msgspec.msgpack.decode(state, type=SnapshotCounts).earlier_grids)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return 0
 
 
 def read_counts(config: JobConfig, state: bytes) -> SnapshotCounts:

@@ -13,13 +13,14 @@ from itertools import accumulate
 
 from doll.ledger import offset_ranges
 from doll.ledger.lineage import UpdatesRecord
+from doll.records.bounds import Grid
 from doll.records.control import Finished, TermStarted, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurableModel:
     """What the newest checkpoint says: `applied[n]` batches of partition n are in it, always the first ones. Cuts have
-    left out `left_out[n]` records of these; (): none anywhere."""
+    left out `left_out[n]` records of these; (): none anywhere. Before them are the batches of earlier grids."""
 
     term: int  # of its server; 0: there is no checkpoint
     version: int
@@ -28,6 +29,16 @@ class DurableModel:
     records_per_batch: int
     left_out: tuple[int, ...] = ()
     location: str = "the checkpoint store"  # where checkpoints were looked for, for messages
+    earlier_grids: tuple[Grid, ...] = ()
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """All grids, in their order; the last one is that of the newest checkpoint."""
+        present = Grid(
+            version=self.version, records_per_batch=self.records_per_batch, origins=self.origins,
+            applied=self.applied, left_out=self.left_out,
+        )  # fmt: skip
+        return (*self.earlier_grids, present)
 
 
 @dataclass(slots=True)
@@ -63,9 +74,9 @@ class ValidUpdates:
                         self.problems.append(
                             f"parameter server term {newest} begins twice: two servers had the same term"
                         )
-                    self._check_term(record)
                     newest, finished = record.term, None
                     servers += 1
+                    self._check_term(record, is_void=void_limits[servers] < record.resumed_version)
                     self._void_above(record.resumed_version)
                 case Update():
                     if record.term > newest:
@@ -103,18 +114,28 @@ class ValidUpdates:
                 versions.append((lo, version + 1))
             self.voided += hi - max(lo, version + 1)
 
-    def _check_term(self, record: TermStarted) -> None:
+    def _check_term(self, record: TermStarted, *, is_void: bool) -> None:
+        """`is_void`: a later server began again from a version below."""
         durable = self.durable
         if record.term > durable.term and record.resumed_version < durable.version:
             self.problems.append(
                 f"term {record.term} began again from version {record.resumed_version}, but the newest checkpoint "
                 f"is of version {durable.version}, term {durable.term}"
             )
-        is_prefix = record.origins == durable.origins[: len(record.origins)]  # partitions may have been added since
-        if not is_prefix or record.records_per_batch != durable.records_per_batch:
+        grids = durable.grids
+        if record.grid >= len(grids):
+            if not is_void:
+                self.problems.append(
+                    f"term {record.term} began in grid {record.grid} (doll regrid), the newest checkpoint is of grid "
+                    f"{len(grids) - 1}"
+                )
+            return
+        grid = grids[record.grid]
+        is_prefix = record.origins == grid.origins[: len(record.origins)]  # partitions may have been added since
+        if not is_prefix or record.records_per_batch != grid.records_per_batch:
             self.problems.append(
                 f"term {record.term} began with origins {list(record.origins)} and {record.records_per_batch} records "
-                f"per batch, the checkpoint has {list(durable.origins)} and {durable.records_per_batch}"
+                f"per batch, the checkpoint has {list(grid.origins)} and {grid.records_per_batch}"
             )
 
     def _finish(self, finished: Finished | None, later_update: Update | None) -> None:

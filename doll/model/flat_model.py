@@ -29,6 +29,7 @@ from doll.config.fingerprint import make_fingerprint
 from doll.config.tables import settings_of_tables
 from doll.errors import ConfigError
 from doll.model.file_memory import large_tensors_in_files, zeros_in_file
+from doll.model.layout import WeightsLayout, round_up_to_even
 from doll.model.without_tables import build_without_tables
 from doll.tables.bounds import Bounds, initial_rows
 from doll.tables.embedding_tables import EmbeddingTables
@@ -86,9 +87,9 @@ class FlatModel:
         self.num_floats = self.num_parameters + self.num_buffers
         self.shapes = tuple((name, tuple(tensor.shape)) for name, tensor in [*parameters, *buffers])
         self.other_buffers = tuple((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in others)
-        ends = [_round_up_to_even(self.num_floats)]
+        ends = [round_up_to_even(self.num_floats)]
         for _, tensor in others:
-            ends.append(ends[-1] + _round_up_to_even(-(-tensor.numel() * tensor.element_size() // 4)))
+            ends.append(ends[-1] + round_up_to_even(-(-tensor.numel() * tensor.element_size() // 4)))
         self._zeros = zeros or partial(torch.zeros, dtype=torch.float32, device=device)
         self.flat = self._zeros(ends[-1] if others else self.num_floats)
         self.grad = self._zeros(len(self.flat)) if grad is None else grad
@@ -111,6 +112,11 @@ class FlatModel:
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
+
+    @property
+    def layout(self) -> WeightsLayout:
+        """Which part of `flat` is which tensor."""
+        return WeightsLayout(self.shapes, self.other_buffers)
 
     @property
     def num_table_values(self) -> int:
@@ -159,11 +165,6 @@ def _move(tensor: torch.Tensor, home: torch.Tensor) -> None:
     with torch.no_grad():
         home.copy_(tensor)
         tensor.data = home
-
-
-def _round_up_to_even(number: int) -> int:
-    # Numbers of 8 bytes must begin at a multiple of 8.
-    return number + number % 2
 
 
 def build(

@@ -33,6 +33,11 @@ POINTS: Final = (
     "ps.mid_checkpoint",
     "ps.after_checkpoint",
     "ps.after_durable",
+    "regrid.after_next_job",
+    "regrid.after_claim",
+    "regrid.after_checkpoint",
+    "regrid.after_copy",
+    "regrid.after_job",
 )
 ENV: Final = "DOLL_FAULT"
 MARKER_ENV: Final = "DOLL_FAULT_MARKER"

@@ -33,6 +33,7 @@ from doll.ps.model.updater import make_parts
 from doll.ps.server import ParameterServer, Signals, deliver, serve
 from doll.ps.standby import LeaderCheck, wait_for_lease
 from doll.ps.start import Start, make_engine, new_run_id
+from doll.ps.warm_start import begun_with, matched
 from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.blobs import scope_of
@@ -95,7 +96,9 @@ def _run(
     signals = Signals()
     keep_freed_memory()
     model, job_fingerprint, store = _open(config, services, run_folder)
-    store.load_newest(job_fingerprint)  # refused before the claim: a wrong job file must not fence the server that runs
+    # Refused before the claim: a wrong job file must not fence the server that runs.
+    begins = store.load_newest(job_fingerprint) is None or fresh
+    initial = matched(config, model) if begins else None
     if standby:
         heartbeat.set_waiting_for("the end of the leader's lease (standby)")
     if standby and not wait_for_lease(config, services, lambda: signals.leave):
@@ -116,7 +119,12 @@ def _run(
 
     blobs = open_blobs(config, services, give_up=give_up)
     start = _start(config, services, checkpoint, term, term if lineage.newest_term else 0, fresh=fresh)
-    updater, tables = make_parts(config.training, model)
+    if initial is not None and not start.checkpoint:
+        initial.load_into(model)
+        log.info("initial_weights", **initial.report.to_dict())
+    parts = updater, tables = make_parts(config.training, model)
+    if initial is not None and not start.checkpoint:
+        start = begun_with(config, start, parts.tensors(), job_fingerprint, initial.report.source)
     host = LocalModelHost(config, term, updater, blobs, tables, run_id=start.run_id)
     engine = make_engine(config, start, host, job_fingerprint)
     log_path = run_folder / "events" / f"ps-{term:06d}.log"
@@ -126,7 +134,7 @@ def _run(
     worker_count = WorkerCount(connect_redis(services, timeout_s=1.0, retries=0), job)
     server = ParameterServer(
         config, engine=engine, host=host, store=store, outbox=channel, event_log=event_log,
-        channel_report=channel.report, publish_workers=worker_count.set,
+        channel_report=channel.report, publish_workers=worker_count.set, layout=model.layout,
     )  # fmt: skip
     watch = None
     if engine.start.samples_id:
@@ -182,8 +190,10 @@ def _admit(
 
 def _check(config: JobConfig, services: Services, run_folder: Path, fresh: bool, after_term: int) -> None:
     """Return if a server may serve the job; raises what `run_ps` does before it claims a term, and as it resumes."""
-    _, job_fingerprint, store = _open(config, services, run_folder)
+    model, job_fingerprint, store = _open(config, services, run_folder)
     checkpoint = store.load_newest(job_fingerprint)
+    if checkpoint is None or fresh:
+        matched(config, model)
     _admit(config, services, run_folder, store, fresh, after_term)
     _start(config, services, checkpoint, 0, 0, fresh=fresh)
 

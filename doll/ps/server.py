@@ -32,6 +32,7 @@ import msgspec
 
 from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, FencedError, RecordError, RolledBackError
+from doll.model.layout import NO_LAYOUT, WeightsLayout
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
 from doll.ps.channels.control_channel import ControlChannel
@@ -127,12 +128,14 @@ class ParameterServer:
         event_log: FileEventLog | None = None,
         channel_report: Callable[[], ChannelReport] = lambda: ({}, {}),
         publish_workers: Callable[[int], bool] = lambda workers: True,
+        layout: WeightsLayout = NO_LAYOUT,
     ) -> None:
         """
         Args:
             publish_workers: tells processes that wait for a place how many workers the job is to have; whether they
                 can know it now.
             channel_report: what carries the grants of workers for which that is not Kafka, and counters.
+            layout: of the weights, for whoever reads a checkpoint without the model.
         """
         self.engine = engine
         self._config = config
@@ -143,6 +146,7 @@ class ParameterServer:
         self._event_log = event_log
         self._channel_report = channel_report
         self._publish_workers = publish_workers
+        self._layout = layout
         self._workers_published = 0
         self._updates_sent = 0
         self.checkpoints = CheckpointWriter(
@@ -185,6 +189,8 @@ class ParameterServer:
                 generation=engine.start.generation,
                 resumed_batches=engine.batches_total,
                 run_id=engine.start.run_id,
+                grid=engine.start.grid,
+                init_from=engine.start.init_from,
             )
         )
         for worker in range(engine.settings.places):
@@ -458,7 +464,7 @@ class ParameterServer:
     def _checkpoint(self, version: int, snapshot: ev.EngineSnapshot) -> Checkpoint:
         return Checkpoint(
             job=self._config.job, fingerprint=self.engine.settings.fingerprint, term=self.engine.term, version=version,
-            state=encode_snapshot(snapshot), tensors=self._host.tensors(),
+            state=encode_snapshot(snapshot), tensors=self._host.tensors(), layout=self._layout,
         )  # fmt: skip
 
     def _finish(self, action: ev.Finish) -> None:

@@ -11,9 +11,12 @@ Server, workers and ledger compute offsets here and nowhere else. On the wire a 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TypeAlias
+
+import msgspec
 
 Cut: TypeAlias = tuple[int, int]
 """A batch, and how many records fewer than r it covers: at least 1."""
@@ -135,3 +138,42 @@ class Bounds:
         if not lo < end < hi:
             raise ValueError(f"batch {batch} covers offsets {lo} to {hi - 1}: expected to cut within, got {end}")
         self.cuts.add(batch, hi - end)
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model's batches were numbered before `doll regrid`, and how far they were learned (docs/decisions/0085).
+
+    The batches of the next grid begin at `ends`, and are numbered from 0 again. Partitions that the grid does not have
+    were added later, and begin at offset 0.
+
+    Attributes:
+        version: the last one that was made of its batches.
+        origins, applied, left_out: of each partition, as in a checkpoint of that version.
+    """
+
+    version: int
+    records_per_batch: int
+    origins: tuple[int, ...]
+    applied: tuple[int, ...]
+    left_out: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Per partition, the offset behind the last learned record."""
+        return ends_of(self.origins, self.records_per_batch, self.applied, self.left_out)
+
+    @property
+    def num_records(self) -> int:
+        """How many records its batches hold."""
+        return sum(self.ends) - sum(self.origins)
+
+
+def ends_of(origins: Sequence[int], size: int, applied: Sequence[int], left_out: Sequence[int] = ()) -> tuple[int, ...]:
+    """Per partition, the offset at which batch `applied[n]` begins.
+
+    Args:
+        size: records per batch.
+        left_out: records that cuts of the batches before it have left out; (): none.
+    """
+    counts = zip_longest(origins, applied, left_out, fillvalue=0)
+    return tuple(Bounds(origin, size, Cuts(cut)).lo(count) for origin, count, cut in counts)

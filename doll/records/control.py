@@ -214,6 +214,7 @@ class Welcome(Record, frozen=True, omit_defaults=True):
     run_id: str = ""  # of the server's run, see `TermStarted`; a worker of another one ends
     endpoints: tuple[str, ...] = ()  # of control links, the fastest first: "local:PATH", "redis:STREAM"
     usual: tuple[float, ...] = ()  # as in the Alive that came last
+    grid: int = 0  # see `TermStarted`; a worker of another one ends
 
 
 class Grant(Record, frozen=True):
@@ -355,6 +356,8 @@ class TermStarted(Record, frozen=True, omit_defaults=True):
     generation: int = 0  # term of the generation's first server; 0: the first (`doll.ledger.lineage`)
     resumed_batches: int = 0  # batches in the resumed model
     run_id: str = ""  # random; of all terms of one generation, also of terms that resume it
+    grid: int = 0  # how often the generation was regridded before (docs/decisions/0085)
+    init_from: str = ""  # whose weights the generation began with, see `EngineSnapshot.init_from`
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

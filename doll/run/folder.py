@@ -1,8 +1,9 @@
 """A run folder: the files of one run, under fixed names.
 
-`job.yaml` (resolved, so that it loads from anywhere), `stack.json` (addresses of Kafka and Redis), `roles.json` (ids of
-the running processes), `health.json` (ports of the health probes), `logs/`, `checkpoints/`, `updates.csv`,
-`evaluations.csv`, `progress.png`, `model/` and, at the end, `audit.json` and `report.json`.
+`job.yaml` (resolved, so that it loads from anywhere), `job.grid-<n>.yaml` (that of each earlier grid), `stack.json`
+(addresses of Kafka and Redis), `roles.json` (ids of the running processes), `health.json` (ports of the health probes),
+`init_from.json` (what it began with), `logs/`, `checkpoints/`, `updates.csv`, `evaluations.csv`, `progress.png`,
+`model/` and, at the end, `audit.json` and `report.json`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path: Final = path
         self.job: Final = path / JOB
+        self.next_job: Final = path / "job.next.yaml"  # while a regrid is under way (`doll.run.next_job`)
         self.stack: Final = path / STACK
         self.roles: Final = path / "roles.json"
         self.health: Final = path / "health.json"
@@ -40,11 +42,16 @@ class RunFolder:
         self.model: Final = path / "model"
         self.dead: Final = path / "dead.json"
         self.report: Final = path / "report.json"
+        self.init_from: Final = path / "init_from.json"  # what the job began with (`training.init_from`)
 
-    def write_job(self, config: JobConfig) -> None:
-        """Write the resolved job file; relative paths in it keep their meaning."""
+    def write_job(self, config: JobConfig, to: Path | None = None) -> None:
+        """Write the resolved job file; relative paths in it keep their meaning.
+
+        Args:
+            to: in place of `job`.
+        """
         base = yaml.safe_dump({"base_folder": str(config.base_folder.resolve())}, allow_unicode=True)
-        write_atomically(self.job, dump(config) + base)
+        write_atomically(to or self.job, dump(config) + base, durable=True)
 
     def write_stack(self, services: Services, **fields: Any) -> None:
         """Record the addresses of the services; they hold no secret."""

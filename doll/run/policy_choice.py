@@ -30,6 +30,20 @@ class PolicyChoice:
         """As it stands on the command line."""
         return ":".join((self.name, *(f"{key}={value}" for key, value in self.options)))
 
+    def overrides(self, own: str) -> list[str]:
+        """As `--set` has it, for a job file that names policy `own`, which keeps its other options."""
+        section = [] if self.name == own else [f"training.policy={{name: {self.name}}}"]
+        return section + [f"training.policy.{key}={value}" for key, value in self.options]
+
+
+def parse_choice(text: str) -> PolicyChoice:
+    """The one policy that `--policy` names.
+
+    Raises:
+        ConfigError: as `parse_choices`.
+    """
+    return _parse(text, "--policy")
+
 
 def parse_choices(texts: Sequence[str]) -> list[PolicyChoice]:
     """The policies of one or several `--policies`; without any, every registered one.
@@ -38,31 +52,33 @@ def parse_choices(texts: Sequence[str]) -> list[PolicyChoice]:
         ConfigError: a policy is not registered, comes twice, or an option is not KEY=VALUE.
     """
     parts = [part.strip() for text in texts for part in text.split(",")]
-    choices = [_parse(part) for part in parts] if parts else [PolicyChoice(name) for name in POLICIES.names()]
+    choices = (
+        [_parse(part, "--policies") for part in parts] if parts else [PolicyChoice(name) for name in POLICIES.names()]
+    )
     for choice in choices:
         if choices.count(choice) > 1:
             raise ConfigError(f"--policies: expected each policy with its options once, got {choice.label} twice")
     return choices
 
 
-def _parse(text: str) -> PolicyChoice:
+def _parse(text: str, flag: str) -> PolicyChoice:
     name, *options = text.split(":")
     if "=" in name:
         raise ConfigError(
-            f"--policies: expected {_FORM}, got {text[:60]!r}: colons stand before options, commas between policies"
+            f"{flag}: expected {_FORM}, got {text[:60]!r}: colons stand before options, commas between policies"
         )
     names = POLICIES.names()
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(f"--policies: expected registered policies ({', '.join(names)}), got {name[:60]!r}{hint}")
+        raise ConfigError(f"{flag}: expected registered policies ({', '.join(names)}), got {name[:60]!r}{hint}")
     pairs: list[tuple[str, str]] = []
     for option in options:
         key, _, value = option.partition("=")
         if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
-            raise ConfigError(f"--policies: expected {_FORM}, got {text[:60]!r}")
+            raise ConfigError(f"{flag}: expected {_FORM}, got {text[:60]!r}")
         if key in ("name", *(known for known, _ in pairs)):
-            raise ConfigError(f"--policies: {text[:60]}: expected each key of the policy once, and no name, got {key}")
+            raise ConfigError(f"{flag}: {text[:60]}: expected each key of the policy once, and no name, got {key}")
         pairs.append((key, value))
     return PolicyChoice(name, tuple(pairs))
 
@@ -75,10 +91,8 @@ def jobs_of(path: Path, overrides: Sequence[str], choices: Sequence[PolicyChoice
     """
     own, jobs = load(path, overrides).training.policy.name, []
     for choice in choices:
-        section = [] if choice.name == own else [f"training.policy={{name: {choice.name}}}"]
-        options = [f"training.policy.{key}={value}" for key, value in choice.options]
         try:
-            jobs.append(load(path, [*overrides, *section, *options]))
+            jobs.append(load(path, [*overrides, *choice.overrides(own)]))
         except ConfigError as error:
             raise ConfigError(f"--policies: {choice.label}: {error}") from error
     return jobs

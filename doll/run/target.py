@@ -9,6 +9,7 @@ from doll.config import JobConfig, load
 from doll.errors import ConfigError
 from doll.run import examples
 from doll.run.folder import JOB, STACK, RunFolder
+from doll.run.next_job import settle_job_file
 from doll.services import Services, resolve
 
 
@@ -51,8 +52,10 @@ def open_target(path: Path, overrides: list[str], run_folder: Path | None = None
         path = path / JOB
     elif not path.exists():
         raise ConfigError(f"cannot read job file {path}: No such file or directory{examples.hint(path)}")
-    config = load(path, overrides)
     is_run_folder = (path.parent / STACK).is_file()
+    if is_run_folder:
+        settle_job_file(RunFolder(path.parent.resolve()))
+    config = load(path, overrides)
     if run_folder is None:
         run_folder = path.parent.resolve() if is_run_folder else Path("runs") / config.job
     return Target(config, RunFolder(run_folder.resolve()), is_run_folder, path)

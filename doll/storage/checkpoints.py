@@ -25,8 +25,9 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from doll.config.fingerprint import differences, parse, refused_changes
+from doll.config.fingerprint import differences, parse, resume_refusal
 from doll.errors import CheckpointError, FencedError
+from doll.model.layout import NO_LAYOUT, WeightsLayout
 from doll.records.bounded import short
 from doll.storage.blobs import Buffer
 from doll.telemetry import get_logger
@@ -62,6 +63,7 @@ class Checkpoint:
     version: int  # model version, J
     state: bytes  # the engine's snapshot (MessagePack), opaque to stores
     tensors: Mapping[str, npt.NDArray[Any]]  # weights and optimizer state by name, any dtype that safetensors holds
+    layout: WeightsLayout = NO_LAYOUT  # of the weights; empty in a checkpoint of an earlier release
 
 
 class DamagedError(CheckpointError):
@@ -78,6 +80,7 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
     version: _Count
     state_bytes: _Count
     tensors_bytes: _Count
+    layout: WeightsLayout = NO_LAYOUT
 
 
 def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
@@ -95,6 +98,7 @@ def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
             version=checkpoint.version,
             state_bytes=len(checkpoint.state),
             tensors_bytes=sum(map(len, tensors)),
+            layout=checkpoint.layout,
         )
     )
     parts = [_PREFIX.pack(MAGIC, SCHEMA_VERSION, len(head)), head, checkpoint.state, *tensors]
@@ -160,6 +164,7 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
         version=head.version,
         state=data[start:middle],
         tensors=tensors,
+        layout=head.layout,
     )
 
 
@@ -169,11 +174,12 @@ class CheckpointStore(ABC):
     All calls raise `CheckpointError` where the store cannot be read or written. All but `claim_term` may be repeated.
 
     Args:
+        job: whose checkpoints these are; None: of any job, to be read only.
         location: a folder or URL, for messages.
         keep: newest checkpoints that are kept, at least 2, so that a damaged one has a predecessor.
     """
 
-    def __init__(self, job: str, location: str, keep: int) -> None:
+    def __init__(self, job: str | None, location: str, keep: int) -> None:
         if keep < 2:
             raise ValueError(f"expected keep >= 2, got {keep}")
         self._job = job
@@ -254,7 +260,7 @@ class CheckpointStore(ABC):
 
     def _check_owner(self, checkpoint: Checkpoint, location: str = "", fingerprint: str | None = None) -> None:
         """Refuse a checkpoint that another job, or another model of the same job, has written."""
-        if checkpoint.job != self._job:
+        if self._job is not None and checkpoint.job != self._job:
             raise CheckpointError(
                 f"{location or self.location}: expected a checkpoint of job {self._job!r}, got one of job "
                 f"{checkpoint.job!r}: give each job its own checkpoint.folder"
@@ -262,12 +268,8 @@ class CheckpointStore(ABC):
         if fingerprint is None or fingerprint == checkpoint.fingerprint:
             return
         saved, wanted = parse(checkpoint.fingerprint), parse(fingerprint)
-        if refused := refused_changes(saved, wanted):
-            raise CheckpointError(
-                f"{location or self.location}: {refused}: a run cannot be resumed with these changes "
-                "(docs/operations.md, Resuming a run, lists those that it can); undo them, or rename the job to begin "
-                "a new one"
-            )
+        if refused := resume_refusal(saved, wanted):
+            raise CheckpointError(f"{location or self.location}: {refused}")
         log.info("resumed_with_changes", changes=differences(saved, wanted))
 
     def _refuse_if_superseded(

@@ -44,7 +44,7 @@ _TEMPORARY: Final = re.compile(r"checkpoint-(\d{8,})-\d{10,}\.doll\.\d+\.tmp")
 class FileCheckpointStore(CheckpointStore):
     """`CheckpointStore` in `folder`, which is created when it is first written to."""
 
-    def __init__(self, folder: Path, job: str, *, keep: int = 3, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+    def __init__(self, folder: Path, job: str | None, *, keep: int = 3, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
         super().__init__(job, str(folder), keep)
         self.folder = folder
         self._lock_timeout_s = lock_timeout_s  # another process needs the lock for milliseconds

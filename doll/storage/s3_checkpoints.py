@@ -77,7 +77,7 @@ class S3CheckpointStore(CheckpointStore):
         CheckpointError: the URL is not of this form, or boto3 lacks what it needs to make a client.
     """
 
-    def __init__(self, url: str, job: str, *, keep: int = 3) -> None:
+    def __init__(self, url: str, job: str | None, *, keep: int = 3) -> None:
         super().__init__(job, url.rstrip("/"), keep)
         match = _URL.fullmatch(url)
         if match is None:

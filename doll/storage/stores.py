@@ -40,21 +40,32 @@ def open_store(config: JobConfig, run_folder: Path, part: str = "") -> Checkpoin
     """
     location, keep = checkpoint_location(config, run_folder), config.checkpoint.keep
     if isinstance(location, Path):
-        return FileCheckpointStore(location / part, config.job, keep=keep)
+        return open_place(location / part, config.job, keep)
+    return open_place(f"{location.rstrip('/')}/{part}" if part else location, config.job, keep)
+
+
+def open_place(location: Path | str, job: str | None, keep: int = 2) -> CheckpointStore:
+    """The checkpoint store in a folder, or of a URL; see `open_store`.
+
+    Args:
+        job: None: whatever job has written there, to be read only.
+    """
+    if isinstance(location, Path):
+        return FileCheckpointStore(location, job, keep=keep)
     opener = CHECKPOINT_STORES.get(location.partition("://")[0])
     if opener is None:
         schemes = " or ".join(f"{scheme}://" for scheme in CHECKPOINT_STORES)
         raise ConfigError(f"checkpoint.folder: expected a folder or {schemes}, got {location}")
-    return opener(f"{location.rstrip('/')}/{part}" if part else location, config.job, keep)
+    return opener(location, job, keep)
 
 
-def _open_s3(url: str, job: str, keep: int) -> CheckpointStore:
+def _open_s3(url: str, job: str | None, keep: int) -> CheckpointStore:
     from doll.storage.s3_checkpoints import S3CheckpointStore
 
     return S3CheckpointStore(url, job, keep=keep)
 
 
-CHECKPOINT_STORES: dict[str, Callable[[str, str, int], CheckpointStore]] = {"s3": _open_s3}
+CHECKPOINT_STORES: dict[str, Callable[[str, str | None, int], CheckpointStore]] = {"s3": _open_s3}
 """What opens the store of a URL, by its scheme: called with the URL, the job's name, and `checkpoint.keep`."""
 
 

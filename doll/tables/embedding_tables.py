@@ -128,6 +128,15 @@ class EmbeddingTables:
             raise RuntimeError(f"expected initial rows of {sorted(drawn)}, got those of {sorted(initial)}")
         return {name: np.ascontiguousarray(weight.detach().numpy()) for name, weight in initial.items()}
 
+    def initial_rows(self, name: str) -> Floats:
+        """The rows of one table as the module has drawn them, float32, shape (num_rows, width): a view, to be changed.
+
+        Raises:
+            KeyError: they were taken before, or the module was built without them.
+        """
+        rows: Floats = self._initial[name].detach().numpy()
+        return rows
+
     def connect(self, look_up: LookUp) -> None:
         """Look rows up with `look_up`, of which there is one call for each call of a layer; drop the initial ones."""
         self._initial, self._weights = {}, {}

@@ -88,10 +88,11 @@ POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTE
 
 
 @functools.cache
-def job_of(policy: str, *, has_tables: bool) -> tuple[JobConfig, Task]:
+def job_of(policy: str, *, has_tables: bool, overrides: tuple[str, ...] = ()) -> tuple[JobConfig, Task]:
     """The job file of a policy of `POLICIES`, and its task."""
     config = parse(
-        JOB % (_TABLES if has_tables else _DENSE, WORKERS, PLACES, POLICIES[policy], LR, 2 if policy == "isp" else 4)
+        JOB % (_TABLES if has_tables else _DENSE, WORKERS, PLACES, POLICIES[policy], LR, 2 if policy == "isp" else 4),
+        overrides,
     )
     return config, load_task(config)
 
@@ -210,6 +211,7 @@ class Process(worlds.Process):
         self.computer = GradientComputer(world.task, self.model)
         self.num_parameters = self.model.num_parameters
         self.sends_steps = config.training.policy.sends_steps
+        self._size = config.data.records_per_batch
         self.tables: TableRows | None = None
         shapes = {} if self.model.tables is None else self.model.tables.shapes
         if shapes:
@@ -310,9 +312,9 @@ class Process(worlds.Process):
         served = self._rng.choice([*self.protocol.served.values()])
         number, cut_rng = served.next_batch, self._world.cut_rng
         if number >= served.cuts.decided and cut_rng.random() < self._world.share_cut:
-            served.cuts.add(number, cut_rng.randrange(1, 4))
+            served.cuts.add(number, cut_rng.randrange(1, self._size))
             self.expected.counts["cuts"] += 1
-        lo, hi = served.bounds(4).span(number)
+        lo, hi = served.bounds(self._size).span(number)
         self.expected.read[served.number, number].add((lo, hi))
         count = 0 if (served.number * 7 + number) % 11 == 0 else hi - lo
         data = SimpleNamespace(samples=SampleBatch(np.zeros(count), np.zeros(count)), span=(served.number, lo, hi))

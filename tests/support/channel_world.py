@@ -28,6 +28,7 @@ from doll.ps.engine.engine import Engine
 from doll.ps.model.local_host import LocalModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.start import Start, make_engine
+from doll.records.bounds import ends_of
 from doll.records.control import (
     Alive,
     AnyRecord,
@@ -109,7 +110,7 @@ class World(worlds.World[Process]):
         applied, snapshot = tuple(worker.applied for worker in self.engine.workers()), self.engine.snapshot(self.now)
         ends = () if resumed is None else resumed.ends
         ends += (0,) * (len(snapshot.applied) - len(ends))
-        assert ends == tuple(4 * n - cut for n, cut in zip(snapshot.applied, snapshot.left_out, strict=True))
+        assert ends == ends_of(snapshot.origins, self.expected.size, snapshot.applied, snapshot.left_out)
         self.expected.moments[self.term, self.engine.version] = Moment(
             *self._model(), applied, snapshot.applied, {}, 0.0 if resumed is None else resumed.momentum, ends
         )

@@ -92,6 +92,7 @@ class ExpectedModel:
             policy: whether workers send steps or gradients, and what the server makes of steps.
             stands: (process, term, batch, grant id) -> whether the server would still take the push.
         """
+        self.size = 4  # records of a batch that is not cut
         self._sends_steps, self._outer = policy.sends_steps, policy.outer_step
         self._stands = stands
         self.added: dict[tuple[int, int, int, int], Added] = {}
@@ -102,6 +103,11 @@ class ExpectedModel:
         self.read: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         self.void_views: set[tuple[int, int, int, int]] = set()
         self.counts: Counter[str] = Counter()
+
+    def regrid(self, policy: PolicyConfig, size: int) -> None:
+        """From here on the server learns under this policy, of batches of this size."""
+        self.size = size
+        self._sends_steps, self._outer = policy.sends_steps, policy.outer_step
 
     def computes(self, process: Process, grant: Grant, batches: Sequence[Batch]) -> None:
         """A process computes these batches for a grant."""
@@ -138,7 +144,7 @@ class ExpectedModel:
                 applied[at] += 1
                 assert learned.lo == ends[at], "without a hole and an overlap"
                 ends[at] = learned.hi
-                assert learned.cut == (learned.hi - learned.lo < 4)
+                assert learned.cut == (learned.hi - learned.lo < self.size)
                 # A batch of this number may have been read in another way before, by a process that is gone.
                 spans = self.spans[term, worker, pushed.batch]
                 assert (at, learned.lo, learned.hi) in spans, f"its worker has computed {spans}"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from doll.config.policy import PolicyConfig
 from doll.consumers.protocol.worker_core import Compute
 from doll.ledger.balance import LedgerReport
 from doll.ledger.valid_updates import DurableModel
 from doll.ps.engine import events as ev
+from doll.ps.regrid import regridded
 from doll.records.control import Member, TermStarted, Update
-from engine_world import Process, World
+from engine_world import POLICIES, Process, World
 from record_builders import balance
 
 
 class LedgerWorld(World):
     """A world whose batches know the offsets that they hold, and whose books are those of `doll audit`."""
 
-    def __init__(self, policy: str, records_per_batch: int = 2) -> None:
+    def __init__(self, policy: str | PolicyConfig, records_per_batch: int = 2) -> None:
         self.records: list[TermStarted | Update] = []
         self.held: dict[tuple[int, int], tuple[int, ...]] = {}  # offsets that a gradient was computed on, by grant
         # The same by worker and batch: a late push has the number of another grant.
@@ -27,8 +31,29 @@ class LedgerWorld(World):
             TermStarted(
                 term=self.term, resumed_version=self.engine.version, origins=tuple(self.origins),
                 records_per_batch=self.settings.records_per_batch, time_s=self.now,
+                grid=len(self.engine.start.earlier_grids),
             )
         )  # fmt: skip
+
+    def regrid(self, policy: str, records_per_batch: int) -> None:
+        """`doll regrid` at the newest checkpoint, where there is one. Processes live on, and so do their messages."""
+        self.kill_server()
+        if self.stored is None:
+            return
+        self.policy = POLICIES[policy]
+        self.settings = dataclasses.replace(self.settings, records_per_batch=records_per_batch)
+        self.stored = regridded(self.stored, records_per_batch, self.policy.name)
+        self.origins = list(self.stored.origins)
+        self.whole_at = {self.stored.version: [set() for _ in self.origins]}
+
+    def acknowledge(self, process: Process, partition: int, until: int) -> None:
+        """A process of an earlier grid may still acknowledge what is durable in that."""
+        assert self.stored is not None
+        grids = self.stored.earlier_grids
+        if (grid := process.protocol.grid) < len(grids):
+            assert until <= grids[grid].applied[partition]
+        else:
+            super().acknowledge(process, partition, until)
 
     def compute(self, process: Process, *, blob_lost: bool = False, end_set: bool = False) -> None:
         if process.orders and isinstance(order := process.orders[0], Compute):
@@ -64,6 +89,6 @@ class LedgerWorld(World):
         durable = DurableModel(
             term=self.term, version=self.stored.version, applied=self.stored.applied,
             origins=tuple(self.origins), records_per_batch=self.settings.records_per_batch,
-            left_out=self.stored.left_out,
+            left_out=self.stored.left_out, earlier_grids=self.stored.earlier_grids,
         )  # fmt: skip
         return balance(durable=durable, ends=self.high, records=self.records, dead_letters=[])

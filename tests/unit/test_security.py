@@ -81,7 +81,19 @@ def test_no_module_of_doll_reads_what_could_run() -> None:
     assert len(modules) > 50
     unsafe = {path: uses for path in modules if (uses := unsafe_uses(path.read_text(encoding="utf-8")))}
     # A task of a notebook, in the folder of its own run (ADR 78): tests/unit/api/test_shipping.py
-    assert [path.name for path in unsafe] == ["shipping.py"], unsafe
+    assert [path.name for path in unsafe] == ["shipping.py", "weight_sources.py"], unsafe
+
+
+@pytest.mark.slow
+def test_files_of_torch_are_read_as_tensors_only() -> None:
+    source = (ROOT / "doll" / "storage" / "weight_sources.py").read_text(encoding="utf-8")
+    (load,) = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and "torch.load" in ast.unparse(node.func)
+    )
+    assert "weights_only=True" in [ast.unparse(keyword) for keyword in load.keywords]
+    assert len(unsafe_uses(source)) == 1
 
 
 class Trap:

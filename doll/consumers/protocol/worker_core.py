@@ -406,6 +406,7 @@ class WorkerCore:
         self.fingerprint = welcome.fingerprint
         self.usual = welcome.usual
         self.run_id = welcome.run_id
+        self.grid = welcome.grid
         self.max_pending = max_pending
         self.market = market
         self.incarnation = incarnation
@@ -544,6 +545,8 @@ class WorkerCore:
         if (record.generation, record.run_id) != (self.generation, self.run_id):
             # The dead letters of the batches held here belong to the run before.
             return [Exit(1, "another run of the job has begun: reading again")]
+        if record.grid != self.grid:
+            return [Exit(1, "the job was regridded, and numbers other batches: reading again")]
         actions = self._serve(record.served)
         for item in record.served:
             served = self.served[item.partition]

@@ -141,7 +141,7 @@ class Engine:
         self.start = snapshot
         self.version = snapshot.version
         self.samples_total = snapshot.samples_total
-        self.batches_total = sum(snapshot.applied)
+        self.batches_total = snapshot.earlier_batches + sum(snapshot.applied)
         self.empty_updates = snapshot.empty_updates
         self.counters: Counter[str] = Counter(snapshot.counters)
         self.refusals = Refusals(settings.on_bad_records.last_records, snapshot.refusals)
@@ -293,8 +293,9 @@ class Engine:
         self._grants.check_invariants(self.version, is_ending=self.stopping is not None)
         self._limits.check_invariants(self._workers)
         self._durability.check_invariants()
-        assert self.batches_total == sum(worker.applied for worker in self._workers)
-        assert self.batches_total == sum(partition.applied for partition in self._partitions)
+        in_grid = self.batches_total - self.start.earlier_batches
+        assert in_grid == sum(worker.applied for worker in self._workers)
+        assert in_grid == sum(partition.applied for partition in self._partitions)
         assert self.finished or self.stopping or not self._grants.changed, "the policy knows of every change"
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -374,6 +375,7 @@ class Engine:
                 term=self.term, worker=worker.number, process=worker.process, session=worker.session, served=served,
                 fingerprint=self.settings.fingerprint, incarnation=event.incarnation, samples_id=self.start.samples_id,
                 generation=self.start.generation, run_id=self.start.run_id, usual=self._members.usual,
+                grid=self.start.grid,
             )
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from doll.records.bounds import Grid
 from doll.records.control import (
     Alive,
     Announce,
@@ -263,3 +264,15 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     leader_epochs: tuple[int, ...] = ()  # of each partition's last applied batch (`PushedBatch`); (): not known
     source_ends: tuple[int, ...] = ()  # of each partition, where sources had ended (`doll.ps.engine.ending`); (): none
     left_out: tuple[int, ...] = ()  # records that cuts of each partition's applied batches have left out; (): none
+    earlier_grids: tuple[Grid, ...] = ()  # in their order; `origins` and `applied` are of the present one
+    init_from: str = ""  # the file or version that its first weights are of, and their sha256; "": of the task
+
+    @property
+    def grid(self) -> int:
+        """The number of the present grid."""
+        return len(self.earlier_grids)
+
+    @property
+    def earlier_batches(self) -> int:
+        """How many batches of today's size the earlier grids hold: progress in the streams."""
+        return sum(grid.num_records for grid in self.earlier_grids) // self.records_per_batch

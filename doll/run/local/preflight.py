@@ -8,12 +8,16 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.process.platform import require_fork
 from doll.run import examples
 from doll.task.base import moved
+
+if TYPE_CHECKING:
+    from doll.model.initial_weights import InitReport
 
 
 def check_files(config: JobConfig) -> None:
@@ -94,19 +98,38 @@ def check_devices(config: JobConfig) -> None:
                 raise ConfigError(f"worker.pipeline.devices: worker {worker}, stage {stage}: {exc}") from exc
 
 
-def count_parameters(config: JobConfig) -> int:
-    """Import the task, build its model, and count the trainable parameters, including tables. Imports torch.
+class CheckedModel(NamedTuple):
+    """A job's model, built for a trial.
+
+    Attributes:
+        parameters: trainable ones, including those of tables.
+        init_from: what `training.init_from` gives to it; None: the job file has none, or it was not asked for.
+    """
+
+    parameters: int
+    init_from: InitReport | None
+
+
+def check_model(config: JobConfig, *, begins: bool = True) -> CheckedModel:
+    """Import the task, build its model, and compare it with `training.init_from`. Imports torch.
+
+    Args:
+        begins: the job has no checkpoint from which it goes on.
 
     Raises:
-        ConfigError: the task cannot be loaded, or its model does not fit the policy or the optimizer.
+        ConfigError: the task cannot be loaded, its model does not fit the policy or the optimizer, or the weights that
+            it is to begin with do not fit it.
+        CheckpointError: these weights are of checkpoints that cannot be read.
     """
     from doll.model.flat_model import build
     from doll.optim.recipe import check_recipe
+    from doll.ps.warm_start import matched
     from doll.task.base import load_task
 
     model = build(config, load_task(config), with_rows=False)
     check_recipe(config.training, model)
-    return model.num_parameters + model.num_table_values
+    initial = matched(config, model) if begins else None
+    return CheckedModel(model.num_parameters + model.num_table_values, None if initial is None else initial.report)
 
 
 def _find(module: str, config: JobConfig) -> Path | None:

@@ -38,13 +38,18 @@ def run_resume(folder: Path, overrides: list[str]) -> dict[str, Any]:
     if not target.is_run_folder:
         raise ConfigError(f"{folder}: expected the folder of a run that has started (with a stack.json)")
     with run.locked():
-        check_runnable(config)
+        check_runnable(config, begins=False)
         _check_same_ledger(run, config)
-        config = _on_same_broker(run, config)
+        config = on_same_broker(run, config)
         run.write_job(config)
-        if run.report.exists():
-            run.report.replace(run.path / "report.previous.json")
-        return run_in(run, config)
+        return resume_in(run, config)
+
+
+def resume_in(run: RunFolder, config: JobConfig) -> dict[str, Any]:
+    """Go on in a folder that this process has locked, whose job file and checkpoints fit; returns the report."""
+    if run.report.exists():
+        run.report.replace(run.path / "report.previous.json")
+    return run_in(run, config)
 
 
 def _check_same_ledger(run: RunFolder, config: JobConfig) -> None:
@@ -58,14 +63,26 @@ def _check_same_ledger(run: RunFolder, config: JobConfig) -> None:
     if checkpoint is not None:
         saved = fingerprint.parse(checkpoint.fingerprint)
         original = {key: value for key, value in saved.items() if key not in fingerprint.MODEL_KEYS}
-    if refused := fingerprint.refused_changes(original, wanted):
+    if refused := fingerprint.resume_refusal(original, wanted):
+        raise ConfigError(f"{run.path}: {refused}")
+    if checkpoint is not None:
+        refuse_new_weights(run, config)
+
+
+def refuse_new_weights(run: RunFolder, config: JobConfig) -> None:
+    """Refuse another `training.init_from` for a run that has begun.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if config.training.init_from not in (None, load(run.job).training.init_from):
         raise ConfigError(
-            f"{run.path}: this run cannot be resumed with these changes: {refused}; undo them, or start a new run "
-            "with doll up (docs/operations.md, Resuming a run, lists the changes that are possible)"
+            f"{run.path}: training.init_from: expected none, or as before, since this run has begun and goes on with "
+            "its own weights; begin a new one with doll up"
         )
 
 
-def _on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
+def on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
     """`config` with the address of the broker that has the records of the run, if it is an external one.
 
     Raises:

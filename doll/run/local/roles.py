@@ -23,7 +23,9 @@ from doll.errors import ConfigError, DollError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import with_partitions
 from doll.ledger.admission import AFTER_TERM_ENV, recorded_partitions
+from doll.process.files import write_json
 from doll.ps.standby import LeaderCheck
+from doll.run.folder import RunFolder
 from doll.service_checks import require_kafka, require_services
 from doll.services import BLOBS_ENV, CONTROL_ENV, Services
 from doll.storage.stores import open_store
@@ -199,9 +201,13 @@ def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
 
 
 @_role
-def model_role(job_path: str) -> int:
-    """Builds the model for a trial."""
-    from doll.run.local.preflight import count_parameters
+def model_role(job_path: str, run_folder: str) -> int:
+    """Builds the model for a trial. Where the job begins with given weights, their report goes into the folder."""
+    from doll.run.local.preflight import check_model
 
-    count_parameters(load(Path(job_path)))
+    config, folder = load(Path(job_path)), RunFolder(Path(run_folder))
+    begins = config.training.init_from is not None and not open_store(config, folder.path).versions()
+    report = check_model(config, begins=begins).init_from
+    if report is not None:
+        write_json(folder.init_from, report.to_dict() | {"text": report.text()})
     return 0

@@ -42,6 +42,7 @@ from doll.run.local.follower import RunFollower
 from doll.run.local.preflight import check_devices, check_files, check_pipeline, check_task
 from doll.run.local.running import SOURCE_ENDED, Learning, ended_early
 from doll.services import KAFKA_ENV, Services, kafka_address
+from doll.storage.source_paths import find_source
 from doll.storage.stores import checkpoint_location, open_store
 
 MakeHook = Callable[[RunFolder, Display], RunHook]
@@ -111,8 +112,11 @@ def run_in(
             raise
 
 
-def check_runnable(config: JobConfig) -> None:
+def check_runnable(config: JobConfig, *, begins: bool = True) -> None:
     """Everything that can be checked before a process is started.
+
+    Args:
+        begins: the run is a new one.
 
     Raises:
         ConfigError: the job cannot be run this way.
@@ -125,6 +129,8 @@ def check_runnable(config: JobConfig) -> None:
             "doll up starts has no topics"
         )
     check_files(config)
+    if begins and config.training.init_from is not None:
+        find_source(config, config.training.init_from.source)
     check_task(config)
     check_devices(config)
     check_pipeline(config)
@@ -138,7 +144,8 @@ def _services_of(
     say = display.say
     with _logging_to(folder.logs / "up.log", config.log.format), ForkServer(folder.logs / "forkserver.log") as forks:
         say("loading torch and building the model")
-        _check_model(folder, forks)
+        if begun := _check_model(folder, forks):
+            say(begun)
         say("connecting to Kafka and Redis")
         with local_stack(config, folder.path, say, advertised_ports=hook.advertised_ports) as stack:
             if (taken := taken_health_ports(config)) is not None:
@@ -213,24 +220,36 @@ def _what_is_lost(folder: RunFolder, model: ProgressModel) -> str:
 
 
 def _resolved(config: JobConfig, run: RunFolder) -> JobConfig:
-    """`config` with absolute folders."""
+    """`config` with absolute folders and files."""
     place = checkpoint_location(config, run.path)
     checkpoint = config.checkpoint.model_copy(update={"folder": place.resolve() if isinstance(place, Path) else place})
-    return config.model_copy(update={"checkpoint": checkpoint, "base_folder": config.base_folder.resolve()})
+    training = config.training
+    if training.init_from is not None:
+        path, version = find_source(config, training.init_from.source)
+        source = f"{path}" if version is None else f"{path}@{version}"
+        training = training.model_copy(update={"init_from": training.init_from.model_copy(update={"source": source})})
+    base = config.base_folder.resolve()
+    return config.model_copy(update={"checkpoint": checkpoint, "training": training, "base_folder": base})
 
 
-def _check_model(run: RunFolder, forks: ForkServer) -> None:
-    """Build the model once, in a process of its own: a mistake in it is found before a service is started.
+def _check_model(run: RunFolder, forks: ForkServer) -> str:
+    """Build the model once, in a process of its own: a mistake in it is found before a service is started. Returns what
+    the job begins with, where these are given weights; else "".
 
     Raises:
         ConfigError: the task or its model cannot be used.
     """
     log_path = run.logs / "model.log"
-    role = forks.start_role("doll.run.local.roles:model_role", [str(run.job)], log_path=log_path, name="model")
+    has_begun = run.init_from.exists()  # before: this run goes on
+    role = forks.start_role(
+        "doll.run.local.roles:model_role", [str(run.job), str(run.path)], log_path=log_path, name="model"
+    )
     if (code := role.wait()) != 0:
         said = [line.removeprefix("doll: ") for line in tail(log_path).splitlines() if line.startswith("doll: ")]
         problem = said[-1] if said else f"the model cannot be built: {describe_exit(code or 0)}"
         raise ConfigError(f"{problem}; the traceback is in {display_path(log_path)}")
+    begins = run.init_from.exists() and not has_begun
+    return str(read_json(run.init_from)["text"]) if begins else ""
 
 
 def _check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:

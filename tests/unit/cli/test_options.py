@@ -49,9 +49,9 @@ def test_options_of_one_meaning_have_one_spelling_on_every_command() -> None:
     assert len(by_meaning) > 30
     assert {key: dict(uses) for key, uses in by_meaning.items() if len(uses) > 1} == {}
     assert {key: dict(uses) for key, uses in by_spelling.items() if len(uses) > 1} == {}
-    assert set(by_meaning["workers"][("--workers", "-N")]) == {"plan", "simulate", "backtest", "scale"}
-    assert set(by_meaning["group_size"][("--group-size", "-K")]) == {"plan", "simulate"}
-    assert set(by_meaning["batch_size"][("--batch-size", "-b")]) == {"plan", "simulate"}
+    assert set(by_meaning["workers"][("--workers", "-N")]) == {"plan", "simulate", "backtest", "scale", "regrid"}
+    assert set(by_meaning["group_size"][("--group-size", "-K")]) == {"plan", "simulate", "regrid"}
+    assert set(by_meaning["batch_size"][("--batch-size", "-b")]) == {"plan", "simulate", "regrid"}
     assert set(by_meaning["updates"][("--updates", "-J")]) == {"plan", "simulate"}
     assert set(by_meaning["deadline"][("--deadline",)]) == {"plan", "simulate", "spot"}
 

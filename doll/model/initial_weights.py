@@ -1,0 +1,189 @@
+"""`training.init_from`: the tensors of a file or of another model taken into a model that has not learned yet.
+
+Trainable parameters, buffers and tables are matched by their names and shapes. Of a table with another number of rows
+the rows that both have are taken. Frozen parameters are not: each process makes its own in `build_model`, and all must
+have the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+
+from doll.errors import ConfigError
+from doll.model.flat_model import FlatModel
+
+_NAMED: Final = 6  # tensors that a message names; the report holds them all
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitReport:
+    """What of a source was taken into a model, and what was not.
+
+    Attributes:
+        source: where the tensors come from, and their sha256, as a checkpoint keeps it.
+        taken: names of the model.
+        num_values: numbers of these.
+        missing: tensors of the model that the source does not have.
+        unknown: tensors of the source that the model does not have.
+        other_shape: those of both, with both shapes.
+        rows: of tables with another number of rows: what was taken.
+        frozen: of the model, in the source with other values.
+    """
+
+    source: str
+    taken: tuple[str, ...]
+    num_values: int
+    missing: tuple[str, ...]
+    unknown: tuple[str, ...]
+    other_shape: tuple[str, ...]
+    rows: tuple[str, ...]
+    frozen: tuple[str, ...]
+
+    @property
+    def differences(self) -> list[str]:
+        """What does not match, one line each."""
+        lines = (
+            ("not in the file, as the task draws them", self.missing),
+            ("not in the model", self.unknown),
+            ("of another shape", self.other_shape),
+            ("tables", self.rows),
+        )
+        return [f"{what}: {_named(names)}" for what, names in lines if names]
+
+    def text(self) -> str:
+        """For people, a few lines."""
+        lines = [f"begins with {self.source}: {len(self.taken)} tensors taken, {self.num_values} numbers"]
+        lines += self.differences
+        if self.frozen:
+            lines.append(f"frozen, so as build_model() makes them, which is not as in the file: {_named(self.frozen)}")
+        return "\n  ".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Tensors of a source that fit a model: parameters and buffers, and rows of tables, by the model's names."""
+
+    report: InitReport
+    tensors: Mapping[str, torch.Tensor]
+    tables: Mapping[str, torch.Tensor]
+
+    def load_into(self, model: FlatModel) -> None:
+        """Take them into the model, before it learns. It has its first rows (`doll.model.flat_model.build`)."""
+        own = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                own[name].copy_(tensor)
+        for name, rows in self.tables.items():
+            if model.tables is not None:
+                model.tables.initial_rows(name)[: len(rows)] = rows.numpy()
+
+
+def match(
+    model: FlatModel, given: Mapping[str, torch.Tensor], *, source: str, strict: bool, rename: Mapping[str, str]
+) -> Matched:
+    """What of `given` fits `model`. Nothing is changed.
+
+    Args:
+        source: for the report.
+        strict: everything must fit.
+        rename: replacements of regular expressions in the names of `given`, in this order.
+
+    Raises:
+        ConfigError: nothing fits, or not everything where `strict`; or a number is not finite.
+    """
+    given = _renamed(given, rename)
+    own = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
+    frozen = {name for name, parameter in model.module.named_parameters() if not parameter.requires_grad}
+    # Bounded tables begin without rows: which ids have some is another model's.
+    bounded = {} if model.tables is None else model.tables.bounds
+    table_shapes = {} if model.tables is None else model.tables.shapes
+    table_shapes = {name: shape for name, shape in table_shapes.items() if name not in bounded}
+    aliases = _aliases(model)
+    tensors: dict[str, torch.Tensor] = {}
+    tables: dict[str, torch.Tensor] = {}
+    unknown, other_shape, rows, unlike = [], [], [], []
+    for given_name, tensor in given.items():
+        name = aliases.get(given_name, given_name)
+        if name in table_shapes:
+            num_rows, width = table_shapes[name]
+            if tensor.dim() != 2 or tensor.shape[1] != width:
+                other_shape.append(_shapes(name, tensor, (num_rows, width)))
+                continue
+            tables[name] = tensor[:num_rows].to(torch.float32)
+            if len(tensor) != num_rows:
+                rest = "the others as the task draws them" if len(tensor) < num_rows else "the file's others left out"
+                rows.append(f"{name}: {len(tables[name])} rows of {len(tensor)}, {num_rows} in the model, {rest}")
+        elif name not in own:
+            unknown.append(given_name)
+        elif tensor.shape != own[name].shape:
+            other_shape.append(_shapes(name, tensor, tuple(own[name].shape)))
+        elif name in frozen:
+            if not torch.equal(tensor.to(own[name].dtype), own[name]):
+                unlike.append(name)
+        else:
+            tensors[name] = tensor.to(own[name].dtype)
+    for name, tensor in [*tensors.items(), *tables.items()]:
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ConfigError(f"training.init_from: {source}: expected finite numbers, got others in {name}")
+    seen = {*tensors, *tables, *(item.partition(":")[0] for item in other_shape)}
+    missing = [name for name in [*own, *table_shapes, *bounded] if name not in seen | frozen]
+    report = InitReport(
+        source=source, taken=(*tensors, *tables), missing=tuple(missing), unknown=tuple(unknown),
+        num_values=sum(tensor.numel() for tensor in [*tensors.values(), *tables.values()]),
+        other_shape=tuple(other_shape), rows=tuple(rows), frozen=tuple(unlike),
+    )  # fmt: skip
+    trainable = {name for name, parameter in model.module.named_parameters() if parameter.requires_grad}
+    if not tables and not trainable & tensors.keys():
+        raise ConfigError(
+            f"training.init_from: {source}: expected tensors with the names and shapes of the model's trainable "
+            f"parameters ({_named(sorted(trainable | table_shapes.keys()))}), got {_named(sorted(given))}: see "
+            "init_from.rename; frozen parameters are loaded by build_model()"
+        )
+    if strict and report.differences:
+        raise ConfigError(
+            f"training.init_from: {source}: expected all tensors to match (init_from.strict), but "
+            f"{'; '.join(report.differences)}"
+        )
+    return Matched(report, tensors, tables)
+
+
+def _renamed(given: Mapping[str, torch.Tensor], rename: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in given.items():
+        new = name
+        for pattern, replacement in rename.items():
+            try:
+                new = re.sub(pattern, replacement, new)
+            except (re.error, IndexError) as exc:
+                raise ConfigError(f"training.init_from.rename: {pattern!r} by {replacement!r}: {exc}") from exc
+        if new in named:
+            raise ConfigError(f"training.init_from.rename: expected names of their own, got {new} for several tensors")
+        named[new] = tensor
+    return named
+
+
+def _aliases(model: FlatModel) -> dict[str, str]:
+    """Further names of parameters that several modules share, and of tables, as a `state_dict()` has them."""
+    first = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    names = {name: first[id(item)] for name, item in model.module.named_parameters(remove_duplicate=False)}
+    for table, paths in ({} if model.tables is None else model.tables.names).items():
+        names |= dict.fromkeys(paths, table)
+    return names
+
+
+def _shapes(name: str, tensor: torch.Tensor, own: tuple[int, ...]) -> str:
+    return f"{name}: {tuple(tensor.shape)} in the file, {own} in the model"
+
+
+def _named(names: tuple[str, ...] | list[str]) -> str:
+    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,221 @@
+"""`doll regrid` at the checkpoint store: the newest checkpoint once more, with batches of another grid.
+
+A grid says which offsets a batch number means, and what workers make of a batch: batch size, policy, optimizer. The
+model goes on: its version, its origins in the ledger, its dead letters and its run id stay. What a checkpoint promises
+makes the seam exact. Its batches are a prefix of each partition, their whole steps are in the model, and their update
+records are in Kafka. So the next grid begins at the offset behind the last of them, and all later updates of the grid
+before are void, as after any restart (docs/decisions/0085).
+
+Order of effects: 1. what is wanted is checked; 2. a term is claimed, which fences every server of the grid before; 3.
+the newest checkpoint is loaded, to which nobody can add from here on; 4. it is saved under the new term, as one file or
+object. A crash before 4 leaves the grid before, one after 4 the new grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy.typing as npt
+import torch
+
+from doll.config.fingerprint import MAY_CHANGE, REGRIDDABLE, differences, is_among, parse, refused_changes
+from doll.errors import CheckpointError, ConfigError
+from doll.model.flat_model import FlatModel, build, fingerprint
+from doll.optim.optimizer import AVERAGE, WEIGHTS
+from doll.optim.recipe import check_recipe
+from doll.process.fault_points import fault_point
+from doll.ps.checkpointing import decode_snapshot, encode_snapshot
+from doll.ps.engine.engine import Engine
+from doll.ps.engine.events import EngineSnapshot
+from doll.ps.model.updater import make_parts
+from doll.ps.policies import make_policy
+from doll.ps.start import engine_settings
+from doll.ps.tables.store import stored_rows
+from doll.records.bounds import Grid
+from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.task.base import load_task
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+log = get_logger(__name__)
+
+_OPTIMIZERS: Final = ("training.optimizer.", "training.tables.")
+_SCHEDULE: Final = "training.schedule"
+_POLICY: Final = "training.policy.name"
+_GRADIENTS: Final = "gradients"
+_MAY_CHANGE: Final = tuple(item for item in MAY_CHANGE if item.startswith(_OPTIMIZERS))
+
+
+@dataclass(frozen=True)
+class Regridded:
+    """What a regrid has done.
+
+    Attributes:
+        grid: its number: how often the job has been regridded.
+        origins: of each partition, the offset at which its first batch begins.
+        changes: of the job file.
+        optimizer_state: what became of it, for people.
+    """
+
+    job: str
+    version: int
+    term: int
+    grid: int
+    origins: tuple[int, ...]
+    records_per_batch: int
+    changes: str
+    optimizer_state: str
+
+    def text(self) -> str:
+        """For people, in two lines."""
+        return (
+            f"regridded {self.job} at version {self.version}: batches of {self.records_per_batch} records from offsets "
+            f"{', '.join(map(str, self.origins))} on ({self.changes})\n"
+            f"  the weights are kept; {self.optimizer_state}"
+        )
+
+
+def regrid(
+    config: JobConfig, store: CheckpointStore, *, above_term: int = 0, checked: Callable[[], object] = lambda: None
+) -> Regridded:
+    """Begin the grid of `config` at the newest checkpoint of `store`. No server may serve the job.
+
+    Args:
+        above_term: the highest term that was seen elsewhere.
+        checked: called when everything was checked, and nothing is changed yet.
+
+    Raises:
+        ConfigError: there is no checkpoint, `config` changes what a regrid cannot change, or its model cannot be built.
+        CheckpointError: the store cannot be read or written, or its checkpoint does not fit.
+        FencedError: a server has claimed the job meanwhile; it goes on as before.
+    """
+    torch.set_num_threads(1)
+    _begin(config, store, term=0)
+    checked()
+    term = store.claim_term(above_term)
+    fault_point("regrid.after_claim")
+    checkpoint, result = _begin(config, store, term=term)
+    store.save(checkpoint)
+    fault_point("regrid.after_checkpoint")
+    log.info("regridded", version=result.version, term=term, grid=result.grid, changes=result.changes)
+    return result
+
+
+def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Checkpoint, Regridded]:
+    """The checkpoint that begins the new grid, checked as by the server that will go on from it; not saved yet."""
+    model = build(config, load_task(config))
+    check_recipe(config.training, model)
+    mark = fingerprint(config, model)
+    before = store.load_newest(None)
+    if before is None:
+        raise ConfigError(
+            f"no checkpoint of job {config.job} in {store.location}: expected one to go on from; where the job has not "
+            "begun, edit its job file and start it"
+        )
+    saved, wanted = parse(before.fingerprint), parse(mark)
+    if refused := refused_changes(saved, wanted, REGRIDDABLE):
+        raise ConfigError(f"{store.location}: doll regrid cannot change this: {refused}; undo it, or begin a new job")
+    if not differences(saved, wanted):
+        raise ConfigError(
+            f"{store.location}: expected another batch size, policy, optimizer or number of workers than before, got "
+            "the same: the job goes on without a regrid"
+        )
+    snapshot = decode_snapshot(before)
+    state = regridded(snapshot, config.data.records_per_batch, config.training.policy.name)
+    why_new = _why_new(saved, wanted)
+    if why_new and model.tables is not None and model.tables.bounds:
+        raise ConfigError(
+            f"doll regrid: expected the same optimizer, and the same kind of pushes, for a model with bounded tables "
+            f"({', '.join(model.tables.bounds)}), whose rows are kept with their state; got {why_new}"
+        )
+    tensors = _tensors(config, model, before, keep_state=not why_new)
+    checkpoint = Checkpoint(
+        job=config.job, fingerprint=mark, term=term, version=before.version, state=encode_snapshot(state),
+        tensors=tensors, layout=model.layout,
+    )  # fmt: skip
+    _require_fit(config, before, state)
+    return checkpoint, Regridded(
+        config.job, before.version, term, len(state.earlier_grids), state.origins, state.records_per_batch,
+        _changes(saved, wanted), _optimizer_state(config, why_new),
+    )  # fmt: skip
+
+
+def regridded(snapshot: EngineSnapshot, records_per_batch: int, policy: str) -> EngineSnapshot:
+    """The same state in a new grid: its batches begin where those of `snapshot` end. Pure."""
+    grid = Grid(
+        version=snapshot.version, records_per_batch=snapshot.records_per_batch, origins=snapshot.origins,
+        applied=snapshot.applied, left_out=snapshot.left_out,
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        snapshot,
+        records_per_batch=records_per_batch,
+        origins=grid.ends,
+        applied=(0,) * len(grid.origins),
+        left_out=(),
+        by_worker=(0,) * len(snapshot.sessions),
+        policy=policy,
+        policy_state=None,  # clocks count batches, and begin again with them
+        earlier_grids=(*snapshot.earlier_grids, grid),
+    )
+
+
+def _require_fit(config: JobConfig, before: Checkpoint, state: EngineSnapshot) -> None:
+    """Refuse what the next server would refuse."""
+    try:
+        Engine(engine_settings(config), make_policy(config.training.policy), term=0, now=0.0, snapshot=state)
+    except ValueError as exc:
+        raise CheckpointError(f"version {before.version} of job {before.job!r}: {exc}") from exc
+
+
+def _tensors(
+    config: JobConfig, model: FlatModel, before: Checkpoint, *, keep_state: bool
+) -> dict[str, npt.NDArray[Any]]:
+    """The weights and the rows of tables, and what the server's optimizer keeps."""
+    if not keep_state:
+        try:
+            model.load_weights(before.tensors[WEIGHTS])
+        except (KeyError, ValueError) as exc:
+            raise CheckpointError(f"version {before.version} of job {before.job!r}: {exc}") from exc
+        if model.tables is not None:
+            for name, shape in model.tables.shapes.items():
+                model.tables.initial_rows(name)[:] = stored_rows(before.tensors, name, shape)
+    parts = make_parts(config.training, model)
+    if keep_state:
+        parts.load(before.tensors)
+    tensors = parts.tensors()
+    if AVERAGE in tensors and AVERAGE in before.tensors:  # of the weights, whatever made them
+        tensors[AVERAGE] = before.tensors[AVERAGE]
+    return tensors
+
+
+def _why_new(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """Why what the server's optimizer has kept does not fit the new settings; "": it does."""
+    before, now = saved.get("pushes", _GRADIENTS), wanted["pushes"]
+    if (before == _GRADIENTS) != (now == _GRADIENTS):
+        return f"workers push {now}, before {before}"
+    if now != _GRADIENTS:
+        keys = {_POLICY}
+    else:
+        may_change = () if _SCHEDULE in saved else _MAY_CHANGE  # a schedule has set the rates that are kept
+        of_optimizer = {key for key in {**saved, **wanted} if key.startswith(_OPTIMIZERS)}
+        keys = {key for key in of_optimizer if not is_among(key, may_change)} | {_SCHEDULE}
+    before_and_now = ({key: fields[key] for key in fields if key in keys} for fields in (saved, wanted))
+    return differences(*before_and_now)
+
+
+def _changes(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """`key BEFORE -> NOW`; what is gone with a policy or an optimizer, or follows from others, is left out."""
+    changed = [key for key, value in wanted.items() if saved.get(key) != value and key != "pushes"]
+    return ", ".join(f"{key} {saved.get(key, 'nothing')} -> {wanted[key]}" for key in changed)
+
+
+def _optimizer_state(config: JobConfig, why_new: str) -> str:
+    policy = config.training.policy
+    if policy.sends_steps and policy.outer_step is None:
+        return "the optimizer runs in the workers, where its state begins again as after each start"
+    return f"the state of the optimizer begins again ({why_new})" if why_new else "so is the state of the optimizer"

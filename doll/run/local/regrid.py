@@ -1,0 +1,130 @@
+"""`doll regrid`: a job goes on with batches of another size, or under another policy or optimizer, from its newest
+checkpoint.
+
+Of a run of `doll up`: 1. the folder is locked, and what is wanted is checked; 2. `job.next.yaml` is written; 3. the
+checkpoint of the new grid is saved, which decides (`doll.ps.regrid`); 4. `job.next.yaml` becomes the job file; 5. as
+`doll resume`. After a crash at any point the run can be resumed: with the settings before until 3 is done, and with the
+new ones from then on (`doll.run.next_job`).
+
+Of a job whose roles are started one by one, the job file has the new settings already: it is checked that no server
+leads, and the checkpoint is saved. Then its roles are started as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from doll.config import JobConfig, load
+from doll.errors import ConfigError, DollError, FencedError
+from doll.ledger.admission import admit
+from doll.process.fault_points import fault_point
+from doll.ps.standby import LeaderCheck
+from doll.run.folder import RunFolder
+from doll.run.local.resume import on_same_broker, refuse_new_weights, resume_in
+from doll.run.local.roles import JobProcess
+from doll.run.local.up import check_runnable
+from doll.run.next_job import settle_locked, take_next_job
+from doll.run.policy_choice import parse_choice
+from doll.run.target import Target
+from doll.storage.stores import checkpoint_location, open_store
+
+if TYPE_CHECKING:
+    from doll.ps.regrid import Regridded
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewGrid:
+    """What `doll regrid` is asked for; None: as before."""
+
+    batch_size: int | None = None
+    group_size: int | None = None
+    policy: str | None = None  # as `doll compare --policies` takes one
+    workers: int | None = None
+
+    def overrides(self, config: JobConfig) -> list[str]:
+        """As `--set` has it.
+
+        Args:
+            config: the job as it is.
+
+        Raises:
+            ConfigError: no such policy.
+        """
+        changes: list[str] = []
+        if self.batch_size is not None:
+            changes.append(f"data.batch_size={self.batch_size}")
+        if self.policy is not None:
+            changes += parse_choice(self.policy).overrides(config.training.policy.name)
+        if self.group_size is not None:
+            changes.append(f"training.policy.group_size={self.group_size}")
+        if self.workers is not None:
+            changes.append(f"data.workers={self.workers}")
+            if config.data.partitions is None and config.data.topic is None:  # there are as many as before
+                changes.append(f"data.partitions={config.data.num_partitions}")
+        return changes
+
+
+def regrid_run(target: Target, overrides: Sequence[str], new: NewGrid, say: Say) -> dict[str, Any]:
+    """Regrid the run of `target`, a run folder, and resume it; the report, as `run_up`.
+
+    Raises:
+        ConfigError: the run is still running, nothing is changed, or what is wanted cannot be.
+        CheckpointError: its checkpoints cannot be read.
+        ServiceUnavailableError: the records of the run are gone, or its services do not answer.
+    """
+    run = target.run
+    config = load(target.path, [*overrides, *new.overrides(target.config)])
+    with run.locked():
+        check_runnable(config, begins=False)
+        refuse_new_weights(run, config)
+        config = on_same_broker(run, config)
+
+        def write_next_job() -> None:
+            run.write_job(config, run.next_job)
+            fault_point("regrid.after_next_job")
+
+        try:
+            result = _regrid(config, run, checked=write_next_job)
+        except BaseException:
+            with contextlib.suppress(DollError):
+                settle_locked(run)
+            raise
+        take_next_job(run, result.grid)
+        say(result.text())
+        return resume_in(run, config)
+
+
+def regrid_deployed(target: Target) -> Regridded:
+    """Save the first checkpoint of the grid of a job file whose roles run elsewhere, and have ended.
+
+    Raises:
+        ConfigError: a parameter server leads, there is no checkpoint, or what is wanted cannot be.
+        CheckpointError: its checkpoints cannot be read.
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    process = JobProcess.alone(target, "regrid", redis="unused", has_checkpoints=True)
+    config, services = process.config, process.services
+    with LeaderCheck(config, services) as leader_check:
+        try:
+            leader_check.require_no_leader(lambda: False)
+        except FencedError as exc:
+            raise ConfigError(
+                f"a parameter server leads job {config.job}: expected none while the job is regridded; end it first "
+                "(SIGTERM), and start it again afterwards with this job file"
+            ) from exc
+    store = open_store(config, target.run.path)
+    lineage = admit(config, services, store, checkpoint_location(config, target.run.path), 0)
+    return _regrid(config, target.run, above_term=lineage.newest_term)
+
+
+def _regrid(
+    config: JobConfig, run: RunFolder, *, above_term: int = 0, checked: Callable[[], object] = lambda: None
+) -> Regridded:
+    from doll.ps.regrid import regrid
+
+    return regrid(config, open_store(config, run.path), above_term=above_term, checked=checked)

@@ -1,0 +1,129 @@
+"""Where `training.init_from` takes weights from: checkpoints of a run, a safetensors file, or a state_dict of torch.
+
+A file of torch is a pickle. It is read with `weights_only=True`, which makes tensors and plain containers and refuses
+everything else: no code in it is run (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from doll.config import JobConfig, load
+from doll.errors import CheckpointError, ConfigError
+from doll.records.bounded import short
+from doll.storage.checkpoints import CheckpointStore, checkpoints_among
+from doll.storage.source_paths import INIT_FROM, SAFETENSORS, TORCH, find_source
+from doll.storage.stores import checkpoint_location, open_place, open_store
+
+_JOB: Final = "job.yaml"
+_WEIGHTS: Final = "weights"
+_TABLE: Final = re.compile(r"table\.(.+)\.values")
+
+
+class Source(NamedTuple):
+    """Tensors by name, and where they are from, with their sha256."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+
+
+def read_source(config: JobConfig, source: str) -> Source:
+    """The tensors of what `training.init_from` names.
+
+    Raises:
+        ConfigError: there is no such file or run, or it cannot be read.
+        CheckpointError: checkpoints cannot be read, or none of this version is kept.
+    """
+    path, version = find_source(config, source)
+    if isinstance(path, str):
+        return _of_checkpoints(open_place(path, None), path, version)
+    if path.is_dir():
+        return _of_folder(path, version)
+    if version is not None:
+        raise ConfigError(f"{INIT_FROM}: expected a version of a run folder, got {source}, which is a file")
+    if path.suffix == SAFETENSORS:
+        return _named(path.name, _of_safetensors(path))
+    if path.suffix in TORCH:
+        return _named(path.name, _of_torch(path))
+    raise ConfigError(f"{INIT_FROM}: expected a file that ends in {', '.join((SAFETENSORS, *TORCH))}, got {path}")
+
+
+def _of_folder(path: Path, version: int | None) -> Source:
+    if (path / _JOB).is_file():
+        job = load(path / _JOB)
+        return _of_checkpoints(open_store(job, path), str(checkpoint_location(job, path)), version)
+    if not checkpoints_among(item.name for item in path.iterdir()):
+        raise ConfigError(f"{INIT_FROM}: expected the folder of a run (with a {_JOB}) or of checkpoints, got {path}")
+    return _of_checkpoints(open_place(path, None), str(path), version)
+
+
+def _of_checkpoints(store: CheckpointStore, location: str, version: int | None) -> Source:
+    checkpoint = store.load_newest(None, version)
+    if checkpoint is None:
+        raise ConfigError(f"{INIT_FROM}: no checkpoint in {location}: expected a run that has learned something")
+    where = f"{location}, version {checkpoint.version}"
+    if not checkpoint.layout.floats and checkpoint.tensors[_WEIGHTS].size:
+        raise CheckpointError(
+            f"{where}: this checkpoint is of an earlier release and does not name its tensors: export it (doll export "
+            f"RUN), and give the file to {INIT_FROM}"
+        )
+    try:
+        arrays = checkpoint.layout.tensors(checkpoint.tensors[_WEIGHTS])
+    except (KeyError, ValueError) as exc:
+        raise CheckpointError(f"{where}: its weights are not as its layout says: {exc}") from exc
+    arrays |= {match[1]: value for name, value in checkpoint.tensors.items() if (match := _TABLE.fullmatch(name))}
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    return _named(f"version {checkpoint.version} of {checkpoint.job}", tensors)
+
+
+def _of_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path)
+        return tensors
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as exc:
+        raise ConfigError(f"{INIT_FROM}: cannot read {path} as safetensors: {short(exc)}") from exc
+
+
+def _of_torch(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of what is refused anyway
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as exc:  # a malformed file may make torch raise anything
+        raise ConfigError(
+            f"{INIT_FROM}: cannot read {path} as a state_dict of torch (weights_only=True: tensors and nothing else): "
+            f"{short(exc)}"
+        ) from exc
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
+    ):
+        raise ConfigError(
+            f"{INIT_FROM}: {path}: expected a state_dict, names with tensors, got {type(content).__name__} of others: "
+            "save it with torch.save(model.state_dict(), ...)"
+        )
+    for name, tensor in content.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_complex():
+            raise ConfigError(
+                f"{INIT_FROM}: {path}: expected dense tensors of real numbers, got {name} as {tensor.dtype}"
+            )
+    return dict(content)
+
+
+def _named(name: str, tensors: Mapping[str, torch.Tensor]) -> Source:
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        tensor = tensors[key].detach().contiguous()
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return Source(f"{name} (sha256 {digest.hexdigest()[:16]})", tensors)

@@ -1,0 +1,57 @@
+"""What digits has learned stays: over a regrid to other batches and another policy, and as the begin of another job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from doll.monitor.state.csv_file import read_rows
+from killed_runs import doll, left
+
+pytestmark = pytest.mark.e2e
+
+
+def accuracies(run: Path) -> dict[int, float]:
+    """Held-out accuracy by version."""
+    return {int(row["version"]): float(row["accuracy"]) for row in read_rows(run / "evaluations.csv")}
+
+
+def test_digits_goes_on_from_what_it_has_learned(tmp_path: Path) -> None:
+    common = ("--parent-folder", tmp_path / "runs", "--json", "--set", "stop.accuracy=null")
+    done = doll("up", "digits", *common, "--set", "stop.updates=160")
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    before = accuracies(run)
+    reached = before[160]
+    assert reached > 0.8, "else this test would show little"
+    assert before[min(before)] < 0.4
+
+    # Another job begins with these weights.
+    warm = doll("up", "digits", *common, "--set", f"training.init_from={run}", "--set", "stop.updates=20")
+    assert warm.returncode == 0, warm.stderr
+    assert "version 160 of digits (sha256 " in warm.stderr
+    assert "6 tensors taken" in warm.stderr
+    (other,) = set((tmp_path / "runs").iterdir()) - {run}
+    first = accuracies(other)
+    assert min(first) < 10
+    assert first[min(first)] > reached - 0.05
+    assert json.loads((other / "init_from.json").read_text())["missing"] == []
+    refused = doll("resume", other, "--set", "training.init_from=elsewhere.pt")
+    assert refused.returncode == 2
+    assert "this run has begun and goes on with its own weights" in refused.stderr
+
+    # And the run itself goes on, with other batches, another policy and another optimizer.
+    regridded = doll(
+        "regrid", run, "--batch-size", "48", "--policy", "essp:staleness=3", "--set", "stop.samples=30000",
+        "--set", "training.optimizer={name: sgd, lr: 0.01}", "--json",
+    )  # fmt: skip
+    assert regridded.returncode == 0, regridded.stderr
+    report = json.loads(regridded.stdout)
+    assert report["audit"]["ok"], report["audit"]
+    assert report["audit"]["applied"] >= 30_000 > 160 * 128
+    later = {version: accuracy for version, accuracy in accuracies(run).items() if version > 160}
+    assert later[min(later)] > reached - 0.1
+    assert min(later.values()) > reached - 0.1
+    assert later[max(later)] >= reached - 0.03
+    assert left(run) == []

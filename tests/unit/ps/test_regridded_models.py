@@ -1,0 +1,134 @@
+"""`doll regrid` at the checkpoint store: the weights go on, the optimizer's state where it fits, replays are exact."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doll.config import JobConfig, parse
+from doll.errors import ConfigError, FencedError
+from doll.ps.checkpointing import decode_snapshot
+from doll.ps.event_log import replay
+from doll.ps.model.updater import ModelParts
+from doll.ps.regrid import regrid
+from doll.storage.checkpoints import Checkpoint
+from logged_runs import JOB, LoggedRun
+from memory_stores import MemoryCheckpointStore
+
+pytestmark = pytest.mark.slow  # loads torch
+
+POLICIES = ("{name: doll, group_size: 3}", "{name: asp}", "{name: bsp}", "{name: ssp}", "{name: essp, staleness: 3}")
+OPTIMIZERS = ("{name: sgd, lr: 0.1, momentum: 0.9}", "{name: adam}", "{name: sgd, lr: 0.05, momentum: 0.9}")
+
+
+def newest(store: MemoryCheckpointStore) -> Checkpoint:
+    checkpoint = store.load_newest(None)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def played(folder: Path, store: MemoryCheckpointStore, overrides: list[str], seed: int) -> JobConfig:
+    """One server of the present grid; its replay makes the same model, to the bit."""
+    run = LoggedRun(folder, store, *overrides, seed=seed)
+    run.play(9)
+    run.close()
+    replayed: dict[int, bytes] = {}
+
+    def note(version: int, parts: ModelParts) -> None:
+        replayed[version] = parts.updater.weights.tobytes()
+
+    ordered = {item.version: item for item in replay(run.config, run.path, on_update=note)}
+    assert {version: replayed[version] for version in run.weights} == run.weights
+    held = newest(store)
+    assert held.state == ordered[held.version].state
+    assert {name: value.tobytes() for name, value in held.tensors.items()} == {
+        name: value.tobytes() for name, value in ordered[held.version].tensors.items()
+    }
+    return run.config
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_model_of_each_grid_is_its_replay_and_the_next_begins_with_it(tmp_path: Path, seed: int) -> None:
+    rng, store = random.Random(seed), MemoryCheckpointStore("replayed", keep=100)
+    played(tmp_path, store, [], seed)
+    for _ in range(4):
+        overrides = [
+            f"data.batch_size={rng.choice((2, 8, 16))}", f"training.policy={rng.choice(POLICIES)}",
+            f"training.optimizer={rng.choice(OPTIMIZERS)}",
+        ]  # fmt: skip
+        before = newest(store)
+        config = parse(JOB, overrides)
+        result = regrid(config, store)
+        after = newest(store)
+        assert (after.version, after.term) == (before.version, result.term)
+        assert after.term > before.term
+        np.testing.assert_array_equal(after.tensors["weights"], before.tensors["weights"])
+        old, new = decode_snapshot(before), decode_snapshot(after)
+        ends = tuple(
+            origin + count * old.records_per_batch for origin, count in zip(old.origins, old.applied, strict=True)
+        )
+        assert (new.origins, new.applied) == (ends, (0,) * len(ends)) == (result.origins, new.applied)
+        assert (new.run_id, new.generation, new.samples_total) == (old.run_id, old.generation, old.samples_total)
+        assert [grid.ends for grid in new.earlier_grids][-1] == ends
+        played(tmp_path, store, overrides, rng.randrange(1000))
+        assert newest(store).version > after.version
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept", "said"),
+    [
+        (["data.batch_size=8"], True, "so is the state of the optimizer"),
+        (["training.policy={name: bsp}", "training.optimizer.lr=0.01"], True, "so is the state of the optimizer"),
+        (["training.optimizer={name: adam}"], False, "begins again (training.optimizer.name: expected sgd, got adam"),
+        (["training.policy={name: essp}"], False, "runs in the workers"),
+        (["training.policy={name: diloco}"], False, "begins again (workers push waves"),
+    ],
+)
+def test_the_optimizers_state_is_kept_where_it_fits(
+    tmp_path: Path, overrides: list[str], kept: bool, said: str
+) -> None:
+    store = MemoryCheckpointStore("replayed", keep=100)
+    played(tmp_path, store, [], 1)
+    before = newest(store)
+    assert said in regrid(parse(JOB, overrides), store).text()
+    after = newest(store)
+    states = [{name for name in item.tensors if name != "weights"} for item in (before, after)]
+    assert states == [states[0], states[0] if kept else set()]
+    for name in states[1]:
+        np.testing.assert_array_equal(after.tensors[name], before.tensors[name])
+
+
+def test_what_cannot_be_is_refused_and_leaves_the_grid_before(tmp_path: Path) -> None:
+    store = MemoryCheckpointStore("replayed", keep=100)
+    with pytest.raises(ConfigError, match="no checkpoint of job replayed"):
+        regrid(parse(JOB, ["data.batch_size=8"]), store)
+    played(tmp_path, store, [], 1)
+    before, claimed = store.versions(), store.newest_term()
+    for overrides, words in (
+        ([], "got the same"),
+        (["task.args.hidden=[9]", "data.batch_size=8"], r"cannot change this: parameters: .*task.args.hidden"),
+        (["data.samples_per_record=2"], r"data.samples_per_record: expected 1, got 2"),
+        (["data.partitions=4"], r"data.partitions: expected 3, got 4"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            regrid(parse(JOB, overrides), store)
+    assert (store.versions(), store.newest_term()) == (before, claimed), "nothing was claimed"
+
+
+def test_of_a_regrid_and_a_server_that_starts_meanwhile_one_goes_on(tmp_path: Path) -> None:
+    store = MemoryCheckpointStore("replayed", keep=100)
+    played(tmp_path, store, [], 1)
+    before = store.versions()
+    claim = store.claim_term
+
+    def claimed_twice(above: int = 0) -> int:
+        term = claim(above)
+        claim()  # a standby takes over
+        return term
+
+    store.claim_term = claimed_twice  # type: ignore[method-assign]
+    with pytest.raises(FencedError):
+        regrid(parse(JOB, ["data.batch_size=8"]), store)
+    assert store.versions() == before

@@ -1,0 +1,225 @@
+"""`training.init_from`: what of a run or a file a new job begins with, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from doll.config import JobConfig, dump, load, parse
+from doll.errors import CheckpointError, ConfigError
+from doll.model.flat_model import FlatModel, build, fingerprint
+from doll.ps.checkpointing import decode_snapshot, encode_snapshot
+from doll.ps.engine.assignment import first_snapshot
+from doll.ps.model.updater import make_parts
+from doll.ps.start import Start, engine_settings
+from doll.ps.warm_start import begun_with, matched
+from doll.storage.checkpoints import Checkpoint, decode_checkpoint
+from doll.storage.file_checkpoints import FileCheckpointStore
+from doll.task.base import load_task
+from paths import SUPPORT
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.slow  # loads torch
+
+JOB = f"""
+job: parts
+task: {{class: "{SUPPORT / "parts_task.py"}:Parts"}}
+data: {{workers: 2, batch_size: 4}}
+training: {{optimizer: {{name: adam}}}}
+"""
+NAMES = {"bag.weight", "body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias", "trunk.bias"} | {
+    f"body.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+}
+
+
+def model_of(config: JobConfig) -> FlatModel:
+    return build(config, load_task(config))
+
+
+def begun(config: JobConfig) -> tuple[dict[str, torch.Tensor], Any]:
+    """What the job begins with, by name: its parameters and buffers, and the rows of its table; and the report."""
+    model = model_of(config)
+    given = matched(config, model)
+    assert given is not None
+    given.load_into(model)
+    tensors = {name: tensor.detach().clone() for name, tensor in model.module.state_dict().items()}
+    assert model.tables is not None
+    tensors["bag.weight"] = torch.from_numpy(model.tables.take_initial()["bag.weight"])
+    return tensors, given.report
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run, with versions 3 and 7, whose every number is its version and more."""
+    config = parse(JOB, ["job=old", "seed=9"])
+    folder = tmp_path / "runs" / "old"
+    store = FileCheckpointStore(folder / "checkpoints", "old")
+    term = store.claim_term()
+    for version in (3, 7):
+        model = model_of(config)
+        assert model.tables is not None
+        with torch.no_grad():
+            for name, tensor in (*model.module.named_parameters(), *model.module.named_buffers()):
+                if tensor.requires_grad or name.startswith("body.1"):
+                    tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + version)
+        model.tables.initial_rows("bag.weight")[:] = np.arange(30).reshape(10, 3) + version
+        mark = fingerprint(config, model)
+        state = first_snapshot(
+            engine_settings(config), (0, 0), policy="doll", generation=0, samples_id="", run_id=""
+        )  # fmt: skip
+        layout, parts = model.layout, make_parts(config.training, model)
+        store.save(
+            Checkpoint(
+                job="old", fingerprint=mark, term=term, version=version, state=encode_snapshot(state),
+                tensors=parts.tensors(), layout=layout,
+            )
+        )  # fmt: skip
+    (folder / "job.yaml").write_text(dump(config))
+    return folder
+
+
+def job(tmp_path: Path, source: object, *overrides: str) -> JobConfig:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return load(path, [f"training.init_from={source}", *overrides])
+
+
+@pytest.mark.parametrize(("named", "version"), [("runs/old", 7), ("runs/old@3", 3), ("runs/old/checkpoints@7", 7)])
+def test_a_job_begins_with_a_version_of_a_run(tmp_path: Path, run: Path, named: str, version: int) -> None:
+    tensors, report = begun(job(tmp_path, named))
+    assert set(report.taken) == NAMES
+    assert (report.missing, report.unknown, report.other_shape, report.rows, report.frozen) == ((), (), (), (), ())
+    for name in NAMES:
+        tensor = tensors[name]
+        assert torch.equal(tensor, (torch.arange(tensor.numel()).view(tensor.shape) + version).to(tensor.dtype)), name
+    assert report.num_values == sum(tensors[name].numel() for name in NAMES)
+    assert report.source.startswith(f"version {version} of old (sha256 ")
+    assert f"{len(NAMES)} tensors taken" in report.text()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_what_does_not_match_is_reported_and_stays_as_the_task_draws_it(tmp_path: Path, suffix: str) -> None:
+    state = {
+        "encoder.0.weight": torch.ones(4, 3, dtype=torch.bfloat16), "encoder.0.bias": torch.ones(5),
+        "bag.weight": torch.ones(6, 3), "trunk.weight": torch.zeros(2, 4), "head": torch.ones(1),
+    }  # fmt: skip
+    path = tmp_path / f"given{suffix}"
+    if suffix == ".pt":
+        torch.save({"state_dict": state, "epoch": 3}, path)
+    else:
+        save_file(state, path)
+    config = job(tmp_path, f"{{from: {path.name}, rename: {{'^encoder\\.': body.}}}}")
+    own = model_of(config).module.state_dict()
+    tensors, report = begun(config)
+    assert set(report.taken) == {"body.0.weight", "bag.weight"}
+    assert tensors["body.0.weight"].eq(1).all()
+    assert tensors["body.0.weight"].dtype == torch.float32
+    assert torch.equal(tensors["body.0.bias"], own["body.0.bias"])
+    assert report.unknown == ("head",)
+    assert report.other_shape == ("body.0.bias: (5,) in the file, (4,) in the model",)
+    assert "trunk.bias" in report.missing
+    assert report.rows == ("bag.weight: 6 rows of 6, 10 in the model, the others as the task draws them",)
+    assert tensors["bag.weight"][:6].eq(1).all()
+    assert not tensors["bag.weight"][6:].eq(1).any()
+    assert report.frozen == ("trunk.weight",), "each process makes its own, and it is another one"
+    assert tensors["trunk.weight"].eq(1).all()
+    for words in ("not in the model: head", "6 rows of 6, 10 in the model", "build_model() makes them"):
+        assert words in report.text()
+    with pytest.raises(ConfigError, match=r"init_from\.strict.*not in the model: head"):
+        begun(job(tmp_path, f"{{from: {path.name}, strict: true, rename: {{'^encoder\\.': body.}}}}"))
+
+
+def test_a_table_of_fewer_rows_takes_the_first_ones(tmp_path: Path, run: Path) -> None:
+    tensors, report = begun(job(tmp_path, run, "task.args.rows=4"))
+    assert report.rows == ("bag.weight: 4 rows of 10, 4 in the model, the file's others left out",)
+    assert torch.equal(tensors["bag.weight"], torch.arange(12.0).view(4, 3) + 7)
+
+
+class Evil:
+    """What a pickle may hold: a call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_bad_sources_are_refused_with_the_reason(tmp_path: Path, run: Path) -> None:
+    save_file({"other": torch.ones(3)}, tmp_path / "other.safetensors")
+    save_file({"trunk.weight": torch.ones(2, 4)}, tmp_path / "frozen.safetensors")
+    save_file({"trunk.bias": torch.tensor([1.0, float("nan")])}, tmp_path / "nan.safetensors")
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "two.safetensors")
+    (tmp_path / "torn.safetensors").write_bytes(b"\xff" * 40)
+    (tmp_path / "torn.pt").write_bytes(b"PK\x03\x04 torn")
+    (tmp_path / "text.md").write_text("weights")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps({"trunk.bias": Evil(tmp_path / "made")}))
+    torch.save(Evil(tmp_path / "made"), tmp_path / "object.pt")
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
+    torch.save({"trunk.bias": torch.ones(2).to_sparse()}, tmp_path / "sparse.pt")
+    for source, error, words in (
+        ("other.safetensors", ConfigError, r"names and shapes of the model's trainable parameters .*got other"),
+        ("frozen.safetensors", ConfigError, r"frozen parameters are loaded by build_model"),
+        ("nan.safetensors", ConfigError, "expected finite numbers, got others in trunk.bias"),
+        ("{from: two.safetensors, rename: {'a|b': c}}", ConfigError, "got c for several tensors"),
+        ("{from: two.safetensors, rename: {'a': '\\9'}}", ConfigError, "invalid group reference"),
+        ("torn.safetensors", ConfigError, "cannot read .* as safetensors"),
+        ("torn.pt", ConfigError, "cannot read .* as a state_dict of torch"),
+        ("evil.pt", ConfigError, "weights_only=True: tensors and nothing else"),
+        ("object.pt", ConfigError, "weights_only=True: tensors and nothing else"),
+        ("list.pt", ConfigError, "expected a state_dict, names with tensors, got list"),
+        ("sparse.pt", ConfigError, "expected dense tensors"),
+        ("text.md", ConfigError, "expected a file that ends in .safetensors, .pt"),
+        ("empty", ConfigError, "expected the folder of a run .* or of checkpoints"),
+        ("runs/young", ConfigError, "got runs/young, and it does not exist"),
+        ("other.safetensors@3", ConfigError, "expected a version of a run folder"),
+        ("runs/old@4", CheckpointError, r"expected a version that is kept \(3, 7\), got 4"),
+    ):
+        with pytest.raises(error, match=words):
+            begun(job(tmp_path, source))
+    assert not (tmp_path / "made").exists(), "no code of a file was run"
+    for wrong, words in (
+        ("''", "expected a run folder or a file"),
+        ("{from: a, rename: {'(': b}}", "regular expression"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse(JOB, [f"training.init_from={wrong}"])
+
+
+def test_a_checkpoint_of_an_earlier_release_is_to_be_exported(tmp_path: Path, run: Path) -> None:
+    store = FileCheckpointStore(run / "checkpoints", "old")
+    held = store.load_newest(None)
+    assert held is not None
+    for file in (run / "checkpoints").glob("*.doll"):
+        file.unlink()
+    store.save(Checkpoint(job="old", fingerprint="", term=held.term, version=8, state=b"", tensors=held.tensors))
+    with pytest.raises(CheckpointError, match=r"earlier release .*doll export RUN"):
+        begun(job(tmp_path, run))
+
+
+def test_the_first_version_has_the_weights_and_says_whose_they_are(tmp_path: Path, run: Path) -> None:
+    config = job(tmp_path, run)
+    model = model_of(config)
+    given = matched(config, model)
+    assert given is not None
+    given.load_into(model)
+    weights = model.flat.numpy().copy()
+    mark = fingerprint(config, model)
+    start = begun_with(
+        config, Start(1, 2.0, (5, 6), generation=0, samples_id="s", run_id="r"),
+        make_parts(config.training, model).tensors(), mark, given.report.source,
+    )  # fmt: skip
+    checkpoint = decode_checkpoint(start.checkpoint)
+    snapshot = decode_snapshot(checkpoint)
+    assert (snapshot.version, snapshot.origins, snapshot.run_id) == (0, (5, 6), "r")
+    assert snapshot.init_from == given.report.source
+    np.testing.assert_array_equal(checkpoint.tensors["weights"], weights)
+    # A job goes on from its own checkpoints, so its file may change.
+    assert "init_from" not in mark
+    assert fingerprint(parse(JOB), model_of(parse(JOB))) == mark
