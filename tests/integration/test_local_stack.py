@@ -164,8 +164,9 @@ def test_a_killed_broker_comes_back_at_its_address_with_its_records(
     config = job(name=job_name, workers=2)
     topics.ensure(config, services)
     sent = [b"a" * 100, b"b" * 5_000_000, b"c"]
-    producer_limit = {"message_max_bytes": 10_000_000}
-    producer = Producer(kafka_settings(config, services, acks="all", **producer_limit))
+    # Idempotent: without it a record that is sent again on a busy machine comes behind the next ones.
+    settings = {"message_max_bytes": 10_000_000, "enable_idempotence": True}
+    producer = Producer(kafka_settings(config, services, acks="all", **settings))
     for value in sent:
         producer.produce(config.topic("samples"), value, partition=0)
     assert producer.flush(WAIT_TIMEOUT_S) == 0
