@@ -11,10 +11,13 @@ import pytest
 from doll.consumers.tables.row_cache import OpLog, RowCache
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import ConfigError
+from doll.evaluation.stored_weights import StoredWeights
+from doll.model.flat_model import build
 from doll.ps.model.local_host import LocalModelHost
-from doll.ps.tables.bounded_table import BoundedTable
+from doll.ps.tables.bounded_table import BoundedTable, stored_bounded_rows
 from doll.records.control import Grant
 from doll.tables.rows import Floats, Ids, Rows
+from doll.task.base import load_task
 from paths import SUPPORT
 from threadless_jobs import BATCHES, WORKERS, Job
 
@@ -278,3 +281,18 @@ def test_a_bounded_table_is_refused_where_it_does_not_fit(policy: str, training:
         bounded_job(policy, 0, training)
     with pytest.raises(ConfigError, match=r"expected no max_rows for table '0.weight'"):
         job("{name: bsp}", 0, BOUNDED, sparse=True)
+
+
+def test_the_evaluator_reads_of_a_checkpoint_what_the_server_has() -> None:
+    """Also of ids that have no row, on both sides of those that have one."""
+    done = bounded_job(POLICIES["doll"], 4, ids=60)
+    tensors = done.host.tensors()
+    bounded = {NAME: stored_bounded_rows(tensors, NAME, 3)}
+    model = build(done.config, load_task(done.config), with_rows=False)
+    StoredWeights(1, done.weights, 1, "", {}, bounded).load_into(model)
+    assert model.tables is not None
+    assert done.host._tables is not None
+    everything = np.arange(60)
+    assert 0 < len(bounded[NAME].ids) < 60
+    rows_of_server = done.host._tables.bounded[NAME].read(everything).values
+    assert model.tables.look_up(NAME, everything).tobytes() == rows_of_server.tobytes()
