@@ -41,6 +41,7 @@ def profile(
     from doll.pipeline.profiling.layers import check_cut, layers_of
     from doll.pipeline.profiling.profiler import profile_layers, sample_batch
     from doll.task.base import load_task
+    from doll.task.passes import inputs_of
 
     config = job.target().config
     torch.set_num_threads(config.worker.torch_threads)
@@ -48,7 +49,7 @@ def profile(
     module = build(config, task, with_rows=False).module
     layers = layers_of(task, module)
     batch = sample_batch(task, module, config.data.batch_size, np.random.default_rng(config.seed))
-    check_cut(task, module, layers, torch.from_numpy(np.ascontiguousarray(batch.x)))
+    check_cut(task, module, layers, inputs_of(task, batch))
     with progress_bar("layers", len(layers)) as advance:
         measured = profile_layers(
             task, layers, batch, model=config.task.cls, device=device, repeats=repeats,

@@ -281,7 +281,7 @@ class _WorkerProcess:
             computer=self._computer,
             compressor=Compressor(scope, sparse_below), blobs=blobs, dead_letters=dead_letters,
             departure=self._departure, task_log=TaskLog(self._run_folder / "pipeline" / f"worker-{self._worker}.jsonl"),
-            check=partial(check_with_samples, self._task, model.module, stages.parts), scope=scope,
+            check=partial(check_with_samples, self._task, model.module, stages.parts), task=self._task, scope=scope,
         )  # fmt: skip
 
     def _thread_engine(

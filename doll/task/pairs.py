@@ -16,7 +16,7 @@ from doll.task import trees
 from doll.task.base import Sample, Samples, Task
 from doll.task.forms import NO_GROUP, group_of, weight_of
 from doll.task.records import Records
-from doll.task.trees import objects
+from doll.task.trees import from_plain, objects
 
 KINDS: Final = "biuf"  # of numpy's types: boolean, integer, unsigned, floating
 
@@ -45,7 +45,7 @@ class _Pair(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Trees(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """x and y in `_node`'s form, whose numbers are places in `arrays`."""
+    """x and y as `doll.task.trees.plain_of` has them, whose numbers are places in `arrays`."""
 
     arrays: list[_Array]
     x: Any
@@ -78,9 +78,9 @@ def encode(x: Any, y: Any, weight: float = 1.0, group: int | str | None = None) 
     names = [*trees.names("x", x_structure), *trees.names("y", y_structure)]
     arrays = [_of(leaf, name) for leaf, name in zip((*xs, *ys), names, strict=True)]
     places = range(len(arrays))
-    x_node = _node(trees.tree_of(x_structure, places[: len(xs)]), "x")
-    y_node = _node(trees.tree_of(y_structure, places[len(xs) :]), "y")
-    return _encoder.encode(_Trees(arrays, x_node, y_node, weight_of(weight), group))
+    x_plain = trees.plain_of(trees.tree_of(x_structure, places[: len(xs)]))
+    y_plain = trees.plain_of(trees.tree_of(y_structure, places[len(xs) :]))
+    return _encoder.encode(_Trees(arrays, x_plain, y_plain, weight_of(weight), group))
 
 
 def _of(value: Any, name: str) -> _Array:
@@ -90,34 +90,6 @@ def _of(value: Any, name: str) -> _Array:
     if array.dtype.kind not in KINDS:
         raise TypeError(f"{name}: expected numbers, got {array.dtype} ({type(value).__name__})")
     return _Array(array.dtype.str, array.shape, array.tobytes())
-
-
-def _node(tree: Any, name: str) -> Any:
-    """A tree whose leaves are numbers: a dict as a map, a tuple and a list as an array behind its kind."""
-    if isinstance(tree, dict):
-        if not all(isinstance(key, str) for key in tree):
-            raise TypeError(f"{name}: expected texts as the keys of dicts, got {list(tree)!r:.100}")
-        return {key: _node(item, name) for key, item in tree.items()}
-    if isinstance(tree, tuple | list):
-        return ["list" if isinstance(tree, list) else "tuple", *(_node(item, name) for item in tree)]
-    return tree
-
-
-def _tree(node: Any, leaves: Sequence[Any]) -> Any:
-    """
-    Raises:
-        SampleError: `_node` did not make it of a tree of so many leaves.
-    """
-    match node:
-        case dict():
-            return {key: _tree(item, leaves) for key, item in node.items()}
-        case ["list", *items]:
-            return [_tree(item, leaves) for item in items]
-        case ["tuple", *items]:
-            return tuple(_tree(item, leaves) for item in items)
-        case int() if 0 <= node < len(leaves):
-            return leaves[node]
-    raise SampleError(f"expected a tree of {len(leaves)} arrays, got {node!r:.100}")
 
 
 def decode(record: bytes) -> Sample:
@@ -132,7 +104,7 @@ def decode(record: bytes) -> Sample:
             return Sample(pair.x.array(), pair.y.array())
         made = _tree_decoder.decode(record)
         arrays = [array.array() for array in made.arrays]
-        return Sample(_tree(made.x, arrays), _tree(made.y, arrays), made.weight, made.group)
+        return Sample(from_plain(made.x, arrays), from_plain(made.y, arrays), made.weight, made.group)
     except (msgspec.MsgspecError, RecursionError) as exc:
         raise SampleError(f"expected a sample of arrays: {exc}") from exc
 
@@ -161,7 +133,10 @@ def _decode_trees(made: Sequence[_Trees], is_ragged: bool) -> Samples | None:
         return None
     groups = None if all(item.group is None for item in made) else np.array([_group(item.group) for item in made])
     return Samples(
-        _tree(first.x, columns), _tree(first.y, columns), weight=np.array([item.weight for item in made]), group=groups
+        from_plain(first.x, columns),
+        from_plain(first.y, columns),
+        weight=np.array([item.weight for item in made]),
+        group=groups,
     )
 
 

@@ -42,7 +42,8 @@ class Inputs(NamedTuple):
         """The same with `move` of each tensor, such as to a device."""
         weight = None if self.weight is None else move(self.weight)
         group = None if self.group is None else move(self.group)
-        return self._replace(x=trees.mapped(move, self.x), y=trees.mapped(move, self.y), weight=weight, group=group)
+        y = None if self.y is None else trees.mapped(move, self.y)
+        return self._replace(x=trees.mapped(move, self.x), y=y, weight=weight, group=group)
 
 
 def inputs_of(task: Task, batch: SampleBatch) -> Inputs:
@@ -51,16 +52,21 @@ def inputs_of(task: Task, batch: SampleBatch) -> Inputs:
     Raises:
         Exception: as `Task.collate` raises it.
     """
-    x, y = batch.x, batch.y
-    if isinstance(x, Ragged):
-        x, y = _collated(task, batch)
+    x, y = collated(task, batch)
     weight, group = (None if part is None else torch.from_numpy(part) for part in (batch.weight, batch.group))
     return Inputs(
         trees.mapped(_tensor, x), trees.mapped(_tensor, y), weight, group, batch.num_samples, batch.total_weight
     )
 
 
-def _collated(task: Task, batch: SampleBatch) -> tuple[Any, Any]:
+def collated(task: Task, batch: SampleBatch) -> tuple[Any, Any]:
+    """x and y of a batch as trees of arrays.
+
+    Raises:
+        Exception: as `Task.collate` raises it.
+    """
+    if not isinstance(batch.x, Ragged):
+        return batch.x, batch.y
     weights = [1.0] * batch.num_samples if batch.weight is None else batch.weight.tolist()
     groups = [None] * batch.num_samples if batch.group is None else batch.group.tolist()
     x, y = task.collate(list(map(Sample, batch.x, batch.y, weights, groups)))

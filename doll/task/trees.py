@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import optree
 
+from doll.errors import SampleError
+
 Tree: TypeAlias = Any
 Array: TypeAlias = npt.NDArray[Any]
 Structure: TypeAlias = optree.PyTreeSpec
@@ -81,6 +83,49 @@ def names(root: str, structure: Structure | None) -> list[str]:
 
 def _index(key: Any) -> str:
     return f'["{key}"]' if isinstance(key, str) else f"[{key!r}]"
+
+
+# --- structures in records --------------------------------------------------------------------------------------------
+
+
+def plain_of(tree: Tree) -> Any:
+    """A tree whose leaves are numbers, as MessagePack and JSON have it: a dict as it is, a tuple or list as a list
+    behind its kind. Named tuples become tuples.
+
+    Raises:
+        TypeError: a key of a dict is no text.
+    """
+    if isinstance(tree, dict):
+        if not all(isinstance(key, str) for key in tree):
+            raise TypeError(f"expected texts as the keys of dicts, got {list(tree)!r:.100}")
+        return {key: plain_of(item) for key, item in tree.items()}
+    if isinstance(tree, tuple | list):
+        return ["list" if isinstance(tree, list) else "tuple", *map(plain_of, tree)]
+    return tree
+
+
+def from_plain(plain: Any, leaves: Sequence[Any]) -> Tree:
+    """The tree that `plain_of` has made plain, with these leaves at its numbers.
+
+    Raises:
+        SampleError: `plain_of` did not make it of a tree of so many leaves.
+    """
+    match plain:
+        case dict():
+            return {key: from_plain(item, leaves) for key, item in plain.items()}
+        case ["list", *items]:
+            return [from_plain(item, leaves) for item in items]
+        case ["tuple", *items]:
+            return tuple(from_plain(item, leaves) for item in items)
+        case int() if 0 <= plain < len(leaves):
+            return leaves[plain]
+    raise SampleError(f"expected a tree of {len(leaves)} arrays, got {plain!r:.100}")
+
+
+def numbered(tree: Tree, begin: int = 0) -> tuple[list[Any], Any]:
+    """The leaves of a tree, and its plain form with their places, counted from `begin`."""
+    leaves, structure = flat(tree)
+    return leaves, plain_of(tree_of(structure, range(begin, begin + len(leaves))))
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

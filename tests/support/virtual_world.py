@@ -367,7 +367,7 @@ class World:
         flight.scale = scale
         if not is_void and not self.core.is_void(flight.batch):
             self.committed.append(flight)
-        self.do(self.core.completed(flight.batch, scale=scale, num_samples=8 if scale else 0, is_void=is_void))
+        self.do(self.core.completed(flight.batch, scale=scale, weight=8.0 if scale else 0.0, is_void=is_void))
 
     def inspect_if_due(self) -> None:
         if self.suspect is None or self.is_showing or self.core.is_storing:

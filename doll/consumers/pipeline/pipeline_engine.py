@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -40,6 +41,7 @@ from doll.pipeline.runtime.messages import (
     Failed,
     Forward,
     Leaving,
+    Payload,
     Settle,
     Stored,
     decode,
@@ -61,9 +63,11 @@ from doll.pipeline.runtime.virtual_worker import (
 from doll.process.fault_points import fault_point
 from doll.process.platform import WakeUp
 from doll.records.control import Grant, NewVersion
+from doll.records.refusals import MAX_REASON_CHARS
 from doll.storage.blobs import Blobs, gradient_key
 from doll.storage.contributions import Compressor
-from doll.task import trees
+from doll.task import passes, trees
+from doll.task.base import Task
 from doll.task.batches import SampleBatch
 from doll.telemetry import get_logger
 
@@ -94,9 +98,8 @@ class Flight:
 def gradient_of(message: Backward) -> Gradient:
     """What is known of the gradient that is at the stages."""
     return Gradient(
-        torch.from_numpy(NO_VALUES), message.loss_sum, dict(message.metric_sums), float(message.num_samples),
-        math.sqrt(message.squares),
-        math.sqrt(message.buffer_squares),
+        torch.from_numpy(NO_VALUES), message.loss_sum, dict(message.metric_sums), message.weight,
+        math.sqrt(message.squares), math.sqrt(message.buffer_squares),
     )  # fmt: skip
 
 
@@ -118,7 +121,7 @@ class PipelineGradientEngine:
     def __init__(
         self, config: JobConfig, stages: StageProcesses, *, guard: Guard, computer: GradientComputer,
         compressor: Compressor, blobs: Blobs, dead_letters: DeadLetters, departure: Departure, task_log: TaskLog,
-        check: Callable[..., None], clock: Callable[[], float] = time.monotonic, scope: str = "",
+        check: Callable[..., None], task: Task, clock: Callable[[], float] = time.monotonic, scope: str = "",
     ) -> None:  # fmt: skip
         """Args:
         guard: of `computer`, which has the undivided model: a batch that is not as usual is inspected with it.
@@ -136,6 +139,7 @@ class PipelineGradientEngine:
         self._stage_timeout_s = pipeline.stage_timeout_s
         self._stages = stages
         self._pulled, self._pushed = stages.shared.pulled.mapped(), stages.shared.pushed.mapped()
+        self._task = task
         self._guard = guard
         self._computer = computer
         self._compressor = compressor
@@ -173,12 +177,13 @@ class PipelineGradientEngine:
         samples = SampleBatch(NO_VALUES, NO_VALUES)
         if batch.num_samples:
             samples = batch.data.samples
-            samples = samples._replace(x=trees.mapped(for_link, samples.x), y=trees.mapped(for_link, samples.y))
+        # Without any weight it adds nothing, as without a usable sample.
+        num_samples = batch.num_samples if samples.total_weight else 0
         flight = Flight(grant, batch, goes_on, future, samples)
 
         def submit() -> None:
             submitted = Submitted(
-                batch.number, grant.term, grant.min_version, batch.num_samples, flight
+                batch.number, grant.term, grant.min_version, num_samples, flight
             )  # fmt: skip
             self._flights.setdefault(batch.number, deque()).append(flight)
             weights = Weights(grant.term, grant.version, grant.key, grant.included)
@@ -348,11 +353,26 @@ class PipelineGradientEngine:
                     self._resolve(submitted.token, None)
 
     def _send(self, message: Forward, flight: Flight) -> None:
-        x, y, weight, group = flight.samples
-        if trees.is_container(x) or trees.is_container(y) or weight is not None or group is not None:
-            raise TaskError("a pipeline takes samples of one array in x and one in y, without weights and groups, yet")
         self._in_stages.append(flight)
-        self._send_down(message, [x, y])
+        self._send_samples(message, flight)
+
+    def _send_samples(self, message: Forward, flight: Flight) -> None:
+        """Send a minibatch down the chain; where the task cannot put it together, it comes back with this problem."""
+        try:
+            x, y = passes.collated(self._task, flight.samples)
+        except Exception as exc:  # the user's collate may raise anything
+            problem = f"{type(exc).__name__}: {exc}"[:MAX_REASON_CHARS]
+            # What came with the minibatch goes on without it.
+            rest = Settle(commits=message.commits, version=message.version, included=message.included)
+            self._send_down(rest, [])
+            self._returned.append(
+                Backward(batch=message.batch, slot=message.slot, num_samples=message.num_samples, problem=problem)
+            )
+            self._call(self._judge_returned)
+            return
+        payload = Payload(trees.mapped(for_link, x), trees.mapped(for_link, y), *flight.samples[2:])
+        header, arrays = payload.behind(msgspec.structs.replace(message, weight=flight.samples.total_weight))
+        self._send_down(header, arrays)
 
     def _send_down(self, message: Forward | Settle, arrays: Sequence[npt.NDArray[Any]]) -> None:
         try:
@@ -394,7 +414,7 @@ class PipelineGradientEngine:
         self._do(self._core.pushed(until))
 
     def _answer(self, flight: Flight, version: int, wave: int | None, holds: tuple[tuple[int, int], ...]) -> None:
-        computed = flight.computed or usable_samples(flight.batch)  # of which there are none
+        computed = flight.computed or replace(usable_samples(flight.batch), weight=0.0)  # there are none to compute
         is_kept = (flight.batch.number + 1) % self._wave != 0
         key = "" if wave is None else self._keys.pop(wave, "")
         self._resolve(flight, GradientDone(key, version, (computed,), is_kept=is_kept, holds=holds))
@@ -424,9 +444,8 @@ class PipelineGradientEngine:
     def _judge(self, flight: Flight, message: Backward) -> None:
         batch = flight.batch
         if not flight.goes_on(batch.number, flight.grant.grant_ids[0]) and not self._departure():
-            self._complete(flight, 0.0, 0, is_void=True)
+            self._complete(flight, 0.0, 0.0, is_void=True)
             return
-        n = message.num_samples
         gradient = gradient_of(message)
         problem = message.problem or gradient.problem()
         if flight.bad is None and (problem or self._guard.is_unusual(gradient)):
@@ -437,36 +456,38 @@ class PipelineGradientEngine:
             raise TaskError(f"batch {batch.number}: {problem}, and on the undivided model there is no such problem")
         if flight.bad is None:
             self._guard.learned(gradient, flight.samples)
-        self._accept(flight, gradient, n)
+        self._accept(flight, gradient)
 
-    def _accept(self, flight: Flight, gradient: Gradient, n: int) -> None:
+    def _accept(self, flight: Flight, gradient: Gradient) -> None:
         if self._check is not None:
             self._computer.load(self._pulled)
-            self._check(flight.samples.few(_FEW_SAMPLES).x, batch=flight.batch.number)
+            self._check(flight.samples.few(_FEW_SAMPLES), batch=flight.batch.number)
             self._check = None
-        scale = 1.0 if self._takes_sum else 1.0 / n
+        scale = 1.0 if self._takes_sum else 1.0 / gradient.weight
         if (norm := scale * gradient.norm) > self._clip_norm:
             scale *= self._clip_norm / norm
-        flight.computed = self._computed(flight, gradient.loss_sum, gradient.metric_sums, n)
-        self._complete(flight, scale, n)
+        flight.computed = self._computed(flight, gradient)
+        self._complete(flight, scale, gradient.weight)
 
-    def _computed(
-        self, flight: Flight, loss_sum: float, metric_sums: dict[str, float], num_samples: int
-    ) -> ComputedBatch:
+    def _computed(self, flight: Flight, gradient: Gradient | None) -> ComputedBatch:
         batch = flight.batch
-        usable = replace(usable_samples(batch), num_samples=num_samples)
+        usable = usable_samples(batch)
         if flight.bad:
             usable = self._dead_letters.refuse_samples(batch, flight.bad)
         now = self._clock()
         compute_s = now - max(flight.started_s, self._completed_s)  # batches overlap: what it has added
         self._completed_s = now
         version = self._core.version_of(batch.number)
-        computed = replace(usable, compute_s=compute_s, version=version, usual=self._guard.usual)
-        return replace(computed, loss_sum=loss_sum, metric_sums=metric_sums)
+        usable = replace(usable, compute_s=compute_s, version=version, usual=self._guard.usual)
+        if gradient is None:
+            return replace(usable, weight=0.0)
+        return replace(
+            usable, loss_sum=gradient.loss_sum, metric_sums=gradient.metric_sums, weight=gradient.weight
+        )  # fmt: skip
 
-    def _complete(self, flight: Flight, scale: float, num_samples: int, *, is_void: bool = False) -> None:
+    def _complete(self, flight: Flight, scale: float, weight: float, *, is_void: bool = False) -> None:
         number = flight.batch.number
-        self._do(self._core.completed(number, scale=scale, num_samples=num_samples, is_void=is_void))
+        self._do(self._core.completed(number, scale=scale, weight=weight, is_void=is_void))
 
     # --- inspection ---------------------------------------------------------------------------------------------------
 
@@ -483,22 +504,22 @@ class PipelineGradientEngine:
         number = flight.batch.number
         self._suspect, self._is_inspecting = None, False
         if self._core.is_void(number):
-            self._complete(flight, 0.0, 0, is_void=True)
+            self._complete(flight, 0.0, 0.0, is_void=True)
             self._go_on()
             return
         gradient, bad = self._guard.compute(*flight.samples, batch=number)
         flight.bad = bad
         seen = gradient_of(message)
-        if gradient is None:
-            flight.computed = self._computed(flight, 0.0, {}, 0)
-            self._complete(flight, 0.0, 0)
+        if gradient is None or not gradient.weight:
+            flight.computed = self._computed(flight, gradient)
+            self._complete(flight, 0.0, 0.0)
         elif bad or message.problem or seen.problem():
             left = [at for at in range(flight.samples.num_samples) if at not in bad]
             flight.samples = flight.samples.of(left)
             self._in_stages.appendleft(flight)
-            self._send_down(self._core.again(number, len(left)), [flight.samples.x, flight.samples.y])
+            self._send_samples(self._core.again(number, len(left)), flight)
         else:
-            self._accept(flight, seen, message.num_samples)
+            self._accept(flight, seen)
         self._go_on()
 
     def _go_on(self) -> None:

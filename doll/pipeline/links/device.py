@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from doll.errors import ConfigError
-from doll.pipeline.links.frames import BFLOAT16, MAX_DIMENSIONS
+from doll.pipeline.links.frames import BFLOAT16, MAX_CROSSING, MAX_DIMENSIONS
+from doll.task import trees
 
 CROSSING_TYPES: Final = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int64,
@@ -89,7 +91,19 @@ def _tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def crossing_problem(output: Any) -> str:
-    """Why `output` cannot be sent from one stage to the next; "" where it can."""
+    """Why `output` cannot be sent from one stage to the next; "" where it can: a tensor, or dicts, tuples and lists of
+    tensors."""
+    leaves, _ = trees.flat(output)
+    if len(leaves) > MAX_CROSSING:
+        return f"returns {len(leaves)} tensors, expected at most {MAX_CROSSING}"
+    try:
+        trees.numbered(output)
+    except TypeError as exc:
+        return f"returns a dict: {exc}"
+    return next((problem for leaf in leaves if (problem := _problem(leaf))), "" if leaves else "returns no tensor")
+
+
+def _problem(output: Any) -> str:
     if not isinstance(output, torch.Tensor):
         return f"returns {type(output).__name__}, expected one tensor"
     if output.layout is not torch.strided:
@@ -130,32 +144,36 @@ def as_received(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Root(torch.autograd.Function):
-    """One number behind `output`. Its gradient is not used: the one in `gradient` is passed on.
+    """One number behind `outputs`. Its gradient is not used: those in `gradients` are passed on.
 
     What `torch.autograd.graph.get_gradient_edge` is for; `backward` of torch 2.6 takes no edges.
     """
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, gradient: list[torch.Tensor]) -> torch.Tensor:
-        ctx.gradient = gradient
-        return torch.zeros((), device=output.device)  # of a real type, whatever `output` is
+    def forward(ctx: Any, gradients: list[torch.Tensor | None], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device=outputs[0].device)  # of a real type, whatever `outputs` are
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.gradient.pop(), None
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *gradients
 
 
 class Sent:
-    """How to differentiate an output that the next stage has, without keeping its memory here."""
+    """How to differentiate outputs that the next stage has, without keeping their memory here."""
 
-    def __init__(self, output: torch.Tensor) -> None:
-        self._gradient: list[torch.Tensor] = []
-        self._root = _Root.apply(output, self._gradient)
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        self._count = len(outputs)
+        self._gradients: list[torch.Tensor | None] = []
+        self._root = _Root.apply(self._gradients, *outputs)
 
-    def backward(self, gradient: torch.Tensor) -> None:
-        """`gradient`: of the output, in its shape. A second call is an error of autograd, as everywhere."""
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """`gradients`: of the first outputs, in their shapes; the others have none. A second call is an error of
+        autograd, as everywhere."""
         if self._root.requires_grad:
-            self._gradient.append(gradient)
+            self._gradients.extend([*gradients, *[None] * (self._count - len(gradients))])
             torch.autograd.backward(self._root)
 
 

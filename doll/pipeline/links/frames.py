@@ -18,7 +18,8 @@ from doll.errors import DollError
 
 Array = npt.NDArray[Any]
 
-MAX_ARRAYS: Final = 16
+MAX_ARRAYS: Final = 130
+MAX_CROSSING: Final = 64  # tensors between two stages; as many of y, the weights and the groups go with them
 MAX_DIMENSIONS: Final = 8
 MAX_HEADER_BYTES: Final = 1 << 16
 # numpy has no such type: a field of this name holds the 16 bits of each number.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from doll.config import JobConfig
@@ -14,7 +12,9 @@ from doll.errors import ConfigError, TaskError
 from doll.pipeline.planner.profiled import partition_by_profile
 from doll.pipeline.profiling.layers import Layer, chain, check_cut, layers_of, trial_input
 from doll.pipeline.profiling.profile import Profile
+from doll.task import passes
 from doll.task.base import Task
+from doll.task.batches import SampleBatch
 
 
 def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> list[list[Layer]]:
@@ -46,30 +46,30 @@ def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> l
         stops = even_stops([sum(p.numel() for p in layer.module.parameters()) for layer in layers], pipeline.stages)
     starts = [0, *stops[:-1]]
     parts = [layers[start:stop] for start, stop in zip(starts, stops, strict=True)]
-    if (x := trial_input(task, model, 2).x) is not None:
-        check_parts(task, model, parts, x)
+    if (inputs := trial_input(task, model, 2).inputs) is not None:
+        check_parts(task, model, parts, inputs)
     return parts
 
 
-def check_parts(task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], x: torch.Tensor) -> None:
+def check_parts(task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], inputs: passes.Inputs) -> None:
     """As `check_cut`, for the stages of `cut`."""
     stages = [
         Layer(part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}", chain(part)) for part in parts
     ]
-    check_cut(task, model, stages, x)
+    check_cut(task, model, stages, inputs)
 
 
 def check_with_samples(
-    task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], x: npt.NDArray[Any], *, batch: int
+    task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], samples: SampleBatch, *, batch: int
 ) -> None:
-    """As `check_parts`, for samples `x` of the stream, shape (n, *input_shape), n >= 1: random numbers may not do in
-    the model what these do, or it takes none.
+    """As `check_parts`, for samples of the stream, at least one: random numbers may not do in the model what these do,
+    or it takes none.
 
     Raises:
         TaskError: the stages compute something else than the model. A restart would find the same.
     """
     try:
-        check_parts(task, model, parts, torch.from_numpy(x))
+        check_parts(task, model, parts, passes.inputs_of(task, samples))
     except ConfigError as exc:
         raise TaskError(f"batch {batch}: {exc}") from exc
 

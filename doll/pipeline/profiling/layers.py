@@ -24,7 +24,7 @@ from torch.fx.passes.split_module import split_module
 
 from doll.errors import ConfigError
 from doll.pipeline.links.device import crossing_problem, is_differentiable
-from doll.task import trees
+from doll.task import passes, trees
 from doll.task.base import Task
 from doll.task.batches import batch_of
 
@@ -34,7 +34,7 @@ _PIECE: Final = 1 << 18  # numbers; their float64 fit into a cache
 
 
 class Layer(NamedTuple):
-    """A part of a model that takes one tensor and returns one. `module` shares the model's parameters."""
+    """A part of a model that takes what the one before returns. `module` shares the model's parameters."""
 
     name: str
     module: torch.nn.Module
@@ -71,45 +71,50 @@ def chain(layers: Sequence[Layer]) -> torch.nn.Sequential:
 
 
 class Trial(NamedTuple):
-    """Samples that the model takes; or None, and why it does not take random ones."""
+    """Samples that the model takes, as `Task.forward` gets them; or None, and why it does not take random ones."""
 
-    x: torch.Tensor | None
+    inputs: passes.Inputs | None
     reason: str = ""
 
 
 def trial_input(task: Task, model: torch.nn.Module, samples: int) -> Trial:
     """Random numbers of the model's shape, else zeros as integers; held-out ones where it has no shape."""
     reasons: list[str] = []
-    tried: list[torch.Tensor] = []
+    tried: list[passes.Inputs] = []
     if task.input_shape is not None:
         shape = (samples, *task.input_shape)
-        tried = [
+        tried = list(map(inputs_for, (
             torch.randn(shape, generator=torch.Generator().manual_seed(0)), torch.zeros(shape, dtype=torch.int64),
-        ]  # fmt: skip
+        )))  # fmt: skip
     else:
         held_out = batch_of(task, task.holdout(), samples)
-        if trees.is_container(held_out.x):
-            return Trial(None, "a pipeline takes samples of one array yet")
-        tried = [torch.from_numpy(held_out.x)] if held_out.num_samples else []
-    for x in tried:
+        tried = [passes.inputs_of(task, held_out)] if held_out.num_samples else []
+    for inputs in tried:
         try:
             with torch.no_grad():
-                task.forward(model.eval(), x)
-            return Trial(x)
+                passes.forward(task, model.eval(), inputs)
+            return Trial(inputs)
         except Exception as exc:  # the user's module may raise anything
-            reasons.append(f"it fails on samples of shape {tuple(x.shape)}: {type(exc).__name__}: {exc}")
+            shapes = ", ".join(str(tuple(array.shape)) for array in trees.arrays_of(inputs.x))
+            reasons.append(f"it fails on samples of shape {shapes}: {type(exc).__name__}: {exc}")
         finally:
             model.train()
     return Trial(None, reasons[0] if reasons else "the task has neither")
 
 
-def only_calls(task: Task, module: torch.nn.Module, x: torch.Tensor) -> tuple[Any, bool]:
+def inputs_for(x: Any) -> passes.Inputs:
+    """Samples x, without targets, weights and groups."""
+    count = len(trees.arrays_of(x)[0])
+    return passes.Inputs(x, None, None, None, count, float(count))
+
+
+def only_calls(task: Task, module: torch.nn.Module, inputs: passes.Inputs) -> tuple[Any, bool]:
     """`task.forward(module, x)`, and whether that is what `module` has returned, unchanged: of a part of the model,
     anything else belongs behind the last one."""
     returned: list[tuple[Any, int]] = []
     hook = module.register_forward_hook(lambda _, __, output: returned.append((output, _version_of(output))))
     try:
-        output = task.forward(module, x)
+        output = passes.forward(task, module, inputs)
     finally:
         hook.remove()
     return output, any(output is own and _version_of(output) == version for own, version in returned[-1:])
@@ -117,11 +122,13 @@ def only_calls(task: Task, module: torch.nn.Module, x: torch.Tensor) -> tuple[An
 
 def _version_of(value: Any) -> int:
     """Which rises with each change in place."""
-    return value._version if isinstance(value, torch.Tensor) else 0
+    return sum(leaf._version for leaf in trees.flat(value)[0] if isinstance(leaf, torch.Tensor))
 
 
-def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: torch.Tensor) -> None:
-    """Compare the layers with the model, for samples `x` of shape (n, *input_shape): output, gradient and buffers, in
+def check_cut(
+    task: Task, model: torch.nn.Module, layers: Sequence[Layer], inputs: passes.Inputs
+) -> None:  # fmt: skip
+    """Compare the layers with the model, for samples: output, gradient and buffers, in
     evaluation mode and, where there are two samples or more, in training mode with the same random numbers. Model and
     layers are left as they were.
 
@@ -131,23 +138,26 @@ def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: to
     """
     name = type(model).__name__
 
+    def copied() -> passes.Inputs:
+        return inputs.moved(torch.clone)  # a module may change it in place
+
     def run_whole(training: bool) -> _Outcome:
-        return _outcome(model, [model], training, lambda: task.forward(model, x.clone()))  # may change it in place
+        return _outcome(model, [model], training, lambda: passes.forward(task, model, copied()))
 
     def run_layers(training: bool) -> _Outcome:
         return _outcome(
-            model, [layer.module for layer in layers], training, lambda: _through(task, name, layers, x.clone())
+            model, [layer.module for layer in layers], training, lambda: _through(task, name, layers, copied())
         )
 
     is_compared = False
-    for training in (False, True)[: len(x)]:  # batch norm takes no single sample
+    for training in (False, True)[: inputs.num_samples]:  # batch norm takes no single sample
         try:
             whole = run_whole(training)
         except Exception as exc:  # the user's module may raise anything
             problem = f"{type(exc).__name__}: {exc}"
             continue
-        if not isinstance(whole.output, torch.Tensor):
-            raise _cannot(name, f"it returns {type(whole.output).__name__}, expected one tensor")
+        if not _are_tensors(whole.output):
+            raise _cannot(name, f"it returns {type(whole.output).__name__}, expected tensors")
         difference = whole.difference(run_layers(training))
         if difference and whole.difference(run_whole(training)):
             # A generator of its own. The comparison in evaluation mode holds in training mode too, up to noise.
@@ -175,18 +185,22 @@ class _Outcome(NamedTuple):
 
     def difference(self, layers: _Outcome) -> str:
         """What differs, as the reason of an error; "": nothing. `self`: of the whole model."""
-        own, output = self.output, layers.output
-        if own.shape != output.shape:
-            return f"its layers give {tuple(output.shape)}, the whole model {tuple(own.shape)}"
-        if own.dtype != output.dtype:
-            return f"its layers give numbers of type {output.dtype}, the whole model of type {own.dtype}"
+        (owns, structure), (outputs, other) = trees.flat(self.output), trees.flat(layers.output)
+        if structure != other:
+            return f"its layers give {other}, the whole model {structure}"
+        pairs = list(zip(owns, outputs, strict=True))
+        for own, output in pairs:
+            if own.shape != output.shape:
+                return f"its layers give {tuple(output.shape)}, the whole model {tuple(own.shape)}"
+            if own.dtype != output.dtype:
+                return f"its layers give numbers of type {output.dtype}, the whole model of type {own.dtype}"
         learned = self.gradient | layers.gradient
         if differ := [key for key in learned if (key in self.gradient) != (key in layers.gradient)]:
             return (
                 f"its layers learn other parameters than the whole model ({differ[0]!r}): use requires_grad_(False) or "
                 "detach() instead of torch.no_grad()"
             )
-        if (difference := _distance(own, output)) > 0:
+        if (difference := max(_distance(own, output) for own, output in pairs)) > 0:
             return (
                 f"its layers give another output than the whole model (difference {difference:.3g}): the task's "
                 "forward() does more than to call the model on its input, or its stages() leaves something out"
@@ -224,7 +238,9 @@ def _outcome(
             output = run()
             gradient = _gradient(model, output)
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        return _Outcome(output.detach() if isinstance(output, torch.Tensor) else output, gradient, buffers)
+        return _Outcome(
+            trees.mapped(torch.Tensor.detach, output) if _are_tensors(output) else output, gradient, buffers
+        )
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
@@ -238,10 +254,14 @@ def _outcome(
 
 def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, float]]:
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not isinstance(output, torch.Tensor) or not output.requires_grad or not parameters:
+    outputs = [part for part in trees.flat(output)[0] if isinstance(part, torch.Tensor) and part.requires_grad]
+    if not outputs or not parameters:
         return {}
     # Not ones: behind a softmax the sum is always the same.
-    weights = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64).reshape(output.shape).to(output.dtype)
+    weights = [
+        torch.linspace(0.5, 1.5, part.numel(), dtype=torch.float64).reshape(part.shape).to(part.dtype)
+        for part in outputs
+    ]
     outcomes: dict[str, tuple[float, float]] = {}
 
     def take(name: str, parameter: torch.Tensor) -> None:
@@ -263,7 +283,7 @@ def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, flo
     try:
         for parameter in parameters.values():
             parameter.grad = None
-        torch.autograd.backward(output, weights, inputs=list(parameters.values()))
+        torch.autograd.backward(outputs, weights, inputs=list(parameters.values()))
     finally:
         for hook in hooks:
             hook.remove()
@@ -272,17 +292,23 @@ def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, flo
     return {name: outcomes[name] for name in parameters if name in outcomes}
 
 
-def _through(task: Task, name: str, layers: Sequence[Layer], h: Any) -> Any:
+def _are_tensors(output: Any) -> bool:
+    leaves, _ = trees.flat(output)
+    return bool(leaves) and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+def _through(task: Task, name: str, layers: Sequence[Layer], inputs: passes.Inputs) -> Any:
     """Output of the layers, one after the other."""
+    h: Any = None
     for number, layer in enumerate(layers):
         is_all = True
         try:
             if number:
                 h = layer.module(h)
             elif len(layers) == 1:
-                h = task.forward(chain([layer]), h)
+                h = passes.forward(task, chain([layer]), inputs)
             else:
-                h, is_all = only_calls(task, chain([layer]), h)
+                h, is_all = only_calls(task, chain([layer]), inputs)
         except Exception as exc:  # the user's module may raise anything
             raise _cannot(
                 name, f"layer {layer.name!r} fails on the output of the one before ({type(exc).__name__}: {exc})"
@@ -295,8 +321,8 @@ def _through(task: Task, name: str, layers: Sequence[Layer], h: Any) -> Any:
             )
         if number < len(layers) - 1 and (problem := crossing_problem(h)):
             raise _cannot(name, f"layer {layer.name!r} {problem}")
-    if not isinstance(h, torch.Tensor):
-        raise _cannot(name, f"layer {layers[-1].name!r} returns {type(h).__name__}, expected one tensor")
+    if not _are_tensors(h):
+        raise _cannot(name, f"layer {layers[-1].name!r} returns {type(h).__name__}, expected tensors")
     return h
 
 

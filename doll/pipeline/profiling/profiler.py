@@ -8,52 +8,44 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from doll.errors import ConfigError
 from doll.pipeline.links.device import StageDevice, as_received, is_differentiable, open_device
 from doll.pipeline.profiling.layers import Layer, trial_input
 from doll.pipeline.profiling.profile import LayerProfile, Profile
-from doll.task import trees
+from doll.task import passes, trees
 from doll.task.base import Task
-from doll.task.batches import batch_of
+from doll.task.batches import SampleBatch, batch_of
+from doll.task.trees import Tree
 
 _WARM_UP: Final = 2
 
 
-class ProfiledBatch(NamedTuple):
-    """x of shape (n, ...), y of shape (n, ...)."""
-
-    x: npt.NDArray[Any]
-    y: npt.NDArray[Any]
-
-
-def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.Generator) -> ProfiledBatch:
+def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.Generator) -> SampleBatch:
     """`size` samples: held-out ones of the task, repeated where there are fewer; else random ones of its shape.
 
     Raises:
         ConfigError: the task has no held-out samples, and its model takes no numbers of the task's shape.
     """
     held_out = batch_of(task, task.holdout(), size)
-    if (count := held_out.num_samples) and not trees.is_container(held_out.x):
-        at = np.arange(size) % count
-        return ProfiledBatch(held_out.x[at], held_out.y[at])
+    if count := held_out.num_samples:
+        return held_out.of([at % count for at in range(size)])
     taken, reason = trial_input(task, model, 2)
     if taken is None:
         raise ConfigError(
             f"{type(task).__name__}: expected held-out samples (holdout), or an input_shape of which its model takes "
             f"numbers, to profile it with; {reason}"
         )
-    shape = (size, *taken.shape[1:])
-    x = rng.normal(size=shape).astype(np.float32) if taken.is_floating_point() else rng.integers(2, size=shape)
+    shape = (size, *taken.x.shape[1:])
+    x = rng.normal(size=shape).astype(np.float32) if taken.x.is_floating_point() else rng.integers(2, size=shape)
     if task.num_classes is not None:
-        return ProfiledBatch(x, rng.integers(task.num_classes, size=size))
-    return ProfiledBatch(x, np.zeros(size, np.float32))
+        return SampleBatch(x, rng.integers(task.num_classes, size=size))
+    return SampleBatch(x, np.zeros(size, np.float32))
 
 
 def profile_layers(
-    task: Task, layers: Sequence[Layer], batch: ProfiledBatch, *, model: str, device: str = "cpu", repeats: int = 5,
+    task: Task, layers: Sequence[Layer], batch: SampleBatch, *, model: str, device: str = "cpu", repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter, progress: Callable[[int], None] = lambda done: None,
 ) -> Profile:  # fmt: skip
     """Measure each layer on this machine, medians of `repeats` runs after two that do not count.
@@ -68,39 +60,39 @@ def profile_layers(
         ConfigError: there is no such device, or a layer fails.
     """
     on = open_device(device)
-    target = on.put(batch.y)
-    received: npt.NDArray[Any] = batch.x
+    received, y = passes.collated(task, batch)
+    input_bytes = _bytes_of_arrays(received)
+    tensors = (None if part is None else on.put(part) for part in (batch.weight, batch.group))
+    inputs = passes.Inputs(None, trees.mapped(on.put, y), *tensors, batch.num_samples, batch.total_weight)
     results: list[tuple[_Measured, int]] = []  # and the bytes that are sent to the next layer
     for number, layer in enumerate(layers):
         module = layer.module.to(device).train()
         is_first, is_last = number == 0, number == len(layers) - 1
 
-        def run(
-            x: torch.Tensor, module: torch.nn.Module = module, is_first: bool = is_first, is_last: bool = is_last
-        ) -> torch.Tensor:
-            output = task.forward(module, x) if is_first else module(x)
-            return task.loss(output, target) if is_last else output
+        def run(x: Tree, module: torch.nn.Module = module, is_first: bool = is_first, is_last: bool = is_last) -> Tree:
+            output = passes.forward(task, module, inputs._replace(x=x)) if is_first else module(x)
+            return passes.loss(task, output, inputs).total if is_last else output
 
         try:
             measured = _measure(run, module, received, on, is_first, repeats, clock)
             with torch.no_grad():
-                x = on.put(received.copy())
-                output = task.forward(module, x) if is_first else module(x)
+                x = trees.mapped(lambda array: on.put(array.copy()), received)
+                output = passes.forward(task, module, inputs._replace(x=x)) if is_first else module(x)
         except ConfigError:
             raise
         except Exception as exc:  # the user's module may raise anything
             raise ConfigError(
-                f"layer {layer.name!r} fails on a batch of {len(batch.x)} samples: {type(exc).__name__}: {exc}"
+                f"layer {layer.name!r} fails on a batch of {batch.num_samples} samples: {type(exc).__name__}: {exc}"
             ) from exc
-        received = on.get(output)
-        results.append((measured, 0 if is_last else received.nbytes))
+        received = trees.mapped(on.get, output)
+        results.append((measured, 0 if is_last else _bytes_of_arrays(received)))
         progress(number + 1)
     kept = _each_once([measured.kept for measured, _ in results])
     profiles = tuple(
         LayerProfile(layer.name, each.forward_s, each.backward_s, activations, sent_bytes, _bytes_of(layer.module))
         for layer, (each, sent_bytes), activations in zip(layers, results, kept, strict=True)
     )
-    return Profile(model, len(batch.x), device, profiles, batch.x.nbytes)
+    return Profile(model, batch.num_samples, device, profiles, input_bytes)
 
 
 class _Kept(NamedTuple):
@@ -137,27 +129,28 @@ class _Measured(NamedTuple):
 
 
 def _measure(
-    run: Callable[[torch.Tensor], torch.Tensor], module: torch.nn.Module, received: npt.NDArray[Any], on: StageDevice,
+    run: Callable[[Tree], Tree], module: torch.nn.Module, received: Tree, on: StageDevice,
     is_first: bool, repeats: int, clock: Callable[[], float],
 ) -> _Measured:  # fmt: skip
     forward_s, backward_s = [], []
     largest = _Kept(0, 0, False, False, False)
     for repeat in range(_WARM_UP + repeats):
-        x = on.put(received.copy())  # a layer may change it in place
-        if not is_first and is_differentiable(x):
-            x.requires_grad_(True)
+        x = trees.mapped(lambda array: on.put(array.copy()), received)  # a layer may change it in place
+        if not is_first:
+            for tensor in filter(is_differentiable, trees.arrays_of(x)):
+                tensor.requires_grad_(True)
         kept: dict[int, int] = {}
         with _collect(kept, module):
             on.finish()
             begin_s = clock()
-            output = run(x if is_first else as_received(x))
+            output = run(x if is_first else trees.mapped(as_received, x))
             on.finish()
             middle_s = clock()
-        if output.requires_grad:
-            gradient = torch.ones_like(output)
+        if outputs := [tensor for tensor in trees.arrays_of(output) if tensor.requires_grad]:
+            gradients = list(map(torch.ones_like, outputs))
             on.finish()
             middle_s, forward_end_s = clock(), middle_s
-            torch.autograd.backward(output, gradient)
+            torch.autograd.backward(outputs, gradients)
             on.finish()
         else:
             forward_end_s = middle_s
@@ -166,11 +159,26 @@ def _measure(
             forward_s.append(forward_end_s - begin_s)
             backward_s.append(end_s - middle_s)
         # While x and output are there, no other memory has their addresses.
-        begin, end = x.untyped_storage().data_ptr(), output.untyped_storage().data_ptr()
-        inside_bytes = sum(size for at, size in kept.items() if at not in (begin, end))
-        output_bytes = output.untyped_storage().nbytes()
-        largest = max(largest, _Kept(inside_bytes, output_bytes, begin in kept, end in kept, begin == end))
+        begins, ends = _memory_of(x), _memory_of(output)
+        inside_bytes = sum(size for at, size in kept.items() if at not in begins and at not in ends)
+        largest = max(
+            largest,
+            _Kept(
+                inside_bytes, sum(ends.values()), not begins.keys().isdisjoint(kept), not ends.keys().isdisjoint(kept),
+                ends.keys() <= begins.keys(),
+            ),
+        )  # fmt: skip
     return _Measured(statistics.median(forward_s), statistics.median(backward_s), largest)
+
+
+def _memory_of(tree: Tree) -> dict[int, int]:
+    """Bytes of the memory of its tensors, by address."""
+    storages = [tensor.untyped_storage() for tensor in trees.arrays_of(tree)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _bytes_of_arrays(tree: Tree) -> int:
+    return sum(array.nbytes for array in trees.arrays_of(tree))
 
 
 def _collect(kept: dict[int, int], module: torch.nn.Module) -> Any:

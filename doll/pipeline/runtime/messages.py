@@ -7,10 +7,14 @@ in the same order. The other records go between the coordinator and one stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+
+from doll.errors import SampleError
+from doll.task import trees
+from doll.task.trees import Array, Tree
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,14 +24,14 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         batch: its number in the worker's stream.
         slot: where its gradient is; -1: no gradient.
         scale: what the gradient is multiplied by, so that it is the mean; 0: it is dropped.
-        num_samples: of the minibatch.
+        weight: sum of the weights of the minibatch's samples.
         ends_wave: it is the last of its wave.
     """
 
     batch: int
     slot: int
     scale: float
-    num_samples: int
+    weight: float
     ends_wave: bool = False
 
 
@@ -38,9 +42,14 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Forward(_Message, frozen=True):
     """Compute this minibatch, on the weights of `version` with the worker's own steps that these do not hold.
 
-    Arrays: x, y for the first stage; the activations of the stage before, y for the others.
+    Arrays: those of x for the first stage, or the activations of the stage before for the others; those of y; weights
+    and groups where there are any.
 
     Attributes:
+        received, target: x or activations, and y, as `doll.task.trees.plain_of` has them: their numbers are places
+            among the arrays.
+        weight: sum of the weights of the samples.
+        has_weights, has_groups: what follows them.
         slot: of the N_m in which its weights are kept until its backward pass.
         included: batches of this worker's stream that `version` holds.
         commits: come before it.
@@ -52,6 +61,11 @@ class Forward(_Message, frozen=True):
     version: int
     included: int
     commits: tuple[Commit, ...] = ()
+    received: Any = 0
+    target: Any = 1
+    weight: float = 0.0
+    has_weights: bool = False
+    has_groups: bool = False
 
 
 class Settle(_Message, frozen=True):
@@ -87,9 +101,11 @@ class StageTask(msgspec.Struct, frozen=True, array_like=True):
 class Backward(_Message, frozen=True):
     """The gradient of this minibatch is in its slot at the stage that sends this, and at all behind it.
 
-    Arrays: the gradient of the activations that the receiver had sent; no array where activations have no gradient.
+    Arrays: the gradients of the activations that the receiver had sent, of those that have one.
 
     Attributes:
+        of: which of the activations these are of.
+        weight: as in `Forward`.
         loss_sum, metric_sums: over the samples.
         squares: sum of the squares of the gradient's numbers so far.
         buffer_squares: of the changes of the float buffers.
@@ -106,6 +122,8 @@ class Backward(_Message, frozen=True):
     buffer_squares: float = 0.0
     problem: str = ""
     tasks: tuple[StageTask, ...] = ()
+    of: tuple[int, ...] = ()
+    weight: float = 0.0
 
 
 class Stop(_Message, frozen=True):
@@ -157,6 +175,47 @@ Down: TypeAlias = Forward | Settle
 ToStage: TypeAlias = Stop
 FromStage: TypeAlias = Ready | Adopted | Stored | Alive | Leaving | Failed
 AnyMessage: TypeAlias = Down | Backward | ToStage | FromStage
+
+
+class Payload(NamedTuple):
+    """What goes down the chain with a minibatch; trees of arrays, see `doll.task.trees`.
+
+    Attributes:
+        received: x, or the activations of the stage before.
+        target: y.
+        weight, group: of each sample, as in `doll.task.batches.SampleBatch`.
+    """
+
+    received: Tree
+    target: Tree
+    weight: Array | None = None
+    group: Array | None = None
+
+    def behind(self, message: Forward) -> tuple[Forward, list[Array]]:
+        """The message with this payload, and the arrays that follow it."""
+        received, received_plain = trees.numbered(self.received)
+        target, target_plain = trees.numbered(self.target, len(received))
+        more = [part for part in (self.weight, self.group) if part is not None]
+        whole = msgspec.structs.replace(
+            message, received=received_plain, target=target_plain, has_weights=self.weight is not None,
+            has_groups=self.group is not None,
+        )  # fmt: skip
+        return whole, [*received, *target, *more]
+
+    @classmethod
+    def of(cls, message: Forward, arrays: Sequence[Array]) -> Payload:
+        """
+        Raises:
+            ValueError: these are not the arrays of this message.
+        """
+        left = list(arrays)
+        try:
+            group = left.pop() if message.has_groups else None
+            weight = left.pop() if message.has_weights else None
+            return cls(trees.from_plain(message.received, left), trees.from_plain(message.target, left), weight, group)
+        except (IndexError, SampleError) as exc:
+            raise ValueError(f"expected the arrays of a minibatch, got {len(arrays)}: {exc}") from exc
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -30,7 +30,9 @@ from doll.pipeline.links.device import Sent, StageDevice, as_received, crossing_
 from doll.pipeline.profiling.layers import only_calls
 from doll.pipeline.runtime.messages import Commit
 from doll.pipeline.runtime.vectors import PIECE, VectorFile, Vectors, VectorsInFile, VectorsInMemory, pieces
+from doll.task import passes, trees
 from doll.task.base import Task
+from doll.task.trees import Tree
 
 Array = npt.NDArray[Any]
 _NOTHING: Final = torch.zeros(0)
@@ -102,12 +104,12 @@ class StageGradient(NamedTuple):
     """What a stage knows of a minibatch's gradient.
 
     Attributes:
-        of_input: of the activations that it received; None: these have no gradient.
+        of_input: of each of the activations that it received; None: this one has no gradient. Empty: none has.
         squares: sum of the squares of its numbers, of this stage.
         buffer_squares: of the change of the float buffers, of this stage.
     """
 
-    of_input: torch.Tensor | None
+    of_input: tuple[torch.Tensor | None, ...]
     squares: float
     buffer_squares: float
 
@@ -125,9 +127,10 @@ class _InFlight:
 
     replica: FlatModel
     buffers: torch.Tensor  # before its forward pass
-    input: torch.Tensor
-    output: torch.Tensor | Sent  # of the last stage: its own, then the loss
+    input: list[torch.Tensor]
+    output: Any  # `Sent`; of the last stage: its own, then the loss
     num_samples: int
+    weight: float
 
 
 class Stage:
@@ -207,7 +210,7 @@ class Stage:
             self._optimizer.add(gradient)  # where it is
             # The slot has the weights before the step now, and behind them the buffers of the minibatch.
             self._vectors.write(commit.slot, 0, weights[:n])
-            self._optimizer.apply([], commit.scale, commit.num_samples)
+            self._optimizer.apply([], commit.scale, commit.weight)
             self._add_to_wave(commit.slot)
         if commit.slot >= 0:
             self._vectors.free(commit.slot)
@@ -262,9 +265,14 @@ class Stage:
 
     # --- minibatches ------------------------------------------------------------------------------------------------
 
-    def forward(self, slot: int, x: Array, num_samples: int) -> torch.Tensor:
+    def forward(self, slot: int, x: Tree, num_samples: int, weight: float = -1.0, group: Array | None = None) -> Tree:
         """Output of this stage for `x`: samples of shape (num_samples, ...) at the first stage, else activations, whose
-        leading dimension may be any: (time, samples, ...), or samples and time in one.
+        leading dimension may be any: (time, samples, ...), or samples and time in one. Each is an array, or dicts,
+        tuples and lists of arrays.
+
+        Args:
+            weight: sum of the samples' weights; -1: their number.
+            group: of the samples, see `Task.forward`.
 
         Raises:
             TaskError: the output is nothing that the next stage can take, or `Task.forward` does something with it that
@@ -276,68 +284,76 @@ class Stage:
         if replica is not self._local:
             replica.flat.detach().copy_(self.weights)
         buffers = self.weights[parameters:].clone()
-        self._in_flight[slot] = item = _InFlight(replica, buffers, _NOTHING, _NOTHING, num_samples)
+        weight = float(num_samples) if weight < 0 else weight
+        self._in_flight[slot] = item = _InFlight(replica, buffers, [], _NOTHING, num_samples, weight)
         module = replica.module.train()
         n = num_samples
         if n == 1:
             _use_running_stats(module)
-        received = self.device.put(x)
+        received = trees.mapped(self.device.put, x)
+        inputs = passes.Inputs(received, None, None, None if group is None else self.device.put(group), n, weight)
         if self._is_first and self._is_last:
-            output = self._task.forward(module, received)
+            output = passes.forward(self._task, module, inputs)
         elif self._is_first:
-            output, is_all = only_calls(self._task, module, received)
+            output, is_all = only_calls(self._task, module, inputs)
             if not is_all:
                 raise TaskError(
                     f"{type(self._task).__name__}.forward does more than to call the model and to return its output: "
                     "the first stage has a part of the model only; put what comes behind it into the model"
                 )
         else:
-            if is_differentiable(received):
-                received.requires_grad_(True)
-            output = module(as_received(received))
+            for tensor in trees.arrays_of(received):
+                if is_differentiable(tensor):
+                    tensor.requires_grad_(True)
+            output = module(trees.mapped(as_received, received))
         if not self._is_last and (problem := crossing_problem(output)):
             raise TaskError(f"this stage {problem}: cut the model elsewhere (worker.pipeline.layers)")
         replica.restore_buffers()
         change = replica.flat.detach()[parameters:floats] - buffers[: floats - parameters]
         self._buffer_squares[slot] = square_length(change) if len(change) else 0.0
-        item.input, item.output = received, output if self._is_last else Sent(output)
-        detached: torch.Tensor = output.detach()
-        return detached
+        item.input = trees.arrays_of(received)
+        item.output = output if self._is_last else Sent(trees.arrays_of(output))
+        return trees.mapped(torch.Tensor.detach, output)
 
-    def loss(self, slot: int, y: Array) -> Loss:
-        """At the last stage: the loss, whose gradient `backward` then takes, before the next `forward`."""
+    def loss(self, slot: int, y: Tree, weight: Array | None = None, group: Array | None = None) -> Loss:
+        """At the last stage: the loss, whose gradient `backward` then takes, before the next `forward`.
+
+        Args:
+            weight, group: of the samples, as in `doll.task.batches.SampleBatch`.
+        """
         item = self._in_flight[slot]
-        target = self.device.put(y)
+        weights, groups = (None if part is None else self.device.put(part) for part in (weight, group))
+        target = trees.mapped(self.device.put, y)
+        inputs = passes.Inputs(None, target, weights, groups, item.num_samples, item.weight)
         output = item.output
-        assert isinstance(output, torch.Tensor)
-        loss = self._task.loss(output, target)
+        loss = passes.loss(self._task, output, inputs)
         with torch.no_grad():
-            metrics = self._task.metrics(output.detach(), target)
-        n = item.num_samples
-        item.output = loss * n  # the task's loss is a mean; the sum costs no pass over the gradient
-        return Loss(float(loss.detach()) * n, {name: float(value) * n for name, value in metrics.items()})
+            metrics = passes.metric_sums(self._task, trees.mapped(torch.Tensor.detach, output), inputs)
+        item.output = loss.total
+        return Loss(loss.value, metrics)
 
-    def backward(self, slot: int, gradient: Array | None) -> StageGradient:
+    def backward(self, slot: int, gradients_of: Sequence[Array | None] = ()) -> StageGradient:
         """Backward pass; then the slot holds the gradient instead of the weights.
 
         Args:
-            gradient: of the output; None at the last stage.
+            gradients_of: of each output; empty at the last stage, and where no output has a gradient.
         """
         item = self._in_flight[slot]
         replica = item.replica
         gradients = replica.grad
         gradients.zero_()
         if isinstance(item.output, Sent):
-            if gradient is not None:
-                item.output.backward(self.device.put(gradient))
+            if any(part is not None for part in gradients_of):
+                item.output.backward([None if part is None else self.device.put(part) for part in gradients_of])
         elif item.output.requires_grad:
             torch.autograd.backward(item.output)
         flat, n, floats = replica.flat.detach(), self._local.num_parameters, self._local.num_floats
-        flat[n:floats] *= item.num_samples
+        flat[n:floats] *= item.weight
         self._vectors.write(slot, 0, gradients[:n])
         self._vectors.write(slot, n, flat[n:])
         squares = square_length(gradients[:n]) if n else 0.0
-        result = StageGradient(None if self._is_first else item.input.grad, squares, self._buffer_squares[slot])
+        of_input = () if self._is_first else tuple(tensor.grad for tensor in item.input)
+        result = StageGradient(of_input, squares, self._buffer_squares[slot])
         self.drop(slot)
         return result
 

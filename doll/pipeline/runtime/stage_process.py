@@ -10,7 +10,7 @@ import queue
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from doll.pipeline.runtime.messages import (
     Failed,
     Forward,
     Leaving,
+    Payload,
     Ready,
     Settle,
     StageTask,
@@ -38,6 +39,7 @@ from doll.pipeline.runtime.messages import (
 )
 from doll.pipeline.runtime.stage import Stage
 from doll.pipeline.runtime.vectors import VectorFile
+from doll.task import trees
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -186,13 +188,15 @@ class StageProcess:
         for commit in message.commits:
             self._stage.commit(commit)
         self._use(message.version, message.included)
-        x, y = arrays
+        payload = Payload.of(message, arrays)
         following = self._links.following
         start_s = self._clock()
         try:
-            output = self._stage.forward(message.slot, x, message.num_samples)
-            loss = self._stage.loss(message.slot, y) if following is None else None
-            sent = None if following is None else self._stage.device.get(output)
+            output = self._stage.forward(
+                message.slot, payload.received, message.num_samples, message.weight, payload.group
+            )  # fmt: skip
+            loss = self._stage.loss(message.slot, *payload[1:]) if following is None else None
+            sent = None if following is None else trees.mapped(self._stage.device.get, output)
         except Exception as exc:
             self._report(message, (), _problem(exc))
             if following is not None:
@@ -202,13 +206,14 @@ class StageProcess:
             return
         if following is not None and sent is not None:
             self._tasks[message.batch] = [self._task("F", message.batch, start_s)]
-            following.send(encode(message), [sent, y])
+            header, behind = payload._replace(received=sent).behind(message)
+            following.send(encode(header), behind)
         elif loss is not None:
             first = Backward(
                 batch=message.batch, slot=message.slot, num_samples=message.num_samples, loss_sum=loss.loss_sum,
-                metric_sums=loss.metric_sums,
+                metric_sums=loss.metric_sums, weight=message.weight,
             )  # fmt: skip
-            self._send_back(first, None, [], "FB", start_s)
+            self._send_back(first, (), [], "FB", start_s)
 
     def _use(self, version: int, included: int) -> None:
         if version != self._version:
@@ -221,24 +226,27 @@ class StageProcess:
         if message.problem:
             self._report(message, (*own, *message.tasks), message.problem)
         else:
-            self._send_back(message, arrays[0] if arrays else None, own, "B", self._clock())
+            of_outputs: list[Array | None] = [None] * (max(message.of, default=-1) + 1)
+            for place, array in zip(message.of, arrays, strict=True):
+                of_outputs[place] = array
+            self._send_back(message, of_outputs, own, "B", self._clock())
 
     def _send_back(
-        self, message: Backward, of_output: Array | None, own: list[StageTask], kind: str, start_s: float
+        self, message: Backward, of_outputs: Sequence[Array | None], own: list[StageTask], kind: str, start_s: float
     ) -> None:
         """Compute the gradient of this stage, and send it on with what `message` has of the stages behind."""
         try:
-            gradient = self._stage.backward(message.slot, of_output)
-            sent = [] if gradient.of_input is None else [self._stage.device.get(gradient.of_input)]
+            gradient = self._stage.backward(message.slot, of_outputs)
+            sent = {at: self._stage.device.get(part) for at, part in enumerate(gradient.of_input) if part is not None}
         except Exception as exc:
             self._report(message, (*own, *message.tasks), _problem(exc))
             return
         whole = msgspec.structs.replace(
             message, squares=message.squares + gradient.squares,
             buffer_squares=message.buffer_squares + gradient.buffer_squares,
-            tasks=(*own, self._task(kind, message.batch, start_s), *message.tasks),
+            tasks=(*own, self._task(kind, message.batch, start_s), *message.tasks), of=tuple(sent),
         )  # fmt: skip
-        self._links.before.send(encode(whole), sent)
+        self._links.before.send(encode(whole), list(sent.values()))
 
     def _report(self, message: Forward | Backward, tasks: tuple[StageTask, ...], problem: str) -> None:
         """There is no gradient of this minibatch."""

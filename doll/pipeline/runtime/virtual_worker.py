@@ -124,7 +124,7 @@ class _Computing:
     is_void: bool = False
     is_complete: bool = False
     scale: float = 0.0
-    num_samples: int = 0
+    weight: float = 0.0
 
 
 class VirtualWorkerCore:
@@ -298,12 +298,12 @@ class VirtualWorkerCore:
 
     # --- completion -------------------------------------------------------------------------------------------------
 
-    def completed(self, batch: int, *, scale: float, num_samples: int, is_void: bool = False) -> list[Action]:
+    def completed(self, batch: int, *, scale: float, weight: float, is_void: bool = False) -> list[Action]:
         """The gradient of this minibatch is at all stages.
 
         Args:
             scale: what it is multiplied by; 0: it is dropped, since no sample is usable.
-            num_samples: usable samples.
+            weight: sum of the weights of the usable samples.
 
         Raises:
             ValueError: it is not the first that is in flight.
@@ -311,7 +311,7 @@ class VirtualWorkerCore:
         item = self._first_in_flight
         if item is None or item.submitted.batch != batch:
             raise ValueError(f"expected minibatches to be complete in order, got {batch}")
-        item.is_complete, item.scale, item.num_samples = True, scale, num_samples
+        item.is_complete, item.scale, item.weight = True, scale, weight
         item.is_void |= is_void
         return self._advance()
 
@@ -360,7 +360,7 @@ class VirtualWorkerCore:
             return None, []
         until = self._committed_until
         self._has_steps = False
-        self._commits.append(Commit(batch=until - 1, slot=NO_SLOT, scale=0.0, num_samples=0, ends_wave=True))
+        self._commits.append(Commit(batch=until - 1, slot=NO_SLOT, scale=0.0, weight=0.0, ends_wave=True))
         self._to_store.append(Wave(until, *self._last, tuple(self._members)))
         self._members = []
         return until, self._advance()
@@ -400,9 +400,9 @@ class VirtualWorkerCore:
             if item.slot != NO_SLOT:
                 self._slots.append(item.slot)
             if item.slot != NO_SLOT or not is_void:
-                scale, num_samples = (0.0, 0) if is_void else (item.scale, item.num_samples)
+                scale, weight = (0.0, 0.0) if is_void else (item.scale, item.weight)
                 self._commits.append(
-                    Commit(batch=batch, slot=item.slot, scale=scale, num_samples=num_samples, ends_wave=ends_wave)
+                    Commit(batch=batch, slot=item.slot, scale=scale, weight=weight, ends_wave=ends_wave)
                 )
             self._results.append(Void(item.submitted) if is_void else self._done(item, ends_wave))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from doll.errors import ConfigError
 from doll.model.flat_model import FlatModel
-from doll.pipeline.profiling.layers import chain, check_cut, layers_of
+from doll.pipeline.profiling.layers import chain, check_cut, inputs_for, layers_of
 from doll.pipeline.runtime.stage import homes_of
 from doll.task.base import Task
 from torch import nn
@@ -125,7 +125,7 @@ def test_layers_give_the_output_of_the_model(build: Callable[[], nn.Module], exp
     else:
         assert [layer.name for layer in layers] == expected
     for samples in (1, 7):  # the size of a batch is free
-        check_cut(Any4(), model, layers, torch.randn(samples, 4))
+        check_cut(Any4(), model, layers, inputs_for(torch.randn(samples, 4)))
 
 
 @pytest.mark.parametrize("build", [build for build, _ in MODELS])
@@ -172,7 +172,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(build: Callable[[], nn.Mo
 def test_an_lstm_is_in_one_layer_with_what_takes_its_tuple_apart() -> None:
     model = OfTuples()
     layers = layers_of(Any4(), model)
-    check_cut(Any4(), model, layers, torch.randn(2, 4))
+    check_cut(Any4(), model, layers, inputs_for(torch.randn(2, 4)))
     assert [layer.name for layer in layers if "lstm" in layer.name]
 
 
@@ -213,7 +213,7 @@ def test_a_forward_that_does_more_behind_the_model_is_refused() -> None:
 def test_the_model_is_left_in_the_mode_in_which_it_was() -> None:
     model = nested()
     layers = layers_of(Any4(), model)
-    check_cut(Any4(), model, layers, torch.randn(3, 4))
+    check_cut(Any4(), model, layers, inputs_for(torch.randn(3, 4)))
     assert model.training
     assert all(layer.module.training for layer in layers)
 
@@ -223,7 +223,7 @@ def test_a_module_that_comes_twice_is_two_layers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4, bias=False), relu)
     layers = layers_of(Any4(), model)
     assert [layer.name for layer in layers] == ["0", "1", "2", "3"]
-    check_cut(Any4(), model, layers, torch.randn(5, 4))
+    check_cut(Any4(), model, layers, inputs_for(torch.randn(5, 4)))
 
 
 def test_a_sequential_with_its_own_forward_is_cut_by_its_graph() -> None:
@@ -253,7 +253,7 @@ def test_small_outputs_are_compared_too() -> None:
     for parameter in model.parameters():
         parameter.data *= 1e-6
     layers = layers_of(Any4(), model)
-    check_cut(Any4(), model, layers, torch.randn(5, 4))
+    check_cut(Any4(), model, layers, inputs_for(torch.randn(5, 4)))
     with pytest.raises(ConfigError, match="another output"):
         check_cut(
             Any4(),
@@ -281,7 +281,7 @@ def test_a_tensor_that_forward_makes_is_no_buffer_and_does_not_stay_at_the_model
     model = OfConstants()
     before = set(vars(model))
     layers = layers_of(Any4(), model)
-    check_cut(Any4(), model, layers, torch.randn(2, 4))
+    check_cut(Any4(), model, layers, inputs_for(torch.randn(2, 4)))
     assert len(layers) == 3
     assert set(vars(model)) == before
     assert not [buffer for layer in layers for buffer in layer.module.buffers()]

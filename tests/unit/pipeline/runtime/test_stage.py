@@ -81,7 +81,7 @@ class Chain:
         for stage in self.stages:
             h = stage.device.get(stage.forward(slot, h, len(x)))
         loss = self.stages[-1].loss(slot, y)
-        self.results[slot] = self.stages[-1].backward(slot, None)
+        self.results[slot] = self.stages[-1].backward(slot)
         return loss
 
     def backward(self, slot: int) -> tuple[float, float]:
@@ -89,7 +89,9 @@ class Chain:
         result = self.results.pop(slot)
         squares, changes = result.squares, result.buffer_squares
         for stage in reversed(self.stages[:-1]):
-            result = stage.backward(slot, None if result.of_input is None else stage.device.get(result.of_input))
+            result = stage.backward(
+                slot, [None if part is None else stage.device.get(part) for part in result.of_input]
+            )
             squares, changes = squares + result.squares, changes + result.buffer_squares
         return squares**0.5, changes**0.5
 
@@ -105,7 +107,7 @@ class Chain:
 
     def commit(self, batch: int, slot: int, *, scale: float, n: int, ends_wave: bool = False) -> None:
         for stage in self.stages:
-            stage.commit(Commit(batch=batch, slot=slot, scale=scale, num_samples=n, ends_wave=ends_wave))
+            stage.commit(Commit(batch=batch, slot=slot, scale=scale, weight=float(n), ends_wave=ends_wave))
 
     def store(self, until: int) -> Array:
         for stage in self.stages:
@@ -320,7 +322,7 @@ def test_a_wave_closed_early_holds_what_was_before() -> None:
     chain.adopt(chain.first_weights)
     learn(chain, 0)
     for stage in chain.stages:
-        stage.commit(Commit(batch=0, slot=-1, scale=0.0, num_samples=0, ends_wave=True))
+        stage.commit(Commit(batch=0, slot=-1, scale=0.0, weight=0.0, ends_wave=True))
     n = chain.num_parameters
     step = chain.weights()[:n] - chain.first_weights[:n]
     learn(chain, 1)
@@ -402,4 +404,4 @@ def test_an_output_that_was_sent_takes_no_memory_until_the_backward_pass() -> No
     sent = stage.forward(0, x, len(x))
     assert sent.shape == (5, 6)
     assert [output() for output in OUTPUTS] == [None]  # `sent` is another tensor, with its memory
-    assert stage.backward(0, np.ones((5, 6), np.float32)).squares == pytest.approx(12 * 6 * 25 + 6 * 25)
+    assert stage.backward(0, [np.ones((5, 6), np.float32)]).squares == pytest.approx(12 * 6 * 25 + 6 * 25)

@@ -104,11 +104,11 @@ class KeepsTheWeightsOfVoidSteps(VirtualWorkerCore):
 
 
 class TakesVoidOnes(VirtualWorkerCore):
-    def completed(self, batch: int, *, scale: float, num_samples: int, is_void: bool = False) -> list[Action]:
+    def completed(self, batch: int, *, scale: float, weight: float, is_void: bool = False) -> list[Action]:
         for item in self._computing:
             if item.submitted.batch == batch:
                 item.is_void = False
-        return super().completed(batch, scale=scale, num_samples=num_samples)
+        return super().completed(batch, scale=scale, weight=weight)
 
 
 class IgnoresMinVersion(VirtualWorkerCore):
@@ -176,7 +176,7 @@ def running(in_flight: int, batches: int, first: int = 0) -> VirtualWorkerCore:
 
 
 def complete(core: VirtualWorkerCore, *numbers: int) -> list[Action]:
-    return [item for number in numbers for item in core.completed(number, scale=1.0, num_samples=8)]
+    return [item for number in numbers for item in core.completed(number, scale=1.0, weight=8.0)]
 
 
 def test_minibatches_must_be_complete_in_order() -> None:
