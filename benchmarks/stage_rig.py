@@ -70,7 +70,7 @@ def running(config: JobConfig, in_flight: int) -> Iterator[tuple[PipelineGradien
             config, stages, guard=Guard(config, task, computer), computer=computer,
             compressor=Compressor(config.job, model.num_parameters), blobs=blobs,
             dead_letters=_NoDeadLetters(), departure=Departure(), task_log=TaskLog(log),
-            check=partial(check_with_samples, task, model.module, parts),
+            task=task, check=partial(check_with_samples, task, model.module, parts),
         )  # fmt: skip
         try:
             yield engine, stages, (model, blobs), log

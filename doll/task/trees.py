@@ -52,13 +52,13 @@ def parts_of(value: Tree) -> tuple[list[Any], Structure | None]:
     return optree.tree_flatten(value, is_leaf=lambda item: not is_tree(item), none_is_leaf=True)
 
 
-def flat(tree: Tree) -> tuple[list[Array], Structure | None]:
-    """The arrays of a tree of arrays, and its structure; None: it is one array."""
+def flat(tree: Tree) -> tuple[list[Any], Structure | None]:
+    """The arrays, or tensors, of a tree, and the structure around them; None: it is one."""
     return optree.tree_flatten(tree, none_is_leaf=True) if is_container(tree) else ([tree], None)
 
 
-def arrays_of(tree: Tree) -> list[Array]:
-    """The arrays of a tree of arrays."""
+def arrays_of(tree: Tree) -> list[Any]:
+    """The arrays, or tensors, of a tree."""
     return flat(tree)[0]
 
 

@@ -78,7 +78,7 @@ class Rig:
             self.config, self.stages, guard=Guard(self.config, self.task, computer), computer=computer,
             compressor=Compressor("unit", self.model.num_parameters), blobs=self.blobs,
             dead_letters=self.refusals, departure=self.departure, task_log=TaskLog(self.log),
-            check=partial(check_with_samples, self.task, self.model.module, parts),
+            task=self.task, check=partial(check_with_samples, self.task, self.model.module, parts),
         )  # fmt: skip
         self.term = 1
         self.wanted: Callable[[int, int], bool] = lambda batch, grant_id: True

@@ -62,8 +62,8 @@ def profile_layers(
     on = open_device(device)
     received, y = passes.collated(task, batch)
     input_bytes = _bytes_of_arrays(received)
-    tensors = (None if part is None else on.put(part) for part in (batch.weight, batch.group))
-    inputs = passes.Inputs(None, trees.mapped(on.put, y), *tensors, batch.num_samples, batch.total_weight)
+    weight, group = (None if part is None else on.put(part) for part in (batch.weight, batch.group))
+    inputs = passes.Inputs(None, trees.mapped(on.put, y), weight, group, batch.num_samples, batch.total_weight)
     results: list[tuple[_Measured, int]] = []  # and the bytes that are sent to the next layer
     for number, layer in enumerate(layers):
         module = layer.module.to(device).train()

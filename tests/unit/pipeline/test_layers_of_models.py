@@ -207,7 +207,7 @@ def test_a_forward_that_does_more_behind_the_model_is_refused() -> None:
 
     model = nested()
     with pytest.raises(ConfigError, match=r"Behind\.forward does more than to call the model and to return"):
-        check_cut(Behind(), model, layers_of(Behind(), model), torch.randn(3, 4))
+        check_cut(Behind(), model, layers_of(Behind(), model), inputs_for(torch.randn(3, 4)))
 
 
 def test_the_model_is_left_in_the_mode_in_which_it_was() -> None:
@@ -232,7 +232,7 @@ def test_a_sequential_with_its_own_forward_is_cut_by_its_graph() -> None:
             return super().forward(x) * 2
 
     model = Doubled(nn.Linear(4, 4), nn.ReLU())
-    check_cut(Any4(), model, layers_of(Any4(), model), torch.randn(5, 4))
+    check_cut(Any4(), model, layers_of(Any4(), model), inputs_for(torch.randn(5, 4)))
 
 
 def test_a_graph_that_depends_on_the_mode_is_refused() -> None:
@@ -259,7 +259,7 @@ def test_small_outputs_are_compared_too() -> None:
             Any4(),
             model,
             [layers[0], layers[1]._replace(module=nn.Sequential(layers[1].module, Triple()))],
-            torch.randn(5, 4),
+            inputs_for(torch.randn(5, 4)),
         )
 
 
@@ -297,4 +297,4 @@ class WithoutGradient(OfConstants):
 def test_layers_that_learn_what_the_model_does_not_are_refused() -> None:
     model = WithoutGradient()
     with pytest.raises(ConfigError, match=r"its layers learn other parameters than the whole model \('first.weight'"):
-        check_cut(Any4(), model, layers_of(Any4(), model), torch.randn(2, 4))
+        check_cut(Any4(), model, layers_of(Any4(), model), inputs_for(torch.randn(2, 4)))
