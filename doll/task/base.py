@@ -267,7 +267,8 @@ class Task:
             model: what `build_model` returned; the layers are parts of it, and hold each of its parameters once.
 
         Returns:
-            Modules that give the model's output one after the other, each of one tensor. Called in this order, the
+            Modules that give the model's output one after the other, each a tensor, or dicts, tuples and lists of
+            tensors, which the next one takes. Called in this order, the
             first by `forward`. None: the model is cut without help.
         """
         return None

@@ -72,6 +72,7 @@ class Forms(NamedTuple):
 
     x: Form | None = None
     y: Form | None = None
+    is_ragged: bool = False  # they may differ in shape: the task puts them together itself
 
     @classmethod
     def of(cls, task: Task) -> Forms:
@@ -81,11 +82,12 @@ class Forms(NamedTuple):
             ConfigError: `Task.spec` returns something else.
         """
         if (declared := task.spec()) is None:
-            return cls()
+            return cls(is_ragged=task.is_ragged)
         if not (isinstance(declared, tuple) and len(declared) == 2):
             raise ConfigError(f"Task.spec(): expected fields of x and of y, got {declared!r:.200}")
         x, y = declared
-        return cls(None if x is None else Form.declared("x", x), None if y is None else Form.declared("y", y))
+        forms = (None if tree is None else Form.declared(root, tree) for root, tree in (("x", x), ("y", y)))
+        return cls(*forms, task.is_ragged)
 
 
 ANY_FORMS: Final = Forms()
@@ -129,13 +131,12 @@ def row_of(sample: Sample | tuple[Any, Any], forms: Forms) -> Row:
     Raises:
         SampleError: it does not fit; weight or group is none.
     """
-    x, y = sample[:2]
+    x, y, weight, group = sample if len(sample) == 4 else (*sample, 1.0, None)
     xs, x_structure = _arrays("x", x, forms.x, as_features)
     ys, y_structure = _arrays("y", y, forms.y, as_target)
-    if len(sample) == 2 or (sample[2] == 1 and sample[3] is None):
+    if weight == 1 and group is None:
         return Row(xs, x_structure, ys, y_structure)
-    weight, group = weight_of(sample[2]), sample[3]
-    return Row(xs, x_structure, ys, y_structure, weight, NO_GROUP if group is None else group_of(group))
+    return Row(xs, x_structure, ys, y_structure, weight_of(weight), NO_GROUP if group is None else group_of(group))
 
 
 def _arrays(
@@ -144,6 +145,8 @@ def _arrays(
     """`alone`: makes an array of what is one array and has no form."""
     if form is not None:
         leaves, structure = form.taken_apart(value), form.structure
+    elif not trees.is_container(value):
+        return [alone(value)], None
     else:
         leaves, structure = parts_of(value)
         if structure is None:

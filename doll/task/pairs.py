@@ -115,7 +115,7 @@ def decode_many(values: Sequence[bytes], *, is_ragged: bool = False) -> Samples 
     `is_ragged`: arrays of different shapes come as one array of objects.
     """
     try:
-        if not all(value[:1] == _PAIR for value in values):
+        if values[0][:1] != _PAIR:
             return _decode_trees([_tree_decoder.decode(value) for value in values], is_ragged)
         pairs = [_decoder.decode(value) for value in values]
         x, y = _column([pair.x for pair in pairs], is_ragged), _column([pair.y for pair in pairs], is_ragged)

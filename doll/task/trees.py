@@ -40,7 +40,7 @@ def is_tree(value: Any) -> bool:
         return True
     if not isinstance(value, tuple | list):
         return False
-    if all(map(_NUMBERS.__contains__, set(map(type, value)))):
+    if _NUMBERS.issuperset(map(type, value)):
         return False
     return any(getattr(item, "ndim", 0) > 0 or is_tree(item) for item in value)
 

@@ -426,7 +426,7 @@ def test_every_cut_of_a_message_is_noticed() -> None:
     ("at", "value", "expected"),
     [
         (0, b"HTTP", "expected a frame that begins with b'dpl1', got b'HTTP'"),
-        (4, b"\x11\x00", "at most 130 arrays, got 131"),
+        (4, b"\x83\x00", "at most 130 arrays, got 131"),
         (6, b"\x01\x00", r"expected the arrays in the frame \(place 0\), got place 1"),
         (8, b"\x01\x00\x01\x00", "at most 65536 bytes of header, got 65537"),
         (12, b"\xff" * 8, "at most 1048576 bytes of arrays, got 18446744073709551615"),

@@ -29,6 +29,7 @@ from doll.records.control import NewVersion
 from doll.storage.blobs import encode_blob
 from doll.storage.contributions import Compressor, decode_contribution
 from doll.task.base import load_task
+from doll.task.batches import SampleBatch
 from memory_stores import MemoryBlobs
 from stage_models import samples
 from waiting import WAIT_TIMEOUT_S
@@ -91,16 +92,18 @@ class Rig:
 
     def submit(
         self, number: int, weights: NewVersion, x: Array | None = None, y: Array | None = None, *, grant: int = -1,
-        min_version: int = 0, n: int = BATCH,
+        min_version: int = 0, n: int = BATCH, batch: SampleBatch | None = None,
     ) -> Future[GradientDone | None]:  # fmt: skip
-        if x is None or y is None:
-            x, y = samples(self.task, number, n)
+        if batch is None:
+            batch = SampleBatch(*samples(self.task, number, n)) if x is None or y is None else SampleBatch(x, y)
         order = record_builders.grant_of(
             term=self.term, worker=0, session=1, first=number, grant_ids=(number if grant < 0 else grant,),
             version=weights.version, min_version=min_version, key=weights.key, included=weights.included,
         )  # fmt: skip
-        batch = Batch(number, Decoded(x, y, np.arange(len(x))), len(x), 0.0)
-        return self.engine.submit(order, [batch], lambda batch, grant_id: self.wanted(batch, grant_id))
+        count = batch.num_samples
+        decoded = Decoded(batch.x, batch.y, np.arange(count), weight=batch.weight, group=batch.group)
+        held = Batch(number, decoded, count, 0.0)
+        return self.engine.submit(order, [held], lambda batch, grant_id: self.wanted(batch, grant_id))
 
     def pushed(self, done: GradientDone) -> Array:
         """The sum of steps that was stored."""

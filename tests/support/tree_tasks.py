@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from doll.task import pairs
 from doll.task.base import Sample
+from doll.task.batches import SampleBatch, batch_of
 from doll.task.pairs import PairTask
 
 
@@ -91,3 +92,50 @@ class Texts(Visits):
     def holdout(self) -> Iterable[Sample]:
         rng = np.random.default_rng(7)
         return [Sample(*visit(rng, 1 + at)) for at in range(40)]
+
+
+class Embeds(torch.nn.Module):
+    """From a visit: what is known, a dict, and numbers beside it that need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(50, 4)
+        self.numbers = torch.nn.Linear(3, 4)
+
+    def forward(self, x: dict[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        words, is_new = x["words"]
+        mask = x["mask"]
+        mean = (self.words(words) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return {"words": mean, "numbers": self.numbers(x["numbers"])}, is_new
+
+
+class Joins(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.nn.Linear(9, 8)
+
+    def forward(self, x: tuple[dict[str, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        known, is_new = x
+        return torch.tanh(self.hidden(torch.cat([known["words"], known["numbers"], is_new[:, None].float()], dim=1)))
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.click, self.amount = torch.nn.Linear(8, 2), torch.nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.click(x), self.amount(x)[:, 0]
+
+
+class Chained(Texts):
+    """Three layers, with several tensors between the first two."""
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(Embeds(), Joins(), TwoHeads())
+
+
+def weighted_texts(seed: int, n: int) -> SampleBatch:
+    rng = np.random.default_rng(seed)
+    samples = [Sample(*visit(rng, int(rng.integers(1, 60))))._replace(weight=float(rng.integers(4))) for _ in range(n)]
+    return batch_of(Texts(), samples)

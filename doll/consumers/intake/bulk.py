@@ -257,7 +257,7 @@ def _checked_part(
     if any(array.ndim == 0 or len(array) != count for array in (*xs, *ys)):
         return None
     good: npt.NDArray[np.bool_] | None
-    if task.is_ragged:
+    if forms.is_ragged:
         samples, good = _ragged(task, made, count, forms)
     else:
         weight, group = _extras(made, count) if isinstance(made, Samples) else (None, None)

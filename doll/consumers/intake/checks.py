@@ -24,22 +24,23 @@ def checked(task: Task, sample: Sample | tuple[Any, Any], forms: Forms) -> Row:
     """
     row = row_of(sample, forms)
     for root, structure, arrays in (("x", row.x_structure, row.x), ("y", row.y_structure, row.y)):
-        for name, array in zip(trees.names(root, structure), arrays, strict=True):
+        for at, array in enumerate(arrays):
             if array.dtype.kind not in NUMERIC_KINDS:
                 what = "mixed or ragged values" if array.dtype == object else f"values of type {array.dtype}"
-                raise SampleError(f"expected numbers in {name}, got {what}")
+                raise SampleError(f"expected numbers in {trees.names(root, structure)[at]}, got {what}")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                name, problem = trees.names(root, structure)[at], "holds NaN or infinity"
+                raise SampleError(f"{name} {problem if root == 'x' else 'is NaN or infinite'}")
     if task.input_shape is not None and (row.x_structure is not None or row.x[0].shape != task.input_shape):
         got = row.x[0].shape if row.x_structure is None else f"{len(row.x)} arrays"
         raise SampleError(f"expected x of shape {task.input_shape}, got {got}")
-    for name, array in zip(trees.names("x", row.x_structure), row.x, strict=True):
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise SampleError(f"{name} holds NaN or infinity")
-    for name, array in zip(trees.names("y", row.y_structure), row.y, strict=True):
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise SampleError(f"{name} is NaN or infinite")
     if (classes := task.num_classes) is not None and row.y_structure is None:
         y = row.y[0]
-        if not ((y.ndim == 0 or forms.y is not None or task.is_ragged) and are_classes(y, classes).all()):
+        if y.ndim == 0:
+            is_good = float(y).is_integer() and 0 <= y < classes
+        else:
+            is_good = (forms.y is not None or forms.is_ragged) and bool(are_classes(y, classes).all())
+        if not is_good:
             raise SampleError(f"expected a class 0 to {classes - 1}, got {y.tolist()!r}"[:_MAX_SHOWN])
     return row
 

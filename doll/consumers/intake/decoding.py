@@ -97,17 +97,22 @@ class SeenForms:
             ConfigError: `Task.spec` returns something else than fields.
         """
         self.forms = Forms.of(task)
-        self._is_ragged = task.is_ragged
 
     def see(self, rows: Sequence[Row]) -> None:
         """These are good, and of one structure: others must be like them."""
-        x, y = self.forms
-        first, is_ragged = rows[0], self._is_ragged
+        x, y, is_ragged = self.forms
+        first = rows[0]
         if x is None and (is_ragged or first.x_structure is not None):
             x = Form.seen("x", first.x_structure, [row.x for row in rows], of_any_length=is_ragged)
         if y is None and (is_ragged or first.y_structure is not None):
             y = Form.seen("y", first.y_structure, [row.y for row in rows], of_any_length=is_ragged)
-        self.forms = Forms(x, y)
+        self.forms = Forms(x, y, is_ragged)
+
+    def see_part(self, samples: SampleBatch) -> None:
+        """As `see`, of samples that are stacked."""
+        x, y, _ = self.forms
+        if (x is None and trees.is_container(samples.x)) or (y is None and trees.is_container(samples.y)):
+            self.see(samples.rows(1))
 
 
 def decode_records(
@@ -153,7 +158,7 @@ def decode_records(
         bulk = decode_in_bulk(task, samples, origins, seen.forms)
         reasons: dict[int, str] = {}
         rows = _one_by_one(task, samples, origins, bulk.left.tolist(), reasons, bulk.skipped, seen.forms)
-    batch, places = _combined(task, bulk.parts, rows, reasons, seen)
+    batch, places = _combined(bulk.parts, rows, reasons, seen)
     if reasons:
         refused += _by_record(offsets, reasons)
     refused.sort(key=lambda item: item.offset)
@@ -264,29 +269,33 @@ def _several(task: Task, made: Sample | list[Sample]) -> list[Sample]:
 
 
 def _combined(
-    task: Task, parts: Sequence[Part], rows: list[_Row], reasons: dict[int, str], seen: SeenForms
+    parts: Sequence[Part], rows: list[_Row], reasons: dict[int, str], seen: SeenForms
 ) -> tuple[SampleBatch, npt.NDArray[np.int64]]:
     """All usable samples, in order, and which values they come from; `reasons` gets why values do not suit the
     others."""
-    if len(parts) == 1 and not rows and not task.is_ragged:
-        seen.see(parts[0].samples.rows(1))
+    is_ragged = seen.forms.is_ragged
+    if len(parts) == 1 and not rows and not is_ragged:
+        seen.see_part(parts[0].samples)
         return parts[0].samples, parts[0].places
     forms = {_form(part.samples.rows(1)[0]) for part in parts} | {_form(row) for _, row in rows}
-    if len(forms) > 1 or task.is_ragged:
+    if len(forms) > 1 or is_ragged:
         # What most of the batch have decides, as if all of it had been decoded one by one.
         rows = rows + [row for part in parts for row in zip(part.places.tolist(), part.samples.rows(), strict=True)]
-        rows = _same_kind(_same_shape(sorted(rows, key=_place), reasons, task.is_ragged), reasons)
+        rows = _same_kind(_same_shape(sorted(rows, key=_place), reasons, is_ragged), reasons)
         rows = [row for row in rows if row[0] not in reasons]  # of a value whose other samples do not suit
         parts = []
     if rows:
-        seen.see([row for _, row in rows])
-        batch = batch_of_rows([fitted(row, seen.forms) for _, row in rows], is_ragged=task.is_ragged)
+        good = [row for _, row in rows]
+        seen.see(good)
+        if seen.forms.x is not None or seen.forms.y is not None:
+            good = [fitted(row, seen.forms) for row in good]
+        batch = batch_of_rows(good, is_ragged=is_ragged)
         parts = [*parts, Part(np.array([place for place, _ in rows], np.int64), batch)]
     if not parts:
         return SampleBatch(np.zeros((0,), np.float32), np.zeros((0,), np.float32)), np.zeros((0,), np.int64)
     if len(parts) == 1:
         return parts[0].samples, parts[0].places
-    seen.see(parts[0].samples.rows(1))
+    seen.see_part(parts[0].samples)
     places = np.concatenate([part.places for part in parts])
     order = np.argsort(places, kind="stable")  # several samples of one value stay in order
     return joined([part.samples for part in parts]).of(order.tolist()), places[order]
@@ -298,6 +307,9 @@ def _place(row: _Row) -> int:
 
 def _form(row: Row) -> tuple[Any, ...]:
     """Structure, shapes and types, which the arrays of a batch have in common."""
+    if row.x_structure is None and row.y_structure is None:
+        x, y = row.x[0], row.y[0]
+        return x.dtype, x.shape, y.dtype, y.shape
     return (*row.shapes, tuple(array.dtype for array in (*row.x, *row.y)))
 
 

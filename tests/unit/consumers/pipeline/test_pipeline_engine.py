@@ -25,6 +25,7 @@ from doll.records.control import NewVersion
 from pipeline_rig import BATCH, Rig, answer
 from process_checks import is_gone
 from stage_models import samples
+from tree_tasks import weighted_texts
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -108,6 +109,46 @@ def test_one_batch_at_a_time_is_what_an_undivided_worker_computes(make_rig: Call
         weights = rig.publish(2 + wave, 2 * wave + 2, rig.first_weights * (1 + wave / 10))
         rig.engine.offer(weights)
         steps.offer(weights)
+
+
+def test_dicts_sequences_and_weights_go_through_stages_as_through_an_undivided_worker(
+    make_rig: Callable[..., Rig],
+) -> None:
+    """With several tensors between stages, and two at the end."""
+    rig = make_rig(3, 1, "task.class=tree_tasks:Chained", "training.optimizer={name: sgd, lr: 0.1}")
+    steps = rig.undivided()
+    computer = steps._computer
+    weights = rig.publish(1, 0)
+    for number in range(3):
+        batch = weighted_texts(number, BATCH)
+        done = answer(rig.submit(number, weights, batch=batch))
+        order = record_builders.grant_of(
+            term=1, worker=0, session=1, first=number, grant_ids=(number,), version=1, min_version=0, key=weights.key,
+            included=0,
+        )  # fmt: skip
+        assert steps.begin(order)
+        assert steps.load(order) == 1
+        gradient = computer.compute(*batch)
+        (computed,) = done.batches
+        assert (computed.num_samples, computed.weight) == (BATCH, batch.total_weight)
+        assert computed.loss_sum == pytest.approx(gradient.loss_sum, rel=1e-5)
+        assert computed.metric_sums == pytest.approx(gradient.metric_sums)
+        steps.add(gradient, batch=number)
+        expected = steps.values()
+        assert expected is not None
+        np.testing.assert_allclose(rig.pushed(done), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_without_any_weight_adds_nothing_and_a_bad_sequence_is_refused(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(2, 1, "task.class=tree_tasks:Chained")
+    weights = rig.publish(1, 0)
+    batch = weighted_texts(0, BATCH)
+    nothing = answer(rig.submit(0, weights, batch=batch._replace(weight=np.zeros(BATCH, np.float32))))
+    assert (nothing.key, nothing.batches[0].num_samples, nothing.batches[0].weight) == ("", BATCH, 0.0)
+    batch.x[3]["words"] = (np.array([[1, 2]]), batch.x[3]["words"][1])  # of two dimensions: no sequence as the others
+    done = answer(rig.submit(1, weights, batch=batch))
+    assert list(rig.refusals.bad[1]) == [3]
+    assert done.batches[0].num_samples == BATCH - 1
 
 
 def test_each_stage_draws_numbers_of_its_own(make_rig: Callable[..., Rig]) -> None:
