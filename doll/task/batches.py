@@ -86,8 +86,10 @@ class Forms(NamedTuple):
         if not (isinstance(declared, tuple) and len(declared) == 2):
             raise ConfigError(f"Task.spec(): expected fields of x and of y, got {declared!r:.200}")
         x, y = declared
-        forms = (None if tree is None else Form.declared(root, tree) for root, tree in (("x", x), ("y", y)))
-        return cls(*forms, task.is_ragged)
+        form_of_x, form_of_y = (
+            None if tree is None else Form.declared(root, tree) for root, tree in (("x", x), ("y", y))
+        )
+        return cls(form_of_x, form_of_y, task.is_ragged)
 
 
 ANY_FORMS: Final = Forms()

@@ -37,7 +37,7 @@ def checked(task: Task, sample: Sample | tuple[Any, Any], forms: Forms) -> Row:
     if (classes := task.num_classes) is not None and row.y_structure is None:
         y = row.y[0]
         if y.ndim == 0:
-            is_good = float(y).is_integer() and 0 <= y < classes
+            is_good = float(y).is_integer() and bool(0 <= y < classes)
         else:
             is_good = (forms.y is not None or forms.is_ragged) and bool(are_classes(y, classes).all())
         if not is_good:
