@@ -75,7 +75,7 @@ class Learner:
             raise ValueError(f"expected a grant of version {self.version}, got one of {grant.version}")
         for batch, number in enumerate(grant.grant_ids, grant.first):
             gradient = self._computer.compute(*self._batches(grant.worker, batch))
-            self._gradients[number] = gradient._replace(values=gradient.values.copy())
+            self._gradients[number] = gradient._replace(vector=gradient.vector.clone())
 
     def drop(self, grant: Grant) -> None:
         """The worker is gone and its gradients with it."""
