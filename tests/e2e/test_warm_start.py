@@ -44,6 +44,7 @@ def test_digits_goes_on_from_what_it_has_learned(tmp_path: Path) -> None:
     # And the run itself goes on, with other batches, another policy and another optimizer.
     regridded = doll(
         "regrid", run, "--batch-size", "48", "--policy", "essp:staleness=3", "--set", "stop.samples=30000",
+        "--set", "stop.updates=null",
         "--set", "training.optimizer={name: sgd, lr: 0.01}", "--json",
     )  # fmt: skip
     assert regridded.returncode == 0, regridded.stderr
