@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` sk
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The variables of a shell in which the environment is active."""
     programs = environment_with_wheel(ROOT, tmp_path_factory.mktemp("wheel") / "environment")
-    hidden = ("PYTHONPATH", "DOLL_", "VIRTUAL_ENV", "PYTEST_")
+    hidden = ("PYTHONPATH", "DOLL_", "VIRTUAL_ENV", "PYTEST_", "MPLBACKEND")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     return inherited | {"PATH": f"{programs}:{inherited['PATH']}"}
 

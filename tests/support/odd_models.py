@@ -383,9 +383,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "a table": (
         Case(lambda: [nn.EmbeddingBag(VOCABULARY, 6, sparse=True), linear()], **TEXT), "a pipeline has no tables yet",
     ),
-    "a tuple": (
-        Case(lambda: [F(lambda x: (x, x)), F(lambda x: x[0]), linear()], (1, 2)), "layer '0' returns tuple, expected",
-    ),
     "a type that cannot be sent": (
         Case(lambda: [linear(6), F(lambda x: x.to(torch.float8_e5m2)), F(lambda x: x.float()), linear()], (2, 2)),
         "layer '0..1' returns a tensor of type torch.float8_e5m2, expected one of float32, .*bfloat16",

@@ -81,7 +81,7 @@ class Grants:
 
         Grants of a worker increase with its batches. So where the grant of a batch is new, earlier grants of later
         batches are void: the server has taken all of these back. Later grants of later batches have overtaken this one:
-        their steps do not count on a view without the step of this batch, and those not pushed yet are computed again.
+        their steps do not count on a view without the step of this batch, and those not pushed yet come after it.
         """
         new: list[int] = []
         answers: dict[int, Push] = {}  # by their first grants
@@ -106,7 +106,8 @@ class Grants:
         for later in [later for later in self._newest if later > batch]:
             if self._newest[later] < number:
                 self._forget_answer(later)
-            elif later in self._owed and self.kept.pop((later, self._newest[later]), None) is not None:
+            elif later in self._owed:  # also one that has still to be computed: its turn would come before this one's
+                self.kept.pop((later, self._newest[later]), None)
                 overtook.append(later)
         return sorted(overtook)
 

@@ -788,8 +788,7 @@ class Engine:
             )
 
     def _end_of_dry_round(self) -> Sequence[BatchId]:
-        """A round that a checkpoint waits for ends with the batches that came, where the others have had nothing for a
-        while.
+        """A round that a checkpoint waits for ends with the batches that came, where the others have long had nothing.
 
         Otherwise a stream that stops would keep what is in the model from becoming durable (docs/decisions/0035). A
         worker whose partitions are to move has nothing to give, and is not waited for.
@@ -851,6 +850,7 @@ class Engine:
     def _on_grants_lost(self, event: GrantsLost) -> None:
         if 0 <= event.worker < len(self._workers):
             worker = self._workers[event.worker]
+            self._clear_stall(worker)  # it may never have had the grant whose time limit has passed
             left = [grant for grant in worker.queue.computing_grants if grant.pushed is None]
             if num_sent := self._send_grants(worker, left):
                 self.counters["grants_sent_again"] += num_sent

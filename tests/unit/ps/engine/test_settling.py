@@ -35,7 +35,7 @@ def test_what_is_durable_is_whole_and_in_the_model_once(seed: int, length: int) 
 def test_the_random_runs_settle_and_roll_back() -> None:
     """Otherwise the test above would prove little."""
     settled = rolled_back = 0
-    for seed in range(20):
+    for seed in range(40):
         world = World(ISP)
         play(world, random_steps(seed, 2500))
         settled += world.rests
@@ -75,7 +75,7 @@ def is_caught(mutant: type[Engine], seed: int, error: type[Exception], message: 
 
 @pytest.mark.parametrize("mutant", [Hasty, Careless])
 def test_an_engine_that_loses_a_part_of_a_step_is_caught(mutant: type[Engine]) -> None:
-    assert any(is_caught(mutant, seed, AssertionError, "is whole") for seed in range(20))
+    assert any(is_caught(mutant, seed, AssertionError, "is whole") for seed in range(100))
 
 
 def two_rounds() -> World:
