@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from doll.config.section import Section
 
+T = TypeVar("T")
 # YAML 1.1 reads 3e-4, without a point, as text; nothing tells a class that a number is meant.
 _NUMBER: Final = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
@@ -47,12 +48,14 @@ class NamedClass(Section):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
-def check_pattern(pattern: str) -> None:
-    """
-    Raises:
-        ValueError: `pattern` is no regular expression.
-    """
-    try:
-        re.compile(pattern)
-    except re.error as exc:
-        raise ValueError(f"expected a regular expression, got {pattern!r}: {exc}") from exc
+def _check_patterns(values: dict[str, T]) -> dict[str, T]:
+    for pattern in values:
+        try:
+            re.compile(pattern)
+        except re.error as exc:
+            raise ValueError(f"expected a regular expression, got {pattern!r}: {exc}") from exc
+    return values
+
+
+ByPattern = Annotated[dict[str, T], AfterValidator(_check_patterns)]
+"""Values by regular expressions."""

@@ -15,6 +15,8 @@ CHECKPOINT_URLS: Final = {
     "s3": ("s3://bucket/prefix", re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?"))
 }
 """URLs of checkpoint stores by scheme: the form for messages, and the pattern. `doll.storage.stores` opens them."""
+DEVICE_FORM: Final = r"auto|cpu(:0)?|cuda(:[0-9]{1,3})?|mps"
+"""What `worker.device` may be, as a regular expression."""
 MAX_SET_S: Final = 2.0
 """A worker adds no batch to a set that has taken so long, see `WorkerConfig.set_limit_s`."""
 _URL_LIKE: Final = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*:/|({'|'.join(CHECKPOINT_URLS)}):")
@@ -81,7 +83,7 @@ class WorkerConfig(Section):
     spot_notices: Literal["none", "imds"] | None = None
     """imds: poll the EC2 instance metadata service every 5 s for an interruption notice, and leave before the
     interruption; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none"""
-    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu(:0)?|cuda(:[0-9]{1,3})?|mps)$")] = "cpu"
+    device: Annotated[str, StringConstraints(pattern=f"^({DEVICE_FORM})$")] = "cpu"
     """what workers compute gradients on: cpu, cuda:N, mps; cuda: the CUDA devices of the machine in turn, by the
     worker's number; auto: these, else mps, else the CPU. Everything else, such as evaluation, is on the CPU"""
     compile: bool = False

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from doll.config.named_class import NamedClass, Values, check_pattern
+from doll.config.named_class import ByPattern, NamedClass, Values
 from doll.config.policy import POLICIES, PolicyConfig, default_policy
 from doll.config.section import LONGEST_S, Section
 from doll.config.tables import TableConfig
@@ -69,16 +69,9 @@ class TorchConfig(NamedClass):
     (docs/guide/model.md). `name` need not be given."""
 
     name: Literal["class"] = "class"
-    groups: dict[str, Values] = Field(default_factory=dict)
+    groups: ByPattern[Values] = Field(default_factory=dict)
     """arguments of a group of parameters, by a regular expression: the first one that is found in a parameter's name
     (re.search) has it; parameters without one have `args` alone"""
-
-    @field_validator("groups")
-    @classmethod
-    def _patterns(cls, groups: dict[str, Values]) -> dict[str, Values]:
-        for pattern in groups:
-            check_pattern(pattern)
-        return groups
 
 
 class _Optimizers(Variants):
@@ -132,7 +125,7 @@ class InitFromConfig(Section):
     a `.safetensors` file, or a `.pt` file with a `state_dict`; relative to the job file, or to the working directory"""
     strict: bool = False
     """refuse whatever does not match, in place of a report of it"""
-    rename: dict[str, str] = Field(default_factory=dict)
+    rename: ByPattern[str] = Field(default_factory=dict)
     """replacements of regular expressions in the source's names, as in {"^backbone\\.": "encoder."}"""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -142,13 +135,6 @@ class InitFromConfig(Section):
     def _is_named(cls, value: str) -> str:
         if not value.strip() or "\0" in value:
             raise ValueError(f"expected a run folder or a file, got {value!r}")
-        return value
-
-    @field_validator("rename")
-    @classmethod
-    def _are_patterns(cls, value: dict[str, str]) -> dict[str, str]:
-        for pattern in value:
-            check_pattern(pattern)
         return value
 
 
@@ -165,7 +151,7 @@ class TrainingConfig(Section):
 
     policy: Annotated[PolicyConfig, POLICIES] = Field(default_factory=default_policy)
     optimizer: OptimizerConfig = Field(default_factory=SgdConfig)
-    tables: dict[str, TableConfig] = Field(default_factory=dict)
+    tables: ByPattern[TableConfig] = Field(default_factory=dict)
     """settings of tables, by a regular expression that is found in their names (re.search): the first one counts"""
     reduction: Literal["mean", "sum"] = "mean"
     """mean: step on the mean gradient of an update's samples; sum: on the sum, as the paper writes it"""
@@ -188,13 +174,6 @@ class TrainingConfig(Section):
     def evaluates_average(self) -> bool:
         """Whether held-out evaluation measures the average of the weights, and not these."""
         return self.ema is not None and self.ema.evaluate
-
-    @field_validator("tables")
-    @classmethod
-    def _patterns(cls, tables: dict[str, TableConfig]) -> dict[str, TableConfig]:
-        for pattern in tables:
-            check_pattern(pattern)
-        return tables
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

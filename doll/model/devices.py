@@ -6,13 +6,11 @@ Devices are counted without CUDA's own start, after which a process could not fo
 from __future__ import annotations
 
 import re
-from typing import Final
 
 import torch
 
+from doll.config.roles import DEVICE_FORM
 from doll.errors import ConfigError
-
-FORM: Final = r"auto|cpu(:0)?|cuda(:\d{1,3})?|mps"
 
 
 def resolve(setting: str, worker: int, *, field: str = "worker.device") -> str:
@@ -23,7 +21,7 @@ def resolve(setting: str, worker: int, *, field: str = "worker.device") -> str:
     Raises:
         ConfigError: this machine has no such device.
     """
-    if not re.fullmatch(FORM, setting):
+    if not re.fullmatch(DEVICE_FORM, setting):
         raise ConfigError(f"{field}: expected auto, cpu, cuda, cuda:N (such as cuda:0) or mps, got {setting!r}")
     if setting.startswith("cpu"):  # `cpu:0`, for tests: the same device, with tensors of its own
         return setting

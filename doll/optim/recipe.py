@@ -30,12 +30,8 @@ def make_optimizer(
     is_worker = training.policy.sends_steps
     clip_norm = training.clip_norm if clips_norm else None
     ema = None if is_worker else decay(training)
-    if isinstance(training.optimizer, TorchConfig):
-        return TorchOptimizer(
-            model, training.optimizer, clip_norm, clip_value=training.clip_value, schedule=training.schedule,
-            by_version=is_worker, ema=ema, norm_of_tables=norm_of_tables,
-        )  # fmt: skip
-    return Optimizer(
+    cls: type[Optimizer] = TorchOptimizer if isinstance(training.optimizer, TorchConfig) else Optimizer
+    return cls(
         model, training.optimizer, clip_norm, clip_value=training.clip_value, schedule=training.schedule,
         by_version=is_worker, ema=ema, norm_of_tables=norm_of_tables,
     )  # fmt: skip

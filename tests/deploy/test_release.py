@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import doll
 import pytest
+from deploy_scripts import load
 from paths import ROOT
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("deploy_release", ROOT / "deploy" / "release.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-release = load()
+release = load("release")
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n- new\n\n## [1.2.0] - 2026-11-27\n\n- old\n\n## [1.1.0] - 2026-11-01\n"
 
 

@@ -11,23 +11,13 @@ from typing import Any
 import pytest
 from doll.records.control import Finished, Scale, ServerStatus
 from doll.services import Services
+from job_policies import POLICIES
 from owners_topic import OwnersTopic, samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
 # `DOLL_KILLS=30` kills so many processes in each run of the longest test, and runs it with every policy.
 KILLS = int(os.environ.get("DOLL_KILLS", "0"))
-POLICIES = [
-    "{name: asp}",
-    "{name: doll, group_size: 2}",
-    "{name: bsp}",
-    "{name: ssp, staleness: 2}",
-    "{name: essp, staleness: 2}",
-    "{name: vap, value_bound: 5}",
-    "{name: isp}",
-    "{name: wsp, wave_batches: 2, clock_distance: 2}",
-    "{name: diloco, local_batches: 2, grace_s: 0.2}",
-]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from doll.ps.checkpointing import decode_snapshot
 from doll.records.control import Scale, Update
+from job_policies import POLICIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
@@ -26,19 +27,6 @@ def test_workers_become_more_and_fewer_between_runs(make_pipeline: Any, policy: 
         assert set(served[-1].values()) <= set(range(workers))
     assert report.term == 4
     assert len({frozenset(owners.items()) for owners in served}) > 1
-
-
-POLICIES = [
-    "{name: doll, group_size: 2}",
-    "{name: bsp}",
-    "{name: asp}",
-    "{name: ssp, staleness: 2}",
-    "{name: essp, staleness: 2}",
-    "{name: vap, value_bound: 5}",
-    "{name: isp}",
-    "{name: wsp, wave_batches: 2, clock_distance: 2}",
-    "{name: diloco, local_batches: 2, grace_s: 0.2}",
-]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

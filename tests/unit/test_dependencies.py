@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tomllib
 
@@ -10,6 +9,7 @@ import pytest
 import redis
 import redis.connection
 from confluent_kafka import KafkaException, Producer
+from deploy_scripts import load
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -58,11 +58,7 @@ def test_the_private_names_of_redis_that_are_used_are_known_and_there() -> None:
 
 def test_the_table_of_wheels_for_arm64_is_that_of_the_lock() -> None:
     """The registry is asked by deploy/wheels.py, when the lock changes; this test needs no network."""
-    spec = importlib.util.spec_from_file_location("deploy_wheels", ROOT / "deploy" / "wheels.py")
-    assert spec is not None
-    assert spec.loader is not None
-    wheels = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(wheels)
+    wheels = load("wheels")
     kept = wheels.parse_table(wheels.TABLE.read_text())
     for platform, (_, environment) in wheels.PLATFORMS.items():
         locked = set(wheels.pins(wheels.LOCK.read_text(), environment))
