@@ -102,14 +102,17 @@ class Grants:
         return list(answers.values()), orders
 
     def _replace_later(self, batch: int, number: int) -> list[int]:
-        overtook = []
-        for later in [later for later in self._newest if later > batch]:
+        """Later batches with newer grants whose results are kept for a push, and those behind the first of them that
+        have still to be computed: each is computed after this one."""
+        overtook, was_kept = [], False
+        for later in sorted(later for later in self._newest if later > batch):
             if self._newest[later] < number:
                 self._forget_answer(later)
-            elif later in self._owed:  # also one that has still to be computed: its turn would come before this one's
-                self.kept.pop((later, self._newest[later]), None)
-                overtook.append(later)
-        return sorted(overtook)
+            elif later in self._owed:
+                was_kept |= self.kept.pop((later, self._newest[later]), None) is not None
+                if was_kept:
+                    overtook.append(later)
+        return overtook
 
     def give_back(self, batch: int, number: int) -> None:
         """Grant `number` of `batch` is not computed. The worker does not owe it, and computes it if it comes again."""
