@@ -15,7 +15,9 @@ class Writer:
     """A producer whose records go to partition 0; transactional where it has a name. It compresses as it likes."""
 
     def __init__(self, job: Any, name: str = "", codec: str = "gzip") -> None:
-        more = {"transactional.id": f"{job.config.job}-{name}"} if name else {}
+        # The default limit of 60 s ends a transaction that is left open while a slow machine gets to its next update.
+        open_ms = {"transaction.timeout.ms": 600_000}
+        more = {"transactional.id": f"{job.config.job}-{name}", **open_ms} if name else {}
         self._producer = Producer(kafka_settings(job.config, job.services, **more, **{"compression.type": codec}))
         self._topic = job.config.topic("samples")
         self.offsets: list[int] = []

@@ -85,9 +85,9 @@ def test_poison_among_the_records_is_refused_by_stages(make_pipeline: Any) -> No
     os.kill(stages_of(job, 1)[1], signal.SIGKILL)
     job.until_finished()
     report = job.assert_audit_ok()
-    # Of the worker whose stage died less may be learned by the end: the other one does not wait for it.
+    # Of the worker whose stage died less may be learned by the end, or nothing: the other one does not wait for it.
     reached = [place for place in places if place // 2 < report.partitions[place % 2].applied_until]
-    assert report.dead == len(reached) >= 11, report.partitions
+    assert report.dead == len(reached) >= len(places) // 2, report.partitions
     assert np.isfinite(job.checkpoint().tensors["weights"]).all()
     losses = [update.loss for update in job.updates]
     assert np.mean(losses[-20:]) < np.mean(losses[:10])
