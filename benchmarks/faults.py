@@ -5,18 +5,25 @@ per second with faults by those learned without. Meta's torchft reports 97.7 % w
 of replicas that train with DiLoCo; a drill also kills brokers, Redis and the parameter server, and cuts connections.
 `--asap`: the stream is faster than the workers, so that nothing can be caught up on. A shorter run with the same
 `--every` is a scaled one: `--seconds 240` has 8 faults.
+
+A machine whose speed differs by 10 % from one half hour to the next hides what faults cost. So the run with faults is
+its own reference, too: the rate from one fault to the next, by the rate in the last seconds before the next one, when
+the job has recovered. The difference is in seconds of the job's work, and is shown by what was faulted.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -32,6 +39,7 @@ EVERY_S: Final = 29.0  # 62 faults in 30 minutes
 TARGET: Final = 0.977
 _WARM_UP_S: Final = 10.0  # after the first update
 _AFTER_S: Final = 15.0  # a job without faults goes on for so long: a large update may come late
+_RECOVERED_SHARE: Final = 0.4  # of the time from fault to fault: its end, in which the job has recovered
 
 
 def job_of(example: Path, *, asap: bool, policy: str | None = None, changes: Sequence[str] = ()) -> JobConfig:
@@ -51,6 +59,32 @@ def job_of(example: Path, *, asap: bool, policy: str | None = None, changes: Seq
     return load(example, [*words, *changes])
 
 
+def _samples_until(updates: Path) -> tuple[Any, Any]:
+    """When each valid update was made (Unix seconds), and the samples learned until then; shape (updates,) each."""
+    with updates.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["void"] == "0"]
+    return np.array([float(row["time_s"]) for row in rows]), np.cumsum([int(row["n_samples"]) for row in rows])
+
+
+def losses(updates: Path, faults: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Seconds of the job's work that each fault but the last has cost, by what was faulted: "ps", "worker", "kafka".
+
+    A loss below 0 is noise, as as much of the others is.
+
+    Args:
+        faults: of `faults.json`, in order.
+    """
+    at_s, total = _samples_until(updates)
+    lost_s: dict[str, list[float]] = defaultdict(list)
+    for fault, following in pairwise(faults):
+        begin_s, end_s = fault["time_s"], following["time_s"]
+        recovered_s = end_s - _RECOVERED_SHARE * (end_s - begin_s)
+        begin, recovered, end = np.interp([begin_s, recovered_s, end_s], at_s, total)
+        rate = (end - recovered) / (end_s - recovered_s)
+        lost_s[fault["role"].split("-")[0]].append(float(end_s - begin_s - (end - begin) / rate))
+    return dict(lost_s)
+
+
 def samples_in(updates: Path, begin_s: float, seconds: float) -> float:
     """Samples of the valid updates that were made within `seconds` after `begin_s` from the first one.
 
@@ -60,11 +94,8 @@ def samples_in(updates: Path, begin_s: float, seconds: float) -> float:
     Raises:
         ValueError: the run has ended before.
     """
-    with updates.open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["void"] == "0"]
-    first_s = float(rows[0]["time_s"])
-    at_s = np.array([float(row["time_s"]) - first_s for row in rows])
-    total = np.cumsum([int(row["n_samples"]) for row in rows])
+    made_s, total = _samples_until(updates)
+    at_s = made_s - made_s[0]
     if at_s[-1] < begin_s + seconds:
         raise ValueError(f"expected updates until {begin_s + seconds:g} s after the first, got {at_s[-1]:.1f} s")
     begin, end = np.interp([begin_s, begin_s + seconds], at_s, total)
@@ -89,14 +120,31 @@ def measure(
             report = run_up(config.model_copy(update={"stop": stop, "blobs": blobs}), Path(name))
         (updates,) = Path(name).glob("*/updates.csv")
         samples = samples_in(updates, _WARM_UP_S, seconds)
+        lost = losses(updates, json.loads((updates.parent / "faults.json").read_text())) if with_faults else {}
     if report["exit_code"]:
         raise RuntimeError(f"the run failed: {report['reason']}")
     audit = report["audit"]
     return {
         "with_faults": with_faults, "seconds": seconds, "samples": round(samples),
         "samples_per_s": samples / seconds, "missing": audit["missing"], "twice": audit["duplicate"],
-        "faults": report.get("recoveries", 0), "recovery_s": report.get("recovery_s"),
+        "faults": report.get("recoveries", 0), "recovery_s": report.get("recovery_s"), "lost_s": lost,
     }  # fmt: skip
+
+
+def kept_within(lost_s: Mapping[str, Sequence[float]], every_s: float) -> float:
+    """The share of its own rate that a run has kept under such faults."""
+    each = [seconds for role in lost_s.values() for seconds in role]
+    return 1 - statistics.fmean(each) / every_s
+
+
+def table(lost_s: Mapping[str, Sequence[float]], every_s: float) -> str:
+    """What the faults of each role cost, the dearest first."""
+    lines = [
+        f"  {role:10} {len(each):3} faults, {statistics.fmean(each):5.2f} s each, "
+        f"kept {kept_within({role: each}, every_s):6.1%}"
+        for role, each in sorted(lost_s.items(), key=lambda entry: -statistics.fmean(entry[1]))
+    ]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,6 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"faults-{policy}-{datetime.now():%Y%m%d-%H%M%S}", {**facts, "kept": kept, "shares": shares, "runs": runs}
     )
     faults = sum(run["faults"] for run in runs)
+    lost: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        for role, each in run["lost_s"].items():
+            lost[role] += each
+    print(f"by the run's own rate: kept {kept_within(lost, args.every):.1%}\n{table(lost, args.every)}")
     print(
         f"{policy}: throughput kept under {faults} faults, one in {args.every:g} s: {kept:.1%} "
         f"(torchft with DiLoCo: {TARGET:.1%}); {sum(run['missing'] for run in runs)} missing, "

@@ -11,12 +11,15 @@ words its errors, `reference` generates docs/configuration.md.
 
 from doll.config.fleets import ComposeFleetConfig as ComposeFleetConfig
 from doll.config.fleets import Ec2FleetConfig as Ec2FleetConfig
+from doll.config.fleets import KubernetesFleetConfig as KubernetesFleetConfig
+from doll.config.fleets import PodPlacement as PodPlacement
 from doll.config.fleets import ProcessesFleetConfig as ProcessesFleetConfig
 from doll.config.job import JobConfig as JobConfig
 from doll.config.loader import dump as dump
 from doll.config.loader import load as load
 from doll.config.loader import parse as parse
 from doll.config.provision import PlanConfig as PlanConfig
+from doll.config.source import ArrivalsConfig as ArrivalsConfig
 from doll.config.source import FeedSource as FeedSource
 from doll.config.source import StdinSource as StdinSource
 from doll.config.tables import TableConfig as TableConfig

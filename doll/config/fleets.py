@@ -6,7 +6,7 @@ A new fleet is one class here, and its adapter in `doll.provisioner.fleets`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model_validator
 
@@ -101,6 +101,51 @@ class Ec2FleetConfig(FleetSection):
         return self
 
 
-fleets = Variants("kind", ProcessesFleetConfig, ComposeFleetConfig, Ec2FleetConfig, default="processes")
+class PodPlacement(Section):
+    """Where the pods of one market run."""
+
+    node_selector: dict[str, str] = Field(default={})
+    """labels that a node must have"""
+    tolerations: list[dict[str, Any]] = Field(default=[])
+    """taints of a node that do not matter, as in a pod's `tolerations`"""
+
+
+class KubernetesFleetConfig(FleetSection):
+    """Pods of a Kubernetes cluster as instances (docs/guide/kubernetes.md), one per worker slot."""
+
+    kind: Literal["kubernetes"]
+    pod_template: Path
+    """YAML file of a v1 Pod: image, command, resources and secrets of a worker; names, labels, restart policy and the
+    variables DOLL_WORKER, DOLL_INCARNATION, DOLL_INSTANCE and DOLL_MARKET are added"""
+    container: str = "worker"
+    """name of the template's container that runs the worker"""
+    namespace: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = None
+    """of the pods; default: that of the kubeconfig's context, or of the pod that the provisioner runs in"""
+    kubeconfig: Path | None = None
+    """default: the service account of the pod that the provisioner runs in, else KUBECONFIG, else ~/.kube/config"""
+    context: str | None = None
+    """of the kubeconfig; default: its current one"""
+    spot: PodPlacement = PodPlacement(node_selector={"karpenter.sh/capacity-type": "spot"})
+    """placement of spot workers; default: Karpenter's label"""
+    on_demand: PodPlacement = PodPlacement(node_selector={"karpenter.sh/capacity-type": "on-demand"})
+    """placement of on-demand workers"""
+    owner: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")] | None = None
+    """name of a ConfigMap of the namespace: the pods end when it is deleted, also where no provisioner runs any more"""
+    node_timeout_s: PositiveFloat = 180.0
+    """a pod that no node takes for so long is deleted, and its market counts as without capacity for a while; an
+    autoscaler needs one to two minutes for a node"""
+    timeout_s: PositiveFloat = 20.0
+    """timeout of a call of the API server"""
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> Self:
+        if self.spot == self.on_demand:
+            raise ValueError("spot, on_demand: expected different placements: both markets would get the same nodes")
+        return self
+
+
+fleets = Variants(
+    "kind", ProcessesFleetConfig, ComposeFleetConfig, Ec2FleetConfig, KubernetesFleetConfig, default="processes"
+)
 
 FleetConfig = Annotated[FleetSection, fleets]

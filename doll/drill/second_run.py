@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from doll.config import StopConfig, load
+from doll.config import ArrivalsConfig, StopConfig, load
 from doll.errors import ConfigError
 from doll.kafka.topic_plan import plan_topics
 from doll.local import processes
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from doll.config import JobConfig
 
 _UPDATES: Final = 10
+_RATE_PER_S: Final = 500.0  # where the job's stream has no pace: the mock keeps a few megabytes of a partition
 
 
 def start(job_file: Path, folder: Path, redis_url: str) -> subprocess.Popen[bytes]:
@@ -39,6 +40,8 @@ def config_of(job: JobConfig, kafka: str, redis_url: str, folder: Path) -> JobCo
         "evaluation": job.evaluation.model_copy(update={"enabled": False}),
         "stop": StopConfig(updates=_UPDATES),
     }
+    if job.arrivals.process == "asap":
+        updates["arrivals"] = ArrivalsConfig(rate_per_s=_RATE_PER_S)
     return job.model_copy(update=updates)
 
 

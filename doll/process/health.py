@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 PORT_ENV: Final = "DOLL_HEALTH_PORT"
-HOST: Final = "127.0.0.1"  # the probes ask nobody who is there: other machines must not reach them
+HOST_ENV: Final = "DOLL_HEALTH_HOST"
+HOST: Final = "127.0.0.1"  # the probes ask nobody who is there: other machines reach them only if HOST_ENV says so
 BEAT_TIMEOUT_S: Final = 15.0  # beats come several times a second, but may be seconds late on a loaded machine
 _CHECK_S: Final = 1.0
 _REQUEST_S: Final = 5.0
@@ -182,7 +183,7 @@ def _watch(heartbeat: Heartbeat, liveness_timeout_s: float, ended: threading.Eve
 
 def _serve(heartbeat: Heartbeat, port: int) -> ThreadingHTTPServer | None:
     try:
-        server = _Server((HOST, port), heartbeat)
+        server = _Server((os.environ.get(HOST_ENV) or HOST, port), heartbeat)
     except OSError as exc:  # the process works without its probes, too
         log.warning("health_probe_unavailable", port=port, reason=exc.strerror or str(exc))
         return None

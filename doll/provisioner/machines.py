@@ -16,6 +16,7 @@ from doll.provisioner.billing import EC2_LINUX, LOCAL, BillingRule
 from doll.provisioner.fleets import compose
 from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
 from doll.provisioner.fleets.ec2 import placement as ec2_placement
+from doll.provisioner.fleets.kubernetes import fleet as kubernetes_fleet
 from doll.provisioner.fleets.port import Fleet, SpotProbe
 from doll.provisioner.prices import ec2 as ec2_prices
 from doll.provisioner.prices.port import PriceFeed, StatedPrices
@@ -73,6 +74,12 @@ def _open_compose(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
         yield Machines(fleet, stated_prices(config), LOCAL)
 
 
+@contextmanager
+def _open_kubernetes(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
+    with closing(kubernetes_fleet.connect(config)) as fleet:
+        yield Machines(fleet, stated_prices(config), LOCAL)
+
+
 def stated_prices(config: JobConfig) -> PriceFeed:
     """The prices of the job file's plan section, which never change.
 
@@ -88,5 +95,6 @@ def stated_prices(config: JobConfig) -> PriceFeed:
 OPENERS: dict[str, Callable[[JobConfig, Path], AbstractContextManager[Machines]]] = {
     "ec2": _open_ec2,
     "compose": _open_compose,
+    "kubernetes": _open_kubernetes,
 }
 """What opens the machines of each `fleet.kind`, but worker processes. A new fleet adds its opener here."""

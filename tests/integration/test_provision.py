@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kube_cluster
 import psutil
 import pytest
+import yaml
 from doll.config import dump, load
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import LaunchError, Order
@@ -25,6 +27,7 @@ from doll.run.spot.provisioning import machines_of
 from doll.run.status import JobStatus, status_of
 from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
+from kube_nodes import Kubelets
 from statuses import server_status
 from waiting import WAIT_TIMEOUT_S
 
@@ -270,3 +273,54 @@ def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[.
 def refusals(job: Any) -> str:
     """What the provisioner has said of job files that it did not take."""
     return "\n".join(line for line in job.log("provision-0").splitlines() if "job_file_invalid" in line)
+
+
+@pytest.mark.skipif(kube_cluster.unavailable_reason() is not None, reason=str(kube_cluster.unavailable_reason()))
+def test_a_job_on_kubernetes_whose_nodes_are_drained_and_taken(
+    make_pipeline: Callable[..., Any], tmp_path_factory: Any
+) -> None:
+    """One node goes with a notice, one without; the job ends as ordered, its bill has each pod, nothing is lost."""
+    folder = tmp_path_factory.mktemp("kubernetes")
+    with kube_cluster.KubeCluster(folder / "cluster", controllers=True) as cluster:
+        template, fleet = folder / "pod.yaml", f"pod_template: {folder / 'pod.yaml'}, kubeconfig: {cluster.kubeconfig}"
+        job = make_pipeline(*PLAN, "plan.alpha=0.99", f"fleet={{kind: kubernetes, {fleet}}}", "stop.updates=60")
+        command = [sys.executable, "-m", "doll", "worker", "--job", str(job.job_path), "--run-folder", str(job.run)]
+        template.write_text(yaml.safe_dump({
+            "apiVersion": "v1", "kind": "Pod", "spec": {"terminationGracePeriodSeconds": 10, "containers": [
+                {"name": "worker", "image": "doll:local", "command": command, "resources": {"requests": {"cpu": "3"}}}
+            ]},
+        }))  # fmt: skip
+        env = {"DOLL_KAFKA": job.services.kafka, "DOLL_REDIS": job.services.redis}
+        provision = Provisioner(job)
+        job.start_ps()
+        with Kubelets(cluster, folder, env) as nodes:
+            try:
+                for number in range(4):  # a pod needs most of a node
+                    nodes.add(f"node-{number}", "spot")
+                process = provision("run")
+                job.send(job.samples(160))
+                job.until_version(8)
+                drained = next(pod["spec"]["nodeName"] for pod in nodes.pods())
+                nodes.drain(drained)
+                job.send(job.samples(240))
+                job.until_version(20)
+                running = [pod["spec"]["nodeName"] for pod in nodes.pods() if pod["status"]["phase"] == "Running"]
+                nodes.kill(next(node for node in running if node != drained))
+                job.send(job.samples(800))
+                job.until_finished()
+                out, _ = process.communicate(timeout=WAIT_TIMEOUT_S)
+                assert process.returncode == 0, job.log("provision-0")
+                assert "done" in out.decode()
+                left = [pod for pod in nodes.pods() if pod["status"]["phase"] in ("Pending", "Running")]
+                assert all("deletionTimestamp" in pod["metadata"] for pod in left)
+            finally:
+                provision.close()
+        journal = provision.journal()
+        made = {entry["id"] for entry in journal if entry["kind"] == "launched"}
+        bills = {entry["id"]: entry["usd"] for entry in journal if entry["kind"] == "ended"}
+        assert bills.keys() == made, "every pod has its bill"
+        assert len(made) >= 4, "both were replaced"
+        last = [entry for entry in journal if entry["kind"] == "decision"][-1]
+        assert (last["phase"], last["finished"]) == ("done", True)
+        assert last["spent_usd"] == pytest.approx(sum(bills.values()))
+        assert job.assert_audit_ok().lost == 0

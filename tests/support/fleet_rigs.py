@@ -5,29 +5,39 @@ To add a fleet: write a `Rig` and enter it in `RIGS`. What its world cannot do i
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import math
 import os
 import signal
 import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import kube_cluster
 import pytest
+import urllib3
+from doll.config import KubernetesFleetConfig
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
 from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
+from doll.provisioner.fleets.kubernetes.fleet import KubernetesFleet, PodApi
 from doll.provisioner.fleets.port import Fleet, Instance, LaunchError, Order
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
 from doll.provisioner.traces.market import AvailabilityInterval, MarketClock, SpotMarket
 from doll.provisioner.traces.model import constant
 from fake_docker import DAEMON, stamp
 from fake_fleet import FakeFleet, VirtualClock
+from kube_nodes import Nodes, container_status
 from moto_overlay import REGION, MotoMarket, client, moto_market
 from paths import SUPPORT
 from waiting import until
@@ -46,6 +56,13 @@ class Rig:
 
     can: frozenset[str] = frozenset()
     fleet: Fleet
+
+    @property
+    def now_s(self) -> float:
+        """The time of the fleet's instances."""
+        return float(self.clock())
+
+    clock: Any
 
     def advance(self, seconds: float) -> None:
         raise NotImplementedError
@@ -342,6 +359,91 @@ class ProcessRig(Rig):
         until(polled, "the end of the processes")
 
 
+class Wire(PodApi):
+    """Calls that may go wrong: before the API server sees one of this method, or before its answer comes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.before: dict[str, tuple[int, bytes] | Exception] = {}  # by method: an answer, or none
+        self.after: dict[str, Exception] = {}
+
+    def _send(self, method: str, url: str, body: Any) -> tuple[int, bytes]:
+        match self.before.pop(method, None):
+            case Exception() as error:
+                raise error
+            case answer if answer is not None:
+                return answer
+        given = super()._send(method, url, body)
+        if (lost := self.after.pop(method, None)) is not None:
+            raise lost
+        return given
+
+
+class KubernetesRig(Rig):
+    """A real API server, in real time; the kubelet is played: `advance` lets it do what it would have done by then."""
+
+    can = frozenset({"interrupt", "throttle", "lose_answer", "boot", "away"})
+    grace_s = 30
+
+    def __init__(self, cluster: kube_cluster.KubeCluster) -> None:
+        from kubernetes import client, config
+
+        self.settings = client.Configuration()
+        config.load_kube_config(str(cluster.kubeconfig), client_configuration=self.settings)
+        self.cluster = cluster
+        self.clock = time.time
+        self.namespace = f"doll-{uuid.uuid4().hex[:8]}"
+        cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": self.namespace}})
+        self.wire = Wire(self.settings, self.namespace, 30.0)
+        self.nodes = Nodes(cluster, self.namespace)
+        self.crash()
+
+    def make(self, cluster: str = "digits", **changes: Any) -> KubernetesFleet:
+        settings = KubernetesFleetConfig(kind="kubernetes", pod_template=Path("pod.yaml"), **changes)
+        template = {
+            "apiVersion": "v1", "kind": "Pod", "spec": {
+                "terminationGracePeriodSeconds": self.grace_s,
+                "containers": [{"name": "worker", "image": "doll:local"}],
+            },
+        }  # fmt: skip
+        return KubernetesFleet(self.wire, cluster=cluster, template=template, settings=settings)
+
+    def advance(self, seconds: float) -> None:
+        for pod in self.nodes.pods():
+            name = pod["metadata"]["name"]
+            if "deletionTimestamp" in pod["metadata"]:
+                if seconds > self.grace_s:
+                    self.nodes.forget(name)
+            elif pod["status"]["phase"] == "Pending":
+                if not pod["spec"].get("nodeName"):
+                    binding = {"metadata": {"name": name}, "target": {"kind": "Node", "name": "a-node"}}
+                    path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/binding"
+                    self.cluster.call("POST", path, binding)
+                self.nodes.report(name, phase="Running")
+
+    def crash(self) -> None:
+        self.fleet = self.make()
+
+    def become_unavailable(self) -> None:
+        self.wire.before["GET"] = urllib3.exceptions.ProtocolError("connection reset")
+
+    def fail_instance(self, id_: str) -> None:
+        ended = {"exitCode": 1, "reason": "Error", "finishedAt": datetime.now(UTC).isoformat()}
+        self.nodes.report(id_, phase="Failed", containerStatuses=[container_status({"terminated": ended})])
+
+    def strangers(self) -> Fleet:
+        return self.make("strangers")
+
+    def throttle(self) -> None:
+        self.wire.before["POST"] = (429, b'{"message": "Too many requests, please try again later."}')
+
+    def lose_answer(self) -> None:
+        self.wire.after["POST"] = urllib3.exceptions.ProtocolError("connection reset")
+
+    def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        (self.nodes.evict if announced else self.nodes.collect)(id_)
+
+
 @contextmanager
 def fake() -> Iterator[Rig]:
     yield FakeRig()
@@ -374,11 +476,32 @@ def processes() -> Iterator[Rig]:
             yield ProcessRig(forks, Path(folder))
 
 
+@functools.cache
+def _cluster() -> kube_cluster.KubeCluster:
+    """One API server for all tests of this process, which is killed when it ends."""
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    cluster = kube_cluster.KubeCluster(Path(folder.name))
+    cluster.start()
+    atexit.register(folder.cleanup)
+    atexit.register(cluster.kill)
+    return cluster
+
+
+@contextmanager
+def kubernetes() -> Iterator[Rig]:
+    if (reason := kube_cluster.unavailable_reason()) is not None:
+        pytest.skip(reason)
+    rig = KubernetesRig(_cluster())
+    yield rig
+    rig.wire.close()
+
+
 RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {
     "fake": fake,
     "ec2": ec2,
     "compose": compose,
     "processes": processes,
+    "kubernetes": kubernetes,
 }
 
 

@@ -37,7 +37,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 REQUIRED: dict[str, Any] = {
     "images": "a", "labels": "a", "cls": "a.B", "path": "a", "socket": "a",
     "launch_template": "lt-0123456789", "launch_template_version": 1,
-    "subnets": ["subnet-0123456789"], "instance_types": ["c7g.large"], "stages": 2,
+    "subnets": ["subnet-0123456789"], "instance_types": ["c7g.large"], "stages": 2, "pod_template": "a",
 }  # fmt: skip
 # Waits of the system, which are never longer than 24 days, are in seconds; these are only compared with other times.
 COMPARED = ("plan.deadline_s", "plan.cycle_s", "stop.seconds")

@@ -28,6 +28,13 @@ def test_it_has_a_kafka_and_checkpoints_of_its_own(tmp_path: Path, rate: str, wo
     assert (job.data.workers, job.stop.updates, job.evaluation.enabled) == (workers, 10, False)
 
 
+def test_a_stream_without_a_pace_gets_one(tmp_path: Path) -> None:
+    """A mock of Kafka deletes what a worker that is still starting has not read."""
+    job = parse(JOB.replace("rate_per_s: RATE", "process: asap"))
+    second = config_of(job, "127.0.0.1:2", "redis://127.0.0.1:3/0", tmp_path)
+    assert (second.arrivals.process, second.arrivals.rate_per_s) == ("poisson", 500.0)
+
+
 def test_without_a_folder_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a folder"):
         main(["job.yaml", str(tmp_path / "none"), "redis://127.0.0.1:3/0"])

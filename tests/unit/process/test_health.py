@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from doll.errors import ConfigError
 from doll.local.processes import free_port
-from doll.process.health import PORT_ENV, Heartbeat, Watchdog, heartbeat_of, port_of
+from doll.process.health import HOST_ENV, PORT_ENV, Heartbeat, Watchdog, heartbeat_of, port_of
 from job_files import job
 
 
@@ -143,6 +143,20 @@ def test_probes_answer_on_loopback_with_reasons(monkeypatch: pytest.MonkeyPatch)
         assert ask(port, "/healthz")[0] == 503
     with pytest.raises(ConnectionRefusedError):
         ask(port, "/healthz")
+
+
+def test_probes_answer_elsewhere_where_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.2 is an address of this machine, too."""
+    port = free_port()
+    monkeypatch.setenv(PORT_ENV, str(port))
+    monkeypatch.setenv(HOST_ENV, "127.0.0.2")
+    with heartbeat_of("ps", job()):
+        with pytest.raises(ConnectionRefusedError):
+            ask(port, "/healthz")
+        connection = http.client.HTTPConnection("127.0.0.2", port, timeout=60)
+        connection.request("GET", "/healthz")
+        assert connection.getresponse().status == 200
+        connection.close()
 
 
 def test_a_port_that_is_taken_does_not_stop_the_work(

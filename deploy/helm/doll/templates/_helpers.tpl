@@ -1,0 +1,106 @@
+{{- define "doll.labels" -}}
+app.kubernetes.io/name: doll
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "doll.selector" -}}
+app.kubernetes.io/name: doll
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .role }}
+{{- end }}
+
+{{- define "doll.name" -}}
+{{ printf "%s-%s" .root.Release.Name .role | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "doll.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{- /* The pod of a role: .root, .role, .args, .resources; the job file, no rights, nothing of the node. */ -}}
+{{- define "doll.podSpec" -}}
+serviceAccountName: {{ .account | default (include "doll.name" (dict "root" .root "role" "job")) }}
+automountServiceAccountToken: {{ .token | default false }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  seccompProfile: {type: RuntimeDefault}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .nodeSelector }}
+nodeSelector: {{ toJson . }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{ toJson . }}
+{{- end }}
+containers:
+  - name: {{ .container | default .role }}
+    image: {{ include "doll.image" .root }}
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    args: {{ toJson .args }}
+    env:
+      - {name: DOLL_JOB, value: /job/job.yaml}
+      - {name: DOLL_HEALTH_PORT, value: {{ .healthPort | default "8080" | quote }}}
+      {{- if .healthHost }}
+      - {name: DOLL_HEALTH_HOST, value: {{ .healthHost | quote }}}
+      {{- end }}
+      - {name: DOLL_FINAL_EXIT_CODE, value: "0"}
+      {{- range $name, $value := .root.Values.env }}
+      - {name: {{ $name }}, value: {{ $value | quote }}}
+      {{- end }}
+      {{- if .fresh }}
+      - {name: DOLL_FRESH, value: "1"}
+      {{- end }}
+    {{- with .root.Values.secrets }}
+    envFrom:
+      {{- range . }}
+      - secretRef: {name: {{ . }}}
+      {{- end }}
+    {{- end }}
+    {{- if .healthHost }}
+    ports: [{name: metrics, containerPort: {{ .healthPort }}}]
+    {{- end }}
+    securityContext:
+      allowPrivilegeEscalation: false
+      readOnlyRootFilesystem: true
+      capabilities: {drop: [ALL]}
+    resources: {{ toJson .resources }}
+    {{- if not .once }}
+    startupProbe: {exec: {command: [doll, health]}, periodSeconds: 5, timeoutSeconds: 10, failureThreshold: 60}
+    livenessProbe: {exec: {command: [doll, health]}, periodSeconds: 30, timeoutSeconds: 10, failureThreshold: 4}
+    {{- end }}
+    volumeMounts:
+      - {name: job, mountPath: /job, readOnly: true}
+      - {name: tmp, mountPath: /tmp}
+      - {name: runs, mountPath: /var/lib/doll/runs}
+      {{- if .root.Values.checkpoints.existingClaim }}
+      - {name: checkpoints, mountPath: {{ .root.Values.checkpoints.mountPath }}}
+      {{- end }}
+      {{- range $folder, $secret := .root.Values.secretFiles }}
+      - {name: secret-{{ $secret }}, mountPath: {{ $folder }}, readOnly: true}
+      {{- end }}
+volumes:
+  - name: job
+    configMap: {name: {{ include "doll.name" (dict "root" .root "role" "job") }}}
+  - {name: tmp, emptyDir: {}}
+  {{- if .runsClaim }}
+  - {name: runs, persistentVolumeClaim: {claimName: {{ .runsClaim }}}}
+  {{- else }}
+  - {name: runs, emptyDir: {}}
+  {{- end }}
+  {{- if .root.Values.checkpoints.existingClaim }}
+  - {name: checkpoints, persistentVolumeClaim: {claimName: {{ .root.Values.checkpoints.existingClaim }}}}
+  {{- end }}
+  {{- range $folder, $secret := .root.Values.secretFiles }}
+  - {name: secret-{{ $secret }}, secret: {secretName: {{ $secret }}}}
+  {{- end }}
+{{- end }}

@@ -1,0 +1,382 @@
+"""`Fleet` of bare pods on Kubernetes. Nothing is kept outside the API server but what has vanished from it lately.
+
+A launch whose answer was lost is found by its name: the same order has the same name. Reads are consistent (a list
+without a resource version), so a deletion shows at once. The scheduler chooses the node, so there is one pool, which an
+order cannot avoid. Rights: create, get, list and delete pods of one namespace, and get of the ConfigMap that owns them,
+where the job file names one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode
+
+import urllib3
+import yaml
+
+from doll import telemetry
+from doll.config import KubernetesFleetConfig
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.provisioner.fleets.kubernetes import pods
+from doll.provisioner.fleets.port import Instance, InstanceState, LaunchError, LaunchFailure, Order
+from doll.provisioner.planning.state import Market
+from doll.records.bounded import MalformedError, check_size, json_object, short
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+log = telemetry.get_logger(__name__)
+
+ENDED_KEPT_S: Final = 3600.0
+DRY_S: Final = 300.0
+"""A market whose pods no node took is not tried for so long."""
+_PAGE: Final = 500  # pods of a listing
+_CONNECT_S: Final = 5.0
+
+
+class ApiError(Exception):
+    """The API server refused a call, or did not answer.
+
+    Attributes:
+        status: of HTTP; 0: no answer.
+    """
+
+    def __init__(self, what: str, status: int, message: str) -> None:
+        super().__init__(f"{what}: {message}")
+        self.status = status
+        self.message = message
+
+    @property
+    def may_pass(self) -> bool:
+        """The same call may succeed later, without anybody's doing."""
+        return self.status in (0, 408, 429) or self.status >= 500
+
+
+class PodApi:
+    """The calls of the API server that the fleet needs: plain JSON, so that a template may say what this server knows.
+
+    Args:
+        settings: the Python client's `Configuration`: address, certificates, and the token, which it renews.
+        timeout_s: of one call.
+    """
+
+    def __init__(self, settings: Any, namespace: str, timeout_s: float) -> None:
+        self._settings = settings
+        self._namespace = namespace
+        self._timeout = urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s)
+        options: dict[str, Any] = {
+            "ca_certs": settings.ssl_ca_cert, "cert_file": settings.cert_file, "key_file": settings.key_file,
+            "cert_reqs": "CERT_REQUIRED" if settings.verify_ssl else "CERT_NONE", "retries": False,
+        }  # fmt: skip
+        if settings.tls_server_name:
+            options["server_hostname"] = settings.tls_server_name
+        self._http = (
+            urllib3.ProxyManager(settings.proxy, **options) if settings.proxy else urllib3.PoolManager(**options)
+        )
+
+    def create(self, manifest: Mapping[str, Any]) -> pods.Pod:
+        return self._call("POST", "pods", body=manifest)
+
+    def read(self, name: str) -> pods.Pod:
+        return self._call("GET", f"pods/{name}")
+
+    def list(self, selector: str) -> list[pods.Pod]:
+        """All pods with these labels, in pages."""
+        listed: list[pods.Pod] = []
+        query = {"labelSelector": selector, "limit": str(_PAGE)}
+        while True:
+            page = self._call("GET", "pods", query)
+            listed.extend(page["items"])
+            token = page.get("metadata", {}).get("continue")
+            if not token:
+                return listed
+            query["continue"] = token
+
+    def delete(self, name: str) -> None:
+        """Ask for its end, with the grace period of its template; one that is not there is no error."""
+        try:
+            self._call("DELETE", f"pods/{name}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+
+    def uid_of_config_map(self, name: str) -> str:
+        return str(self._call("GET", f"configmaps/{name}")["metadata"]["uid"])
+
+    def close(self) -> None:
+        self._http.clear()
+
+    def _call(
+        self, method: str, path: str, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        what = f"{method} {path} in namespace {self._namespace}"
+        url = f"{self._settings.host}/api/v1/namespaces/{self._namespace}/{path}"
+        try:
+            status, data = self._send(method, f"{url}?{urlencode(query)}" if query else url, body)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise ApiError(what, 0, f"the API server does not answer: {short(error)}") from error
+        try:
+            answer = json_object(data)
+        except MalformedError as error:
+            if status < 400:
+                raise ApiError(what, 0, f"expected a JSON object from the API server: {error}") from error
+            answer = {}
+        if status >= 400:
+            raise ApiError(what, status, str(answer.get("message") or f"HTTP status {status}"))
+        return answer
+
+    def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
+        """Status and body of the answer."""
+        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        for each in self._settings.auth_settings().values():
+            headers[each["key"]] = each["value"]
+        data = None if body is None else json.dumps(body).encode()
+        answer = self._http.request(method, url, body=data, headers=headers, timeout=self._timeout)
+        return answer.status, answer.data
+
+
+class KubernetesFleet:
+    """The pods that carry the cluster's label, in one namespace.
+
+    Args:
+        cluster: value of the label `doll/cluster`.
+        template: the worker's pod, as `pod_template` reads it.
+        clock: Unix seconds, as the API server's.
+    """
+
+    def __init__(
+        self,
+        api: PodApi,
+        *,
+        cluster: str,
+        template: pods.Pod,
+        settings: KubernetesFleetConfig,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._api = api
+        self._cluster = cluster
+        self._template = template
+        self._settings = settings
+        self._clock = clock
+        self._known: dict[str, Instance] = {}
+        self._dry_until_s: dict[Market, float] = {}
+        self._unschedulable = ""
+        self._never_starts = ""
+        self._owner_uid = ""
+
+    def launch(self, order: Order) -> Instance:
+        """As the port. Everything that keeps it from an instance is a `LaunchError`, the API server being away too."""
+        name = pods.name_of(order, self._cluster)
+        try:
+            pod = self._existing(name)
+            if pod is None:
+                self._check(order, name)
+                pod = self._created(order, name)
+        except ApiError as error:
+            raise LaunchError(
+                f"{name}: {error}", failure=_failure(error, order.market), code=str(error.status)
+            ) from error
+        instance = self._instance(pod)
+        if instance is None or self._is_foreign(pod):
+            raise LaunchError(
+                f"{name}: a pod of this name is there, which is no worker of cluster {self._cluster}: delete it, or "
+                "choose another fleet.cluster",
+                failure=LaunchFailure.CONFIG,
+            )
+        self._known[instance.id] = instance
+        return instance
+
+    def instances(self) -> Sequence[Instance]:
+        """As the port. Pods that no node takes are given back, pods that ended an hour ago are deleted.
+
+        Raises:
+            ConfigError: the API server does not permit it, or has no such namespace.
+            ServiceUnavailableError: the API server does not answer.
+        """
+        try:
+            listed = self._api.list(f"{pods.CLUSTER_LABEL}={self._cluster}")
+            now_s = self._clock()
+            self._give_back(listed, now_s)
+            seen = {instance.id: instance for pod in listed if (instance := self._instance(pod)) is not None}
+            for id_, known in list(self._known.items()):
+                if id_ not in seen:
+                    self._known[id_] = pods.vanished(known, now_s)
+            self._known.update(seen)
+            for id_, known in list(self._known.items()):
+                if known.ended_s is not None and now_s - known.ended_s > ENDED_KEPT_S:
+                    del self._known[id_]
+                    if id_ in seen:
+                        self._api.delete(id_)
+        except ApiError as error:
+            raise _unusable(error) from error
+        return list(self._known.values())
+
+    def terminate(self, ids: Collection[str]) -> None:
+        """As the port: each pod gets SIGTERM and its template's grace period.
+
+        Raises:
+            ConfigError: the API server does not permit it.
+            ServiceUnavailableError: the API server does not answer; pods that were not reached live on.
+        """
+        if not ids:
+            return
+        try:
+            for pod in self._api.list(f"{pods.CLUSTER_LABEL}={self._cluster}"):
+                if (instance := self._instance(pod)) is not None and instance.id in ids and instance.is_alive:
+                    self._api.delete(instance.id)
+        except ApiError as error:
+            raise _unusable(error) from error
+
+    def close(self) -> None:
+        self._api.close()
+
+    # --- pods -------------------------------------------------------------------------------------------------------
+
+    def _existing(self, name: str) -> pods.Pod | None:
+        try:
+            return self._api.read(name)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    def _created(self, order: Order, name: str) -> pods.Pod:
+        if self._settings.owner is not None and not self._owner_uid:
+            self._owner_uid = self._api.uid_of_config_map(self._settings.owner)
+        manifest = pods.manifest(order, self._template, self._settings, self._cluster, self._owner_uid)
+        try:
+            pod = self._api.create(manifest)
+        except ApiError as error:
+            if error.status != 409 or "already exists" not in error.message:
+                raise
+            return self._api.read(name)  # another call of the same order was faster
+        log.info("launched", id=name, worker=order.slot, incarnation=order.incarnation, market=order.market)
+        return pod
+
+    def _check(self, order: Order, name: str) -> None:
+        """Refuse an order that cannot be carried out, as the pods that are there show."""
+        if self._never_starts:
+            raise LaunchError(
+                f"{name}: pods of this template do not start: {self._never_starts}; correct "
+                f"{self._settings.pod_template}",
+                failure=LaunchFailure.CONFIG,
+            )
+        if self._clock() < self._dry_until_s.get(order.market, 0.0):
+            raise LaunchError(
+                f"{name}: no node takes {order.market} pods: {self._unschedulable}",
+                failure=LaunchFailure.CAPACITY, code="Unschedulable", pools=[pods.POOL],
+            )  # fmt: skip
+
+    def _give_back(self, listed: Sequence[pods.Pod], now_s: float) -> None:
+        """Delete the pods that have waited for a node for too long; their market counts as without capacity."""
+        self._never_starts = next((why for pod in listed if (why := pods.never_starts(pod))), "")
+        for pod in listed:
+            since_s = pods.unschedulable_since_s(pod)
+            instance = self._instance(pod)
+            if since_s is None or instance is None or now_s - since_s < self._settings.node_timeout_s:
+                continue
+            self._api.delete(instance.id)
+            self._dry_until_s[instance.market] = now_s + DRY_S
+            scheduled = pods.condition(pod, "PodScheduled", "False") or {}
+            self._unschedulable = str(scheduled.get("message", ""))
+            log.warning("no_node", id=instance.id, market=instance.market, why=self._unschedulable)
+
+    def _instance(self, pod: pods.Pod) -> Instance | None:
+        try:
+            instance = pods.instance_of(pod, self._clock())
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ApiError("read pods", 0, f"expected a pod, got one without {short(error)}") from error
+        if instance is None:
+            log.warning("invalid_worker_tags", id=pod["metadata"].get("name"), cluster=self._cluster)
+        elif (known := self._known.get(instance.id)) is not None and known.state is InstanceState.ENDED:
+            return known  # what has ended does not change
+        return instance
+
+    def _is_foreign(self, pod: pods.Pod) -> bool:
+        return bool(pod["metadata"].get("labels", {}).get(pods.CLUSTER_LABEL) != self._cluster)
+
+
+def connect(config: JobConfig) -> KubernetesFleet:
+    """The fleet that a job file describes, as whoever runs this: a kubeconfig's user, or the pod's service account.
+
+    Raises:
+        ConfigError: another kind of fleet, no client library, no cluster, or a template that is no worker's.
+    """
+    settings = config.fleet
+    if not isinstance(settings, KubernetesFleetConfig):
+        raise ConfigError(f"fleet.kind: expected kubernetes, got {settings.kind}")
+    if not config.cluster[-1].isalnum():
+        raise ConfigError(
+            f"fleet.cluster: expected a name that ends in a letter or digit, as labels of Kubernetes do, got "
+            f"{config.cluster!r}"
+        )
+    template = pod_template(config.path(settings.pod_template), settings.container)
+    try:
+        from kubernetes import client
+        from kubernetes import config as access
+    except ImportError as error:
+        raise ConfigError(
+            "fleet.kind: kubernetes: expected the package kubernetes: pip install 'doll-online[kubernetes]'"
+        ) from error
+    client_settings = client.Configuration()
+    try:
+        if settings.kubeconfig is None and settings.context is None and _in_a_pod():
+            access.load_incluster_config(client_configuration=client_settings)
+            namespace = _NAMESPACE_FILE.read_text(encoding="ascii").strip()
+        else:
+            file = str(config.path(settings.kubeconfig)) if settings.kubeconfig else None
+            access.load_kube_config(file, settings.context, client_configuration=client_settings)
+            contexts, active = access.list_kube_config_contexts(file)
+            used = next((each for each in contexts if each["name"] == settings.context), active)
+            namespace = used["context"].get("namespace", "default")
+    except (access.ConfigException, OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"fleet.kubeconfig: expected access to a cluster: {short(error)}") from error
+    api = PodApi(client_settings, settings.namespace or namespace, settings.timeout_s)
+    return KubernetesFleet(api, cluster=config.cluster, template=template, settings=settings)
+
+
+_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def _in_a_pod() -> bool:
+    return _NAMESPACE_FILE.exists()
+
+
+def pod_template(file: Path, container: str) -> pods.Pod:
+    """The worker's pod of a YAML file.
+
+    Raises:
+        ConfigError: it is not there, no pod, or has no container of this name.
+    """
+    try:
+        pod = yaml.safe_load(file.read_text(encoding="utf-8"))
+        check_size(pod)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, MalformedError) as error:
+        raise ConfigError(f"fleet.pod_template: expected a pod in YAML, got {file}: {short(error)}") from error
+    kind = (pod.get("apiVersion"), pod.get("kind")) if isinstance(pod, dict) else type(pod).__name__
+    if kind != ("v1", "Pod"):
+        raise ConfigError(f"fleet.pod_template: expected apiVersion v1, kind Pod in {file}, got {kind}")
+    spec = pod.get("spec")
+    containers = spec.get("containers") if isinstance(spec, dict) else None
+    names = [each.get("name") for each in containers or () if isinstance(each, dict)]
+    if container not in names:
+        raise ConfigError(
+            f"fleet.container: expected a container of {file} ({', '.join(map(str, names))}), got {container}"
+        )
+    return dict(pod)
+
+
+def _failure(error: ApiError, market: Market) -> LaunchFailure:
+    if error.may_pass:
+        return LaunchFailure.THROTTLED
+    if error.status == 403 and "exceeded quota" in error.message:
+        return LaunchFailure.SPOT_QUOTA if market == "spot" else LaunchFailure.ON_DEMAND_QUOTA
+    return LaunchFailure.CONFIG
+
+
+def _unusable(error: ApiError) -> ConfigError | ServiceUnavailableError:
+    return (ServiceUnavailableError if error.may_pass else ConfigError)(str(error))

@@ -1,0 +1,184 @@
+"""What a worker's pod is: its name and manifest from an order, and the instance that it stands for.
+
+A pod is an instance, not a Job: the provisioner decides on replacement, and a Job would replace by rules of its own.
+Reference: Kubernetes' "Pod Lifecycle", "Disruptions" (the condition `DisruptionTarget`) and "API-initiated Eviction".
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any, Final, cast, get_args
+
+from doll.config import KubernetesFleetConfig, PodPlacement
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, Order
+from doll.provisioner.planning.state import Market
+
+POOL: Final = "pod/cluster"
+CLUSTER_LABEL, WORKER_LABEL, INCARNATION_LABEL, MARKET_LABEL = (
+    "doll/cluster",
+    "doll/worker",
+    "doll/incarnation",
+    "doll/market",
+)
+LATE_S: Final = 30.0
+"""A pod that should have ended so long ago, and is not reported as ended, is on a node that does not answer."""
+_LONGEST_NAME: Final = 63  # a pod's host name
+_NEVER_STARTS: Final = frozenset({
+    "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError",
+    "RunContainerError",
+})  # fmt: skip
+"""Reasons of a waiting container for which a person must correct the template. `ErrImagePull` alone may pass."""
+
+Pod = Mapping[str, Any]
+"""A v1 Pod as the API server writes it in JSON."""
+
+
+def name_of(order: Order, cluster: str) -> str:
+    """The pod's name: the same order has the same name, so that it launches once.
+
+    Names of the API server are in lower case and short; a name that would not fit has a digest of the whole.
+    """
+    parts = ["doll", cluster, str(order.slot), str(order.incarnation), order.market.replace("_", "-")]
+    if order.attempt:
+        parts.append(f"a{order.attempt}")
+    if order.run:
+        parts.append(f"r{order.run}")
+    whole = "-".join(parts)
+    name = re.sub(r"[^a-z0-9-]+", "-", whole.lower())
+    if name == whole and len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 11].rstrip('-')}-{hashlib.sha256(whole.encode()).hexdigest()[:10]}"
+
+
+def manifest(
+    order: Order, template: Pod, settings: KubernetesFleetConfig, cluster: str, owner_uid: str = ""
+) -> dict[str, Any]:
+    """The pod that an order asks for: the template with its identity, its market's nodes, and no restarts.
+
+    Args:
+        owner_uid: of the ConfigMap `settings.owner`, with which the pod ends; "": of none.
+    """
+    pod = copy.deepcopy(dict(template))
+    placement: PodPlacement = settings.spot if order.market == "spot" else settings.on_demand
+    name = name_of(order, cluster)
+    metadata = pod.setdefault("metadata", {})
+    metadata["name"] = name
+    metadata.pop("generateName", None)
+    metadata.setdefault("labels", {}).update({
+        CLUSTER_LABEL: cluster,
+        WORKER_LABEL: str(order.slot),
+        INCARNATION_LABEL: str(order.incarnation),
+        MARKET_LABEL: order.market,
+    })  # fmt: skip
+    if owner_uid:
+        metadata["ownerReferences"] = [
+            {"apiVersion": "v1", "kind": "ConfigMap", "name": settings.owner, "uid": owner_uid}
+        ]
+    spec = pod["spec"]
+    spec["restartPolicy"] = "Never"  # who dies is replaced by the provisioner, under a new incarnation
+    spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **placement.node_selector}
+    spec["tolerations"] = [*spec.get("tolerations", []), *placement.tolerations]
+    identity = {
+        "DOLL_WORKER": str(order.slot),
+        "DOLL_INCARNATION": str(order.incarnation),
+        "DOLL_INSTANCE": name,
+        "DOLL_MARKET": order.market,
+    }
+    container = next(each for each in spec["containers"] if each["name"] == settings.container)
+    others = [entry for entry in container.get("env", []) if entry.get("name") not in identity]
+    container["env"] = [*others, *({"name": key, "value": value} for key, value in identity.items())]
+    return pod
+
+
+def instance_of(pod: Pod, now_s: float) -> Instance | None:
+    """The instance that a pod stands for; None: its labels are not a worker's.
+
+    A deletion with the condition `DisruptionTarget` was asked for by the owner of the nodes (a drain, an eviction, a
+    preemption, a node that is not ready): it is a notice until `deletionTimestamp`. A deletion without it is ours.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no pod.
+    """
+    metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status", {})
+    labels = metadata.get("labels", {})
+    market, worker, incarnation = (labels.get(key, "") for key in (MARKET_LABEL, WORKER_LABEL, INCARNATION_LABEL))
+    if market not in get_args(Market) or not worker.isdecimal() or not incarnation.isdecimal():
+        return None
+    phase = status.get("phase", "Pending")
+    instance = Instance(
+        id=metadata["name"], slot=int(worker), incarnation=int(incarnation), market=cast("Market", market), pool=POOL,
+        state=InstanceState.RUNNING if phase == "Running" else InstanceState.PENDING,
+        launched_s=unix_s(metadata["creationTimestamp"]),
+    )  # fmt: skip
+    deleted = metadata.get("deletionTimestamp")
+    end_s = unix_s(deleted) if deleted else None
+    taken = condition(pod, "DisruptionTarget", "True") is not None
+    reason = EndReason.INTERRUPTED if taken else EndReason.TERMINATED if deleted else EndReason.FAILED
+    if phase in ("Succeeded", "Failed"):
+        ended_s = _finished_s(status) or end_s or now_s
+        return replace(instance, state=InstanceState.ENDED, ended_s=ended_s, end_reason=reason)
+    if end_s is None:
+        return instance
+    if not spec.get("nodeName") or now_s > end_s + LATE_S:
+        return replace(instance, state=InstanceState.ENDED, ended_s=end_s, end_reason=reason)
+    return replace(instance, notice_s=end_s) if taken else replace(instance, state=InstanceState.ENDING)
+
+
+def vanished(instance: Instance, now_s: float) -> Instance:
+    """What was last known of a pod that is not listed any more.
+
+    The garbage collection of pods whose node has gone marks and deletes them at once, so that nobody sees the mark: a
+    spot instance that nobody deleted in order was interrupted.
+    """
+    if instance.state is InstanceState.ENDED:
+        return instance
+    if instance.state is InstanceState.ENDING:
+        reason = EndReason.TERMINATED
+    else:
+        is_taken = instance.notice_s is not None or instance.market == "spot"
+        reason = EndReason.INTERRUPTED if is_taken else EndReason.FAILED
+    ended_s = now_s if instance.notice_s is None else min(now_s, instance.notice_s)
+    return replace(instance, state=InstanceState.ENDED, ended_s=ended_s, end_reason=reason)
+
+
+def condition(pod: Pod, kind: str, status: str) -> Mapping[str, Any] | None:
+    """The pod's condition of this type, if it has this status."""
+    conditions: Sequence[Mapping[str, Any]] = pod.get("status", {}).get("conditions") or ()
+    return next((each for each in conditions if each.get("type") == kind and each.get("status") == status), None)
+
+
+def unschedulable_since_s(pod: Pod) -> float | None:
+    """Since when no node takes the pod; None: one does, or the scheduler has not tried."""
+    scheduled = condition(pod, "PodScheduled", "False")
+    if scheduled is None or scheduled.get("reason") != "Unschedulable" or pod["metadata"].get("deletionTimestamp"):
+        return None
+    return unix_s(scheduled.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"])
+
+
+def never_starts(pod: Pod) -> str:
+    """Why a container of the pod cannot start until somebody corrects its template; "" where it may."""
+    status = pod.get("status", {})
+    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        waiting = container.get("state", {}).get("waiting") or {}
+        if waiting.get("reason") in _NEVER_STARTS:
+            return f"container {container['name']}: {waiting['reason']}: {waiting.get('message', 'without a message')}"
+    return ""
+
+
+def unix_s(text: str) -> float:
+    """A time as the API server writes it."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _finished_s(status: Mapping[str, Any]) -> float | None:
+    ends = [
+        unix_s(ended["finishedAt"])
+        for container in status.get("containerStatuses") or ()
+        if (ended := container.get("state", {}).get("terminated")) and ended.get("finishedAt")
+    ]
+    return max(ends, default=None)

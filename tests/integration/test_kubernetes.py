@@ -1,0 +1,207 @@
+"""The fleet of pods on a real API server with scheduler and controllers; the nodes' kubelets are played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kube_cluster
+import pytest
+import yaml
+from doll.config import JobConfig, parse
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.provisioner.fleets.kubernetes.fleet import connect, pod_template
+from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
+from doll.provisioner.machines import open_machines
+from doll.theory.cost import Prices
+from fleet_rigs import refused
+from kube_nodes import Nodes, container_status
+from waiting import until
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(kube_cluster.unavailable_reason() is not None, reason=str(kube_cluster.unavailable_reason())),
+]
+
+POD = """
+apiVersion: v1
+kind: Pod
+spec:
+  terminationGracePeriodSeconds: 5
+  containers:
+  - name: worker
+    image: doll:local
+    resources: {requests: {cpu: 3}}
+"""
+ROLE = {
+    "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "doll-provisioner"},
+    "rules": [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "get", "list", "delete"]},
+        {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["my-job"], "verbs": ["get"]},
+    ],
+}  # fmt: skip
+BINDING = {
+    "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": {"name": "doll-provisioner"},
+    "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "doll-provisioner"},
+    "subjects": [{"kind": "User", "name": "provisioner", "apiGroup": "rbac.authorization.k8s.io"}],
+}  # fmt: skip
+PODS = "/api/v1/namespaces/default/pods"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube_cluster.KubeCluster]:
+    with kube_cluster.KubeCluster(tmp_path_factory.mktemp("kubernetes"), controllers=True) as made:
+        yield made
+
+
+def job(folder: Path, kubeconfig: Path, **fleet: Any) -> JobConfig:
+    (folder / "pod.yaml").write_text(POD)
+    settings = {"kind": "kubernetes", "pod_template": str(folder / "pod.yaml"), "kubeconfig": str(kubeconfig), **fleet}
+    return parse(
+        "job: digits\ntask: {class: 'examples.digits.task:Digits'}\n"
+        "plan: {spot_usd_per_h: 0.1, on_demand_usd_per_h: 0.3}\n" + yaml.safe_dump({"fleet": settings})
+    )
+
+
+def listed(fleet: Fleet) -> dict[str, Instance]:
+    return {instance.id: instance for instance in fleet.instances()}
+
+
+def test_markets_get_their_nodes_and_lose_them(cluster: kube_cluster.KubeCluster, tmp_path: Path) -> None:
+    """With the rights of docs/guide/kubernetes.md, and no others."""
+    user = cluster.user("provisioner")
+    config = job(tmp_path, user, node_timeout_s=1, owner="my-job")
+    cluster.call("POST", "/api/v1/namespaces/default/configmaps", {"metadata": {"name": "my-job"}})
+    with open_machines(config, tmp_path) as machines:
+        # Without its role it may do nothing, and says what it needs.
+        with pytest.raises(ConfigError, match=r"GET pods in namespace default: .*cannot list resource \"pods\""):
+            machines.fleet.instances()
+        error = refused(machines.fleet, Order(0, 1, "spot"))
+        assert error.failure is LaunchFailure.CONFIG
+        assert 'cannot get resource "pods"' in str(error)
+        for kind, body in (("roles", ROLE), ("rolebindings", BINDING)):
+            cluster.call("POST", f"/apis/rbac.authorization.k8s.io/v1/namespaces/default/{kind}", body)
+        until(lambda: _permitted(machines.fleet), "the role to be in force")
+        assert machines.prices.current(0.0) == Prices(0.1, 0.3)
+
+        nodes = Nodes(cluster)
+        nodes.add("spot-1", "spot")
+        nodes.add("od-1", "on-demand")
+        one = machines.fleet.launch(Order(0, 1, "spot"))
+        two = machines.fleet.launch(Order(1, 1, "on_demand"))
+        until(lambda: (nodes.of(one.id), nodes.of(two.id)) == ("spot-1", "od-1"), "both to be scheduled")
+        for name in (one.id, two.id):
+            nodes.report(name, phase="Running")
+        assert {each.state for each in machines.fleet.instances()} == {InstanceState.RUNNING}
+
+        # No node takes a second pod of three processors: the market counts as dry for a while, the other is open.
+        three = machines.fleet.launch(Order(2, 1, "spot"))
+        until(lambda: not listed(machines.fleet)[three.id].is_alive, "the pod to be given back")
+        error = refused(machines.fleet, Order(2, 1, "spot", attempt=1))
+        assert (error.failure, error.pools) == (LaunchFailure.CAPACITY, {"pod/cluster"})
+        assert "Insufficient cpu" in str(error)
+        assert machines.fleet.launch(Order(2, 1, "on_demand", attempt=1)).is_alive
+
+        # A drain: the eviction API marks it, and its grace period is the notice.
+        nodes.drain("spot-1")
+        noticed = listed(machines.fleet)[one.id]
+        assert noticed.is_alive
+        assert noticed.notice_s is not None
+        nodes.forget(one.id)
+        assert listed(machines.fleet)[one.id].end_reason is EndReason.INTERRUPTED
+
+        # What the provisioner ends itself is no interruption.
+        machines.fleet.terminate([two.id])
+        assert listed(machines.fleet)[two.id].state is InstanceState.ENDING
+        nodes.forget(two.id)
+        assert listed(machines.fleet)[two.id].end_reason is EndReason.TERMINATED
+
+        # Who removes the job removes its pods, though no provisioner runs any more.
+        cluster.call("DELETE", "/api/v1/namespaces/default/configmaps/my-job")
+        until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in nodes.pods()), "the pods to end with it")
+
+
+def _permitted(fleet: Any) -> bool:
+    try:
+        fleet.instances()
+    except ConfigError:
+        return False
+    return True
+
+
+def test_bad_input_is_one_line(cluster: kube_cluster.KubeCluster, tmp_path: Path) -> None:
+    with open_machines(job(tmp_path, cluster.kubeconfig, namespace="nowhere"), tmp_path) as machines:
+        assert machines.fleet.instances() == []
+        error = refused(machines.fleet, Order(0, 1, "spot"))
+        assert (error.failure, 'namespaces "nowhere" not found' in str(error)) == (LaunchFailure.CONFIG, True)
+    # An image that cannot be pulled, as a kubelet reports it: the next order says so.
+    with open_machines(job(tmp_path, cluster.kubeconfig, cluster="bad-image"), tmp_path) as machines:
+        made = machines.fleet.launch(Order(0, 1, "on_demand"))
+        waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling image doll:local"}
+        Nodes(cluster).report(made.id, containerStatuses=[container_status({"waiting": waiting})])
+        assert listed(machines.fleet)[made.id].state is InstanceState.PENDING
+        error = refused(machines.fleet, Order(1, 1, "on_demand"))
+        assert error.failure is LaunchFailure.CONFIG
+        assert "container worker: ImagePullBackOff: Back-off pulling image doll:local; correct" in str(error)
+        # A pod of this name that is not ours.
+        stranger = {"metadata": {"name": "doll-bad-image-5-1-spot"}, "spec": yaml.safe_load(POD)["spec"]}
+        cluster.call("POST", PODS, stranger)
+        machines.fleet.instances()
+        machines.fleet.terminate([made.id])
+        machines.fleet.instances()
+        error = refused(machines.fleet, Order(5, 1, "spot"))
+        assert "which is no worker of cluster bad-image" in str(error)
+    # A quota, and an API server that is not there.
+    quota = {"metadata": {"name": "pods"}, "spec": {"hard": {"pods": "0"}}}
+    cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": "full"}})
+    cluster.call("POST", "/api/v1/namespaces/full/resourcequotas", quota)
+    with open_machines(job(tmp_path, cluster.kubeconfig, namespace="full"), tmp_path) as machines:
+        assert "quota" in str(until_refused(machines.fleet, LaunchFailure.SPOT_QUOTA))
+    text = cluster.kubeconfig.read_text().replace(cluster.url, "https://127.0.0.1:9")
+    (tmp_path / "elsewhere").write_text(text)
+    with open_machines(job(tmp_path, tmp_path / "elsewhere", timeout_s=2), tmp_path) as machines:
+        with pytest.raises(ServiceUnavailableError, match="the API server does not answer"):
+            machines.fleet.instances()
+        assert refused(machines.fleet, Order(0, 1, "spot")).failure is LaunchFailure.THROTTLED
+
+
+def until_refused(fleet: Any, failure: LaunchFailure) -> LaunchError:
+    """The controller of quotas counts a moment later than the quota is made."""
+    errors: list[LaunchError] = []
+
+    def tried() -> bool:
+        try:
+            fleet.launch(Order(len(errors), 1, "spot"))
+        except LaunchError as error:
+            errors.append(error)
+        return bool(errors) and errors[-1].failure is failure
+
+    until(tried, "the quota to be in force")
+    return errors[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kind: Pod", r"expected apiVersion v1, kind Pod in .*, got \(None, 'Pod'\)"),
+        ("[1]", "expected apiVersion v1, kind Pod in .*, got list"),
+        ("{", "expected a pod in YAML"),
+        (
+            "apiVersion: v1\nkind: Pod\nspec: {containers: [{name: main}]}",
+            r"expected a container of .* \(main\), got worker",
+        ),
+        ("apiVersion: v1\nkind: Pod", r"expected a container of .* \(\), got worker"),
+    ],
+)
+def test_a_template_that_is_no_workers_pod_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "pod.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        pod_template(tmp_path / "pod.yaml", "worker")
+
+
+def test_access_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"fleet\.kubeconfig: expected access to a cluster"):
+        connect(job(tmp_path, tmp_path / "missing"))
+    with pytest.raises(ConfigError, match=r"fleet\.cluster: expected a name that ends in a letter or digit"):
+        connect(job(tmp_path, tmp_path / "missing", cluster="digits-"))
