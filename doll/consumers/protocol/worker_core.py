@@ -63,7 +63,7 @@ class Grants:
         self._owed: dict[int, Grant] = {}  # batch -> the record of its newest grant, which is not answered
         self._answered: dict[int, Push] = {}  # batch -> the push that answers its newest grant
         self._refused: dict[int, Nack] = {}  # batch -> the Nack that was the answer to its newest grant
-        self.kept: dict[tuple[int, int], PushedBatch] = {}  # (batch, grant) that are pushed with later ones
+        self.kept: dict[tuple[int, int], PushedBatch] = {}  # (batch, grant) of the sum that is not pushed yet
         self._void_until = 0  # grants up to this one are void
 
     @property
@@ -81,7 +81,7 @@ class Grants:
 
         Grants of a worker increase with its batches. So where the grant of a batch is new, earlier grants of later
         batches are void: the server has taken all of these back. Later grants of later batches have overtaken this one:
-        their steps do not count on a view without the step of this batch, and those not pushed yet come after it.
+        where their results are in the sum by then, `computed` has them computed again.
         """
         new: list[int] = []
         answers: dict[int, Push] = {}  # by their first grants
@@ -93,35 +93,35 @@ class Grants:
                 answers[push.batches[0].grant_id] = push
             elif number > newest or batch not in self._owed:
                 new.append(batch)
-        overtook = self._replace_later(new[0], grant.grant_ids[new[0] - grant.first]) if new else []
+        if new:
+            self._void_later(new[0], grant.grant_ids[new[0] - grant.first])
         for batch in new:
             self._forget_answer(batch)
             self._newest[batch], self._owed[batch] = grant.grant_ids[batch - grant.first], grant
-        orders = [(grant, run) for run in _runs(new)]
-        orders += [(self._owed[batch], range(batch, batch + 1)) for batch in overtook if batch not in new]
-        return list(answers.values()), orders
+        return list(answers.values()), [(grant, run) for run in _runs(new)]
 
-    def _replace_later(self, batch: int, number: int) -> list[int]:
-        """Later batches with newer grants whose results are kept for a push, and those behind the first of them that
-        have still to be computed: each is computed after this one."""
-        overtook, was_kept = [], False
-        for later in sorted(later for later in self._newest if later > batch):
-            if self._newest[later] < number:
-                self._forget_answer(later)
-            elif later in self._owed:
-                was_kept |= self.kept.pop((later, self._newest[later]), None) is not None
-                if was_kept:
-                    overtook.append(later)
-        return overtook
+    def _void_later(self, batch: int, number: int) -> None:
+        for later in [later for later, newest in self._newest.items() if later > batch and newest < number]:
+            self._forget_answer(later)
 
     def give_back(self, batch: int, number: int) -> None:
         """Grant `number` of `batch` is not computed. The worker does not owe it, and computes it if it comes again."""
         if self.is_wanted(batch, number):
             self._forget_answer(batch)
 
-    def computed(self, items: Iterable[PushedBatch]) -> None:
-        """These batches are computed, and pushed now or with later ones."""
+    def computed(self, items: Sequence[PushedBatch]) -> list[tuple[Grant, range]]:
+        """These batches are computed, and pushed now or with later ones; returns what is to be computed again, as
+        `take`.
+
+        Later batches had results in the sum where their grants have overtaken those of `items`. Their steps were made
+        without the steps of `items`, so the sum has dropped them.
+        """
+        dropped = [name for name in self.kept if name[0] >= items[0].batch]
+        for name in dropped:
+            del self.kept[name]
         self.kept |= {(item.batch, item.grant_id): item for item in items}
+        again = sorted(name[0] for name in dropped if name not in self.kept and self.is_wanted(*name))
+        return [(self._owed[batch], range(batch, batch + 1)) for batch in again]
 
     def take_computed(self, names: Sequence[tuple[int, int]]) -> tuple[PushedBatch, ...]:
         """What is known of the (batch, grant id) that one push holds; none where nobody waits for any of them."""
@@ -168,7 +168,6 @@ class Grants:
         self._owed.pop(batch, None)
         self._answered.pop(batch, None)
         self._refused.pop(batch, None)
-        self.kept.pop((batch, self._newest.get(batch, -1)), None)
 
 
 def _runs(numbers: Iterable[int]) -> list[range]:
@@ -688,8 +687,8 @@ class WorkerCore:
         if grant.term != self.term:
             return []
         names = done.holds or tuple((item.batch, item.grant_id) for item in computed)
-        self._grants.computed(computed)
-        return self._announce_if_few() if done.is_kept else self._push(names, done)
+        again = [self._compute(order, run) for order, run in self._grants.computed(computed)]
+        return [*(self._announce_if_few() if done.is_kept else self._push(names, done)), *again]
 
     def rest_stored(self, order: StoreRest, done: GradientDone) -> list[WorkerAction]:
         """What the worker had computed and not sent is in the blob store."""

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow  # long random runs
 @example(seed=3991, length=898)  # asp: a worker answers a grant that has timed out with a Nack, and gets another
 @example(seed=28, length=512)  # a Nack is lost, and the grant's time limit passes
 @example(seed=470, length=431)  # wsp: a grant comes behind those of the next two batches, between their computations
+@example(seed=2162841446, length=282)  # wsp: a grant comes behind that of the next batch, before either is computed
 @example(seed=1014, length=3218)  # doll, sets: a grant of an earlier server with the numbers of the present one
 def test_every_batch_is_applied_exactly_once_whatever_happens(policy: str, seed: int, length: int) -> None:
     check_random_run(POLICIES[policy], seed, length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from doll.consumers.protocol.worker_core import (
     Compute,
     ComputedBatch,
@@ -66,15 +67,35 @@ def test_a_push_names_what_the_sum_holds_and_nothing_else(core: WorkerCore) -> N
     assert pushed(actions) == [("k", [(5, 5), (7, 7)])], "the server refuses it: batch 6 is missing"
 
 
-def test_a_grant_that_was_overtaken_has_what_is_behind_it_computed_again(core: WorkerCore) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_batch_whose_step_was_made_too_early_is_computed_again(core: WorkerCore, is_late: bool) -> None:
     """The link carried a later grant while this one was on its way through Kafka: its step was not in the view."""
+    overtaken = Compute(grant(5, 10), batches(5))
     core.on_record(grant(6, 11), 1.0)
+    if not is_late:  # both wait, and the later batch is first
+        assert core.on_record(grant(5, 10), 1.0) == [overtaken]
     core.gradient_done(grant(6, 11), batches(6), kept(""), 1.0)
-    assert core.on_record(grant(5, 10), 1.0) == [
-        Compute(grant(5, 10), batches(5)),
-        Compute(grant(6, 11), batches(6)),
-    ]
+    if is_late:
+        assert core.on_record(grant(5, 10), 1.0) == [overtaken]
+    assert core.gradient_done(grant(5, 10), batches(5), kept(""), 1.0) == [Compute(grant(6, 11), batches(6))]
     assert core.busy
+    core.gradient_done(grant(6, 11), batches(6), kept(""), 1.0)
+    assert not core.busy
+    core.on_record(grant(7, 12), 1.0)
+    actions = core.gradient_done(grant(7, 12), batches(7), kept("k", (5, 10), (6, 11), (7, 12)), 1.0)
+    assert pushed(actions) == [("k", [(5, 10), (6, 11), (7, 12)])]
+
+
+def test_a_wave_of_which_a_part_is_void_is_for_the_server_to_refuse(core: WorkerCore) -> None:
+    """It has taken batch 6 back, and is to learn that the step of batch 5 is gone with it."""
+    for number in (5, 6):
+        core.on_record(grant(number, number), 1.0)
+        core.gradient_done(grant(number, number), batches(number), kept(""), 1.0)
+    core.on_record(grant(7, 21), 1.0)
+    core.on_record(grant(6, 20), 1.0)
+    actions = core.gradient_done(grant(7, 21), batches(7), kept("k", (5, 5), (6, 6), (7, 21)), 1.0)
+    assert pushed(actions) == [("k", [(5, 5), (6, 6), (7, 21)])]
+    assert [core.is_wanted(3, 5, 5), core.is_wanted(3, 6, 20), core.is_wanted(3, 7, 21)] == [False, True, False]
 
 
 def test_a_batch_that_is_granted_again_takes_back_those_behind_it(core: WorkerCore) -> None:
