@@ -24,6 +24,7 @@ import numpy.typing as npt
 from doll.config import JobConfig, load
 from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import JobEndedError, WorkerChannel
+from doll.consumers.protocol.grants import part_of
 from doll.consumers.protocol.worker_core import (
     Acknowledge,
     Batch,
@@ -34,7 +35,6 @@ from doll.consumers.protocol.worker_core import (
     Send,
     WorkerAction,
     WorkerCore,
-    part_of,
 )
 from doll.consumers.runtime import TICK_S
 from doll.records.control import AnyRecord, Grant, Nack, Push, Welcome, decode

@@ -29,6 +29,7 @@ from doll.consumers.intake.partition_intake import PartitionIntake
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.lifecycle.stall_watch import StallWatch
 from doll.consumers.protocol.skipped_batches import Skipped
+from doll.consumers.protocol.grants import part_of
 from doll.consumers.protocol.worker_core import (
     Acknowledge,
     Batch,
@@ -41,7 +42,6 @@ from doll.consumers.protocol.worker_core import (
     StoreRest,
     WorkerAction,
     WorkerCore,
-    part_of,
 )
 from doll.consumers.tables.row_client import RowClient
 from doll.errors import ConfigError, DollError, RecordError, ServiceUnavailableError, TaskError

@@ -12,7 +12,8 @@ from heapq import heappop, heappush
 from doll.config import StopConfig
 from doll.config.policy import PolicyConfig
 from doll.config.roles import MAX_SET_S
-from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, GradientDone, StoreRest, part_of
+from doll.consumers.protocol.grants import part_of
+from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, GradientDone, StoreRest
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies import Policy, make_policy

@@ -14,11 +14,11 @@ from typing import Final
 
 import numpy as np
 from channel_process import PLACES, WORKERS, Process, job_of, takes_tables
+from doll.consumers.protocol.grants import part_of
 from doll.consumers.protocol.worker_core import (
     Compute,
     GradientDone,
     StoreRest,
-    part_of,
 )
 from doll.errors import BlobError
 from doll.model.flat_model import build

@@ -16,13 +16,13 @@ from doll.config import StopConfig
 from doll.config.policy import POLICIES as registered
 from doll.config.policy import PolicyConfig, policy_section
 from doll.consumers.intake.batching import Batcher
+from doll.consumers.protocol.grants import part_of
 from doll.consumers.protocol.worker_core import (
     Batch,
     Compute,
     ComputedBatch,
     GradientDone,
     StoreRest,
-    part_of,
 )
 from doll.optim.optimizer import Contribution
 from doll.ps.engine import events as ev

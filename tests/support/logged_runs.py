@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from doll.config import JobConfig, parse
-from doll.consumers.protocol.worker_core import part_of
+from doll.consumers.protocol.grants import part_of
 from doll.model.flat_model import build, fingerprint
 from doll.ps.engine import events as ev
 from doll.ps.event_log import FileEventLog

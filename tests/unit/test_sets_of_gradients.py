@@ -13,7 +13,8 @@ from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import RawRecords
-from doll.consumers.protocol.worker_core import Batch, Compute, Send, WorkerCore, part_of
+from doll.consumers.protocol.grants import part_of
+from doll.consumers.protocol.worker_core import Batch, Compute, Send, WorkerCore
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
 from doll.ps.model.local_host import LocalModelHost

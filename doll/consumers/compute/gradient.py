@@ -15,7 +15,7 @@ import torch
 from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.forward import ForwardPasses
 from doll.consumers.compute.weights_ahead import WeightsAhead
-from doll.consumers.protocol.worker_core import grant_id_of
+from doll.consumers.protocol.grants import grant_id_of
 from doll.errors import BlobError, IllegalEventError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import length

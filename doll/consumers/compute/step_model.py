@@ -15,7 +15,7 @@ import numpy.typing as npt
 from doll.config import TrainingConfig
 from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
-from doll.consumers.protocol.worker_core import grant_id_of
+from doll.consumers.protocol.grants import grant_id_of
 from doll.consumers.tables.table_rows import TableRows
 from doll.errors import IllegalEventError
 from doll.model.flat_model import FlatModel

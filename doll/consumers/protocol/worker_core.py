@@ -4,9 +4,7 @@ It keeps every batch until the server reports it durable, announces it, answers 
 sends Hello. It serves any number of partitions, which change with a Welcome. The server numbers the worker's batches
 in the order of their grants: a Grant says which batch of which partition that is, and pushes name the worker's numbers.
 
-Announcing again makes up for any lost message. A message may come twice, and late: grants are sent again when the
-channel changes, while the other channel still carries the first copy. The server refuses a push that comes again. The
-worker computes a grant once, and knows its answer until the batch is durable (docs/decisions/0042).
+Announcing again makes up for any lost message. What may come twice, or late, is in `doll.consumers.protocol.grants`.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from doll.config.fingerprint import difference
+from doll.consumers.protocol.grants import Grants, part_of
 from doll.consumers.protocol.skipped_batches import Skipped, SkippedBatches
 from doll.records.bounds import Bounds, Cuts
 from doll.records.control import (
@@ -48,153 +47,6 @@ ALIVE_EVERY_S = 1.0
 ANNOUNCE_EVERY_S = 3.0  # a lost announcement is repeated within this time; one small message per worker
 # An announcement takes milliseconds through Kafka. With so many batches announced, no group waits for one.
 _ENOUGH_ANNOUNCED = 8
-
-
-class Grants:
-    """What a worker knows of the grants of its batches: which are owed, computed, answered and void.
-
-    A grant is computed once: the answer to it is known until its batch is durable. `is_wanted` may be called from any
-    thread; all else from one.
-    """
-
-    def __init__(self) -> None:
-        # Of batches that are not durable. Without an entry in `_owed` or `_answered`, the newest grant was given back.
-        self._newest: dict[int, int] = {}  # batch -> newest grant of this server
-        self._owed: dict[int, Grant] = {}  # batch -> the record of its newest grant, which is not answered
-        self._answered: dict[int, Push] = {}  # batch -> the push that answers its newest grant
-        self._refused: dict[int, Nack] = {}  # batch -> the Nack that was the answer to its newest grant
-        self.kept: dict[tuple[int, int], PushedBatch] = {}  # (batch, grant) of the sum that is not pushed yet
-        self._void_until = 0  # grants up to this one are void
-
-    @property
-    def is_busy(self) -> bool:
-        """A batch is owed and not computed yet."""
-        return any((batch, self._newest.get(batch)) not in self.kept for batch in self._owed)
-
-    def is_wanted(self, batch: int, number: int) -> bool:
-        """Whether grant `number` of `batch` is the newest, and is not answered."""
-        return batch in self._owed and self._newest.get(batch) == number
-
-    def take(self, grant: Grant) -> tuple[list[Push], list[tuple[Grant, range]]]:
-        """A grant has come, perhaps not for the first time: answers that the server may not have; and runs of batches
-        that are to be computed, with the grants that they belong to.
-
-        Grants of a worker increase with its batches. So where the grant of a batch is new, earlier grants of later
-        batches are void: the server has taken all of these back. Later grants of later batches have overtaken this one:
-        where their results are in the sum by then, `computed` has them computed again.
-        """
-        new: list[int] = []
-        answers: dict[int, Push] = {}  # by their first grants
-        for batch, number in enumerate(grant.grant_ids, grant.first):
-            newest = self._newest.get(batch, -1)
-            if number < newest or number <= self._void_until:
-                continue
-            if number == newest and (push := self._answered.get(batch)) is not None:
-                answers[push.batches[0].grant_id] = push
-            elif number > newest or batch not in self._owed:
-                new.append(batch)
-        if new:
-            self._void_later(new[0], grant.grant_ids[new[0] - grant.first])
-        for batch in new:
-            self._forget_answer(batch)
-            self._newest[batch], self._owed[batch] = grant.grant_ids[batch - grant.first], grant
-        return list(answers.values()), [(grant, run) for run in _runs(new)]
-
-    def _void_later(self, batch: int, number: int) -> None:
-        for later in [later for later, newest in self._newest.items() if later > batch and newest < number]:
-            self._forget_answer(later)
-
-    def give_back(self, batch: int, number: int) -> None:
-        """Grant `number` of `batch` is not computed. The worker does not owe it, and computes it if it comes again."""
-        if self.is_wanted(batch, number):
-            self._forget_answer(batch)
-
-    def computed(self, items: Sequence[PushedBatch]) -> list[tuple[Grant, range]]:
-        """These batches are computed, and pushed now or with later ones; returns what is to be computed again, as
-        `take`.
-
-        Later batches had results in the sum where their grants have overtaken those of `items`. Their steps were made
-        without the steps of `items`, so the sum has dropped them.
-        """
-        dropped = [name for name in self.kept if name[0] >= items[0].batch]
-        for name in dropped:
-            del self.kept[name]
-        self.kept |= {(item.batch, item.grant_id): item for item in items}
-        again = sorted(name[0] for name in dropped if name not in self.kept and self.is_wanted(*name))
-        return [(self._owed[batch], range(batch, batch + 1)) for batch in again]
-
-    def take_computed(self, names: Sequence[tuple[int, int]]) -> tuple[PushedBatch, ...]:
-        """What is known of the (batch, grant id) that one push holds; none where nobody waits for any of them."""
-        if not all(name in self.kept for name in names):
-            return ()  # one of them has become durable: another process has taken this worker's place
-        items = tuple(self.kept.pop(name) for name in names)
-        return items if any(self.is_wanted(item.batch, item.grant_id) for item in items) else ()
-
-    def answer(self, push: Push) -> None:
-        """`push` is the answer to those of its grants that stand."""
-        for item in push.batches:
-            if self.is_wanted(item.batch, item.grant_id):
-                del self._owed[item.batch]
-                self._answered[item.batch] = push
-
-    def refuse(self, nack: Nack) -> None:
-        """This is the answer to a grant."""
-        self._refused[nack.batch] = nack
-
-    def unconfirmed(self, applied: int) -> list[Push | Nack]:
-        """Pushes with a batch from `applied` on, and Nacks: the server may not have them."""
-        pushes = {item.batches[0].grant_id: item for at, item in self._answered.items() if at >= applied}
-        return [*pushes.values(), *self._refused.values()]
-
-    def forget_below(self, batch: int) -> None:
-        """Batches below `batch` are durable."""
-        for number in [number for number in self._newest if number < batch]:
-            self._forget_answer(number)
-            del self._newest[number]
-        if self.kept:
-            self.kept = {name: item for name, item in self.kept.items() if name[0] >= batch}
-        if self._refused:
-            self._refused = {number: nack for number, nack in self._refused.items() if number >= batch}
-
-    def void(self) -> None:
-        """The server has taken all of its grants back. Copies of them may still come."""
-        self._void_until = max((self._void_until, *self._newest.values()))
-        self._newest.clear()
-        self._owed.clear()
-        self._answered.clear()
-        self._refused.clear()
-
-    def _forget_answer(self, batch: int) -> None:
-        self._owed.pop(batch, None)
-        self._answered.pop(batch, None)
-        self._refused.pop(batch, None)
-
-
-def _runs(numbers: Iterable[int]) -> list[range]:
-    """Increasing numbers as runs of consecutive ones."""
-    runs: list[range] = []
-    for number in numbers:
-        if runs and runs[-1].stop == number:
-            runs[-1] = range(runs[-1].start, number + 1)
-        else:
-            runs.append(range(number, number + 1))
-    return runs
-
-
-def part_of(grant: Grant, begin: int, end: int | None = None) -> Grant:
-    """The grant of its batches from the `begin`-th on, until before the `end`-th."""
-    if begin == 0 and end in (None, len(grant.grant_ids)):
-        return grant
-    return msgspec.structs.replace(
-        grant, first=grant.first + begin, grant_ids=grant.grant_ids[begin:end], batches=grant.batches[begin:end],
-        left_out=grant.left_out[begin:end],
-    )  # fmt: skip
-
-
-def grant_id_of(grant: Grant | None, batch: int) -> int:
-    """Which of its ids grants `batch`; 0 where none does: the server has no such grant, and refuses a push of it."""
-    at = -1 if grant is None else batch - grant.first
-    return grant.grant_ids[at] if grant is not None and 0 <= at < len(grant.grant_ids) else 0
 
 
 @dataclass(slots=True)

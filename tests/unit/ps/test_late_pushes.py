@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 from doll.config import StopConfig
 from doll.config.policy import PolicyConfig
-from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, GradientDone, Send, WorkerCore, part_of
+from doll.consumers.protocol.grants import part_of
+from doll.consumers.protocol.worker_core import Batch, Compute, ComputedBatch, GradientDone, Send, WorkerCore
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.settings import EngineSettings

@@ -26,7 +26,8 @@ from channel_world import World, play
 from distributions import install_wheel
 from doll.config.policy import POLICIES as REGISTERED
 from doll.consumers.compute.step_model import StepModel
-from doll.consumers.protocol.worker_core import Grants, StoreRest, WorkerAction, WorkerCore
+from doll.consumers.protocol.grants import Grants
+from doll.consumers.protocol.worker_core import StoreRest, WorkerAction, WorkerCore
 from doll.consumers.tables.base_row_cache import BaseRowCache
 from doll.consumers.tables.table_rows import TableRows
 from doll.optim.significance_filter import Residual

@@ -1,0 +1,242 @@
+"""What the engine knows of a job, and what policies and the server see of it. Pure.
+
+Nothing here changes anything: that is for `doll.ps.engine.engine`. No view looks at every worker or partition, except
+what a checkpoint keeps and what is asked once a second.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+from doll.ps.engine.assignment import as_they_stand, first_snapshot, for_workers, partitions_by_worker, require_fit
+from doll.ps.engine.batch_queue import BatchQueue
+from doll.ps.engine.durability import Durability, Settling
+from doll.ps.engine.ending import Ending
+from doll.ps.engine.events import EngineAction, EngineSnapshot, Event
+from doll.ps.engine.grants import Grants
+from doll.ps.engine.membership import Membership, Worker
+from doll.ps.engine.moves import Moves
+from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.settings import EngineSettings
+from doll.ps.engine.time_limits import TimeLimits
+from doll.ps.policies.base import BatchId, Offer, Policy
+from doll.records.control import Skip
+from doll.records.refusals import Refusals
+from doll.storage.blobs import scope_of
+
+_RECENT_EVENTS: Final = 30
+
+
+class EngineState:
+    """The state of an engine. It is the `PolicyView` of the engine's policy.
+
+    Its parts: members (workers and their sessions), grants (where batches stand), limits (which pushes are late),
+    settling (what workers hold back) and durability (checkpoints).
+
+    Attributes:
+        moves: how many workers the job is to have, and which partitions go to others for it.
+        ending: what is left of a source that has ended.
+        start: what this engine began with.
+        stopping: why the job ends after the checkpoint under way; None: it goes on.
+        finished: why this engine has ended: it takes no event any more.
+        error: why the job cannot go on, where that stops it.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        policy: Policy,
+        *,
+        term: int,
+        now: float,
+        origins: Sequence[int] | None = None,
+        snapshot: EngineSnapshot | None = None,
+        generation: int = 0,
+        samples_id: str = "",
+        run_id: str = "",
+    ) -> None:
+        """A fresh engine (with `origins`: first offset of the job in each partition) or one restored from `snapshot`.
+
+        `generation`, `samples_id` and `run_id` are a fresh engine's, see `EngineSnapshot`.
+
+        Raises:
+            ValueError: neither or both are given, or the policy's state is not one of this policy.
+        """
+        if (origins is None) == (snapshot is None):
+            raise ValueError("expected either origins (a new job) or a snapshot (a resumed one)")
+        if snapshot is None:
+            snapshot = first_snapshot(
+                settings, origins or (), policy=policy.name, generation=generation, samples_id=samples_id, run_id=run_id
+            )
+        require_fit(snapshot, settings.records_per_batch)
+        snapshot = for_workers(snapshot, settings.num_workers, settings.places)
+        self.settings = settings
+        self.policy = policy
+        self.term = term
+        self.start = snapshot
+        self.version = snapshot.version
+        self.samples_total = snapshot.samples_total
+        self.batches_total = snapshot.earlier_batches + sum(snapshot.applied)
+        self.empty_updates = snapshot.empty_updates
+        self.counters: Counter[str] = Counter(snapshot.counters)
+        self.refusals = Refusals(settings.on_bad_records.last_records, snapshot.refusals)
+        self.finished: str | None = None
+        self.stopping: str | None = None
+        self.error = ""
+
+        num_partitions = len(snapshot.origins)
+        known = snapshot.leader_epochs or (-1,) * num_partitions, snapshot.left_out or (0,) * num_partitions
+        self._partitions = list(map(Partition, range(num_partitions), snapshot.origins, snapshot.applied, *known))
+        served = partitions_by_worker(snapshot.assignment, self._partitions, len(snapshot.sessions))
+        kept = zip(
+            snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, snapshot.by_worker,
+            strict=True,
+        )  # fmt: skip
+        # Also workers for which there was place before: these serve nothing, and may not join.
+        self._workers = [
+            Worker(number, BatchQueue(served[number], of_process[-1]), *of_process)
+            for number, of_process in enumerate(kept)
+        ]
+        self._owners = [self._workers[number] for number in snapshot.assignment]  # of each partition
+        may_join = self._workers[: settings.places]
+        self._members = Membership(may_join, term=term, lease_s=settings.lease_s, counters=self.counters)
+        self._grants = Grants(self._workers, self._owners, policy)
+        self._limits = TimeLimits(policy, grant_timeout_s=settings.grant_timeout_s, set_limit_s=settings.set_limit_s)
+        self._settling = Settling(term)
+        self._durability = Durability(
+            self._partitions, self._owners, version=snapshot.version, now=now,
+            every_updates=settings.checkpoint_every_updates, every_s=settings.checkpoint_every_s,
+            max_pending_batches=settings.max_pending_batches, costs_rests=policy.holds_back,
+        )  # fmt: skip
+        self.moves = Moves(
+            self._workers, self._owners, self._partitions, snapshot.num_workers, snapshot.released, settings=settings,
+            members=self._members, grants=self._grants, settling=self._settling, durability=self._durability,
+        )  # fmt: skip
+
+        self.ending = Ending(self._partitions, settings.records_per_batch, snapshot.source_ends)
+        self._num_announced = 0  # batches, in this term: places in the order of announcements
+        self._skips: dict[int, Skip] = {}  # by partition, until they can be applied
+        self._last_held_at_s = now  # when the newest gradient came that was held
+        self._scope = scope_of(settings.job, snapshot.run_id)
+        self._published_version = -1  # the newest that is in the blob store, by this server
+        self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
+        self._first_update_at_s = None if snapshot.samples_total == 0 else now
+        # Of the event that is being handled.
+        self._now = now
+        self._actions: list[EngineAction] = []
+        self._recent_events: deque[tuple[float, Event]] = deque(maxlen=_RECENT_EVENTS)
+        if snapshot.policy_state is not None and snapshot.policy == policy.name:
+            policy.restore(snapshot.policy_state)
+
+    # --- what policies see (doll.ps.policies.base.PolicyView) ---------------------------------------------------------
+
+    @property
+    def now_s(self) -> float:
+        return self._now
+
+    @property
+    def num_live(self) -> int:
+        return self._members.num_live
+
+    @property
+    def num_held(self) -> int:
+        return self._grants.num_held
+
+    @property
+    def num_computing(self) -> int:
+        return self._grants.num_computing
+
+    @property
+    def num_waiting(self) -> int:
+        return self._grants.num_waiting
+
+    @property
+    def num_left(self) -> int | None:
+        return self.ending.num_left
+
+    def worker(self, number: int) -> Worker:
+        return self._workers[number]
+
+    def held_batches(self) -> Sequence[BatchId]:
+        return self._grants.held_batches()
+
+    # --- what the server sees -----------------------------------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the model has the whole steps of all applied batches: only then it may be stored."""
+        return self._settling.is_settled
+
+    @property
+    def named_versions(self) -> Collection[int]:
+        """Versions that unanswered grants name: their workers may still have to read these weights."""
+        return self._grants.named_versions.keys()
+
+    @property
+    def durable_version(self) -> int:
+        """Of the newest stored checkpoint."""
+        return self._durability.version
+
+    @property
+    def is_kept(self) -> bool:
+        return self._durability.is_kept
+
+    def workers(self) -> Iterable[Worker]:
+        """Every worker for which there is place, in order."""
+        return self._workers[: self.settings.places]
+
+    def time_limit_s(self, worker: Worker) -> float:
+        """After so long a push of this worker is not waited for any more; of a set, `set_limit_s` later."""
+        return self._limits.limit_s(worker)
+
+    def shortfall(self) -> int:
+        """How many batches the next update needs beyond all that the live workers can offer; 0: it can be made.
+
+        A worker offers what it has announced and what it still has room to announce; batches in the model make room
+        with the next checkpoint.
+        """
+        offers = [
+            Offer(
+                worker.held, worker.computing, worker.waiting, worker.stalled, worker.lag,
+                self.settings.max_pending_batches - (worker.held + worker.computing + len(worker.queue.waiting)),
+            )
+            for worker in self._workers
+            if worker.is_live
+        ]  # fmt: skip
+        return self.policy.shortfall(self, offers)
+
+    def snapshot(self, now: float) -> EngineSnapshot:
+        """What a checkpoint keeps of the engine."""
+        return msgspec.structs.replace(
+            as_they_stand(self.start, self._partitions, self._owners, self._workers),
+            version=self.version,
+            num_workers=self.moves.num_workers,
+            released=tuple(sorted(self.moves.released)),
+            samples_total=self.samples_total,
+            elapsed_s=self._elapsed_s(now),
+            counters=dict(self.counters),
+            policy=self.policy.name,
+            policy_state=self.policy.state(),
+            empty_updates=self.empty_updates,
+            refusals=self.refusals.state(),
+            source_ends=self.ending.ends,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert what must hold after every event; for tests."""
+        self._members.check_invariants()
+        self._grants.check_invariants(self.version, is_ending=self.stopping is not None)
+        self._limits.check_invariants(self._workers)
+        self._durability.check_invariants()
+        in_grid = self.batches_total - self.start.earlier_batches
+        assert in_grid == sum(worker.applied for worker in self._workers)
+        assert in_grid == sum(partition.applied for partition in self._partitions)
+        assert self.finished or self.stopping or not self._grants.changed, "the policy knows of every change"
+
+    def _elapsed_s(self, now: float) -> float:
+        """Since the job's first update with a sample."""
+        return self.start.elapsed_s + (0.0 if self._first_update_at_s is None else now - self._first_update_at_s)
