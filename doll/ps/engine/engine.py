@@ -25,7 +25,7 @@ from typing import Final
 import msgspec
 
 from doll.errors import IllegalEventError
-from doll.ps.engine.batch_queue import ActiveGrant, LatePush, PushedSet, left_out_of
+from doll.ps.engine.batch_queue import ActiveGrant, LatePush, PushedSet
 from doll.ps.engine.events import (
     AppliedBatch,
     AppliedSet,
@@ -39,9 +39,7 @@ from doll.ps.engine.events import (
     GradientFetched,
     GradientLost,
     GrantsLost,
-    PublishWeights,
     ReleaseWeights,
-    RepublishWeights,
     RollBack,
     SendHello,
     StopRequested,
@@ -60,19 +58,15 @@ from doll.records.control import (
     Announce,
     Durable,
     Evaluated,
-    Grant,
     Join,
     Leave,
     Nack,
-    NewVersion,
     Push,
     PushedBatch,
     Scale,
     Skip,
     SourceEnded,
-    Welcome,
 )
-from doll.storage.blobs import weights_key
 
 # Longer than `doll.ps.engine.stopping.STALL_REPORT_S`: workers that wait for a stream without records are reported
 # first.
@@ -155,15 +149,7 @@ class Engine(EngineState):
         self._requeue_all(worker, "rejoin")
         self._forget_skips(worker)
         self._forget_waiting(worker)
-        served = tuple(part.served(self.ending.of(at)) for at, part in sorted(worker.queue.partitions.items()))
-        self._actions.append(
-            Welcome(
-                term=self.term, worker=worker.number, process=worker.process, session=worker.session, served=served,
-                fingerprint=self.settings.fingerprint, incarnation=event.incarnation, samples_id=self.start.samples_id,
-                generation=self.start.generation, run_id=self.start.run_id, usual=self._members.usual,
-                grid=self.start.grid,
-            )
-        )  # fmt: skip
+        self._actions.append(self._commands.welcome(worker, event.incarnation))
 
     def _accept(self, number: int, session: int) -> Worker | None:
         """The sender of a message, if it is of the worker's current session."""
@@ -399,8 +385,7 @@ class Engine(EngineState):
             return
         self._requeue_from(worker, event.batch, f"nack_{event.reason}")
         if event.reason == "weights":
-            self._published_version = self.version
-            self._actions.append(RepublishWeights(self.version))
+            self._actions.append(self._commands.republish(self.version))
         else:
             # The worker does not hold a batch that it announced: it is out of step. Nothing is granted until it has
             # joined.
@@ -568,10 +553,7 @@ class Engine(EngineState):
     def _offer(self) -> None:
         """Send the current version to the workers that the policy names, before a grant asks for it."""
         for number in self.policy.recipients(self):
-            key, included = self._publish(self.version), self._workers[number].queue.applied
-            self._actions.append(
-                NewVersion(term=self.term, worker=number, version=self.version, key=key, included=included)
-            )
+            self._actions += self._commands.offer(self._workers[number], self.version)
 
     def _end_of_dry_round(self) -> Sequence[BatchId]:
         """A round that a checkpoint waits for ends with the batches that came, where the others have long had nothing.
@@ -611,42 +593,18 @@ class Engine(EngineState):
             if worker.queue.late is not None:
                 count = self._answer_late(worker, worker.queue.late, grants)
                 is_answered |= count > 0
-            self._send_grants(worker, grants[count:])
+            self._actions += self._commands.grants(worker, grants[count:])
         granted.clear()
         return is_answered
-
-    def _send_grants(self, worker: Worker, grants: Sequence[ActiveGrant]) -> int:
-        """Send grants of consecutive batches of one worker; in how many messages.
-
-        A grant that is sent again is the same message: its weights still live.
-        """
-        size = max(1, len(grants)) if self.policy.exact_version else 1
-        for at in range(0, len(grants), size):
-            first, sent = grants[at], grants[at : at + size]
-            self._actions.append(
-                Grant(
-                    term=self.term, worker=worker.number, session=worker.session, first=first.batch,
-                    grant_ids=tuple(grant.number for grant in sent), batches=tuple(grant.batch_id for grant in sent),
-                    version=first.version, min_version=first.min_version, key=self._publish(first.version),
-                    included=first.included, left_out=left_out_of(sent),
-                )
-            )  # fmt: skip
-        return len(range(0, len(grants), size))
 
     def _on_grants_lost(self, event: GrantsLost) -> None:
         if 0 <= event.worker < len(self._workers):
             worker = self._workers[event.worker]
             self._clear_stall(worker)  # it may never have had the grant whose time limit has passed
-            left = [grant for grant in worker.queue.computing_grants if grant.pushed is None]
-            if num_sent := self._send_grants(worker, left):
-                self.counters["grants_sent_again"] += num_sent
-
-    def _publish(self, version: int) -> str:
-        """The key of the weights of `version`, which are published once; an older one is already, or was."""
-        if version > self._published_version:
-            self._published_version = version
-            self._actions.append(PublishWeights(version))
-        return weights_key(self._scope, self.term, version)
+            if left := [grant for grant in worker.queue.computing_grants if grant.pushed is None]:
+                messages = tuple(self._commands.grants(worker, left))
+                self.counters["grants_sent_again"] += len(messages)
+                self._actions += messages
 
     def _apply(self, group: Sequence[BatchId]) -> None:
         sets = tuple(self._applied_set(pushed) for pushed in self._grants.apply(group))
@@ -738,7 +696,7 @@ class Engine(EngineState):
             self._actions.append(durable)
         if self.stopping is not None and event.version == self.version:
             self.finished = self.stopping
-            self._publish(self.version)  # the evaluator's last measurement is of this version
+            self._actions += self._commands.publish(self.version)  # the evaluator's last measurement is of this version
             self._actions.append(Finish(self.finished, event.version, self.error))
 
     def _on_tick(self) -> None:

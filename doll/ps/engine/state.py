@@ -14,6 +14,7 @@ import msgspec
 
 from doll.ps.engine.assignment import as_they_stand, first_snapshot, for_workers, partitions_by_worker, require_fit
 from doll.ps.engine.batch_queue import BatchQueue
+from doll.ps.engine.commands import Commands
 from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.ending import Ending
 from doll.ps.engine.events import EngineAction, EngineSnapshot, Event
@@ -26,7 +27,6 @@ from doll.ps.engine.time_limits import TimeLimits
 from doll.ps.policies.base import BatchId, Offer, Policy
 from doll.records.control import Skip
 from doll.records.refusals import Refusals
-from doll.storage.blobs import scope_of
 
 _RECENT_EVENTS: Final = 30
 
@@ -118,11 +118,13 @@ class EngineState:
         )  # fmt: skip
 
         self.ending = Ending(self._partitions, settings.records_per_batch, snapshot.source_ends)
+        self._commands = Commands(
+            job=settings.job, fingerprint=settings.fingerprint, term=term, start=snapshot, members=self._members,
+            ending=self.ending, takes_sets=policy.exact_version,
+        )  # fmt: skip
         self._num_announced = 0  # batches, in this term: places in the order of announcements
         self._skips: dict[int, Skip] = {}  # by partition, until they can be applied
         self._last_held_at_s = now  # when the newest gradient came that was held
-        self._scope = scope_of(settings.job, snapshot.run_id)
-        self._published_version = -1  # the newest that is in the blob store, by this server
         self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
         self._first_update_at_s = None if snapshot.samples_total == 0 else now
         # Of the event that is being handled.
