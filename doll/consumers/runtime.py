@@ -28,8 +28,8 @@ from doll.consumers.intake.deleted_records import DeletedRecords
 from doll.consumers.intake.partition_intake import PartitionIntake
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.lifecycle.stall_watch import StallWatch
-from doll.consumers.protocol.skipped_batches import Skipped
 from doll.consumers.protocol.grants import part_of
+from doll.consumers.protocol.skipped_batches import Skipped
 from doll.consumers.protocol.worker_core import (
     Acknowledge,
     Batch,

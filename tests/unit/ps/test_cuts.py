@@ -9,7 +9,7 @@ import pytest
 from channel_process import POLICIES as CHANNEL_POLICIES
 from channel_world import World as ChannelWorld
 from channel_world import play as play_channels
-from doll.ps.engine import engine
+from doll.ps.engine import state
 from doll.ps.engine.assignment import as_they_stand
 from doll.ps.engine.partition_state import Partition
 from engine_runs import check_random_run
@@ -96,7 +96,7 @@ def is_caught(policies: tuple[str, ...] = ("asp", "bsp"), seeds: int = 8) -> boo
 
 
 def test_a_checkpoint_that_does_not_say_what_cuts_have_left_out_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "as_they_stand", lambda *args: structs.replace(as_they_stand(*args), left_out=()))
+    monkeypatch.setattr(state, "as_they_stand", lambda *args: structs.replace(as_they_stand(*args), left_out=()))
     assert is_caught()
 
 
