@@ -65,6 +65,7 @@ def rendered(folder: Path, **changes: Any) -> list[dict[str, Any]]:
 def helm(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     (folder / "values.yaml").write_text(yaml.safe_dump({**VALUES, **changes}))
     command = [str(helm_program()), "template", "digits", str(CHART), "--values", str(folder / "values.yaml")]
+    command += ["--kube-version", f"v{kube_cluster.VERSION}"]  # of a helm that `go install` has built it would be 1.20
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
