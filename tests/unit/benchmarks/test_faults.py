@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from benchmarks.faults import kept_within, losses, table
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 def run(path: Path, dark_s: dict[int, float], *, slower: float = 0.0) -> tuple[Path, list[dict[str, object]]]:
     """Ten updates a second of 100 samples; after fault n the job is dark for `dark_s[n]` of its 20 s."""
