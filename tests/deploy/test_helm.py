@@ -105,7 +105,7 @@ def test_the_job_file_and_the_workers_pod_are_read(tmp_path: Path, cluster: kube
     fleet = config.fleet
     assert isinstance(fleet, KubernetesFleetConfig)
     assert (config.job, config.data.workers, fleet.owner) == ("digits", 4, "digits-job")
-    template = pod_template(config.path(fleet.pod_template), fleet.container)
+    template = pod_template(config.path(fleet.pod_template), fleet)
     for market, value in (("spot", "spot"), ("on_demand", "on-demand")):
         pod = pods.manifest(Order(0, 1, market), template, fleet, config.cluster, "u1")  # type: ignore[arg-type]
         assert pod["spec"]["nodeSelector"] == {"karpenter.sh/capacity-type": value}

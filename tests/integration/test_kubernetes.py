@@ -9,7 +9,7 @@ from typing import Any
 import kube_cluster
 import pytest
 import yaml
-from doll.config import JobConfig, parse
+from doll.config import JobConfig, KubernetesFleetConfig, parse
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.provisioner.fleets.kubernetes.fleet import connect, pod_template
 from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
@@ -191,13 +191,22 @@ def until_refused(fleet: Any, failure: LaunchFailure) -> LaunchError:
             "apiVersion: v1\nkind: Pod\nspec: {containers: [{name: main}]}",
             r"expected a container of .* \(main\), got worker",
         ),
-        ("apiVersion: v1\nkind: Pod", r"expected a container of .* \(\), got worker"),
+        ("apiVersion: v1\nkind: Pod", "expected a pod with containers in .*: KeyError: 'spec'"),
+        ("apiVersion: v1\nkind: Pod\nspec: {containers: 3}", "expected a pod with containers in .*: TypeError"),
+        (
+            "apiVersion: v1\nkind: Pod\nspec: {containers: [{name: worker, env: [3]}]}",
+            "containers in .*: AttributeError",
+        ),
+        (
+            "apiVersion: v1\nkind: Pod\nmetadata: 3\nspec: {containers: [{name: worker}]}",
+            "containers in .*: TypeError",
+        ),
     ],
 )
 def test_a_template_that_is_no_workers_pod_is_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "pod.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words):
-        pod_template(tmp_path / "pod.yaml", "worker")
+        pod_template(tmp_path / "pod.yaml", KubernetesFleetConfig(kind="kubernetes", pod_template="pod.yaml"))
 
 
 def test_access_that_is_not_there_is_refused(tmp_path: Path) -> None:

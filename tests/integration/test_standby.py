@@ -142,3 +142,18 @@ def test_a_server_that_was_replaced_ends_though_it_has_nothing_to_save(make_pipe
     job.until_finished()
     assert successor.wait(WAIT_TIMEOUT_S) == 0
     job.assert_audit_ok()
+
+
+def test_of_two_standbys_of_a_new_job_one_leads(make_pipeline: Any) -> None:
+    """As in the Helm chart, whose servers are alike. Both may begin at once: then the later one fences the other, which
+    its supervisor starts again."""
+    job = make_pipeline("stop.updates=20", f"ps.lease_s={LEASE_S}")
+    servers: list[Role] = [job.launch(f"ps-{name}", "ps_standby_role") for name in "ab"]
+    for worker in (0, 1):
+        job.start_worker(worker)
+    job.send(job.samples(400))
+    job.until_finished()
+    codes = sorted(server.wait(WAIT_TIMEOUT_S) for server in servers)
+    assert codes in ([0, 0], [0, 1])
+    report = job.assert_audit_ok()
+    assert (report.version, report.term) == (20, 1 + codes[1])

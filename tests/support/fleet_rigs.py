@@ -367,13 +367,13 @@ class Wire(PodApi):
         self.before: dict[str, tuple[int, bytes] | Exception] = {}  # by method: an answer, or none
         self.after: dict[str, Exception] = {}
 
-    def _send(self, method: str, url: str, body: Any) -> tuple[int, bytes]:
+    def _send(self, method: str, url: str, headers: Any, body: Any) -> tuple[int, bytes]:
         match self.before.pop(method, None):
             case Exception() as error:
                 raise error
             case answer if answer is not None:
                 return answer
-        given = super()._send(method, url, body)
+        given = super()._send(method, url, headers, body)
         if (lost := self.after.pop(method, None)) is not None:
             raise lost
         return given

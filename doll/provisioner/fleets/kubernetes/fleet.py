@@ -116,7 +116,11 @@ class PodApi:
         what = f"{method} {path} in namespace {self._namespace}"
         url = f"{self._settings.host}/api/v1/namespaces/{self._namespace}/{path}"
         try:
-            status, data = self._send(method, f"{url}?{urlencode(query)}" if query else url, body)
+            headers = {each["key"]: each["value"] for each in self._settings.auth_settings().values()}
+        except Exception as error:  # a program that the kubeconfig names renews the token
+            raise ApiError(what, 0, f"there is no token: {short(error)}") from error
+        try:
+            status, data = self._send(method, f"{url}?{urlencode(query)}" if query else url, headers, body)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ApiError(what, 0, f"the API server does not answer: {short(error)}") from error
         try:
@@ -129,13 +133,13 @@ class PodApi:
             raise ApiError(what, status, str(answer.get("message") or f"HTTP status {status}"))
         return answer
 
-    def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
+    def _send(
+        self, method: str, url: str, headers: Mapping[str, str], body: Mapping[str, Any] | None
+    ) -> tuple[int, bytes]:
         """Status and body of the answer."""
-        headers = {"Accept": "application/json", "Content-Type": "application/json"}
-        for each in self._settings.auth_settings().values():
-            headers[each["key"]] = each["value"]
         data = None if body is None else json.dumps(body).encode()
-        answer = self._http.request(method, url, body=data, headers=headers, timeout=self._timeout)
+        sent = {"Accept": "application/json", "Content-Type": "application/json", **headers}
+        answer = self._http.request(method, url, body=data, headers=sent, timeout=self._timeout)
         return answer.status, answer.data
 
 
@@ -200,8 +204,9 @@ class KubernetesFleet:
         try:
             listed = self._api.list(f"{pods.CLUSTER_LABEL}={self._cluster}")
             now_s = self._clock()
-            self._give_back(listed, now_s)
-            seen = {instance.id: instance for pod in listed if (instance := self._instance(pod)) is not None}
+            workers = [(pod, instance) for pod in listed if (instance := self._instance(pod)) is not None]
+            self._give_back(workers, now_s)
+            seen = {instance.id: instance for _, instance in workers}
             for id_, known in list(self._known.items()):
                 if id_ not in seen:
                     self._known[id_] = pods.vanished(known, now_s)
@@ -271,13 +276,12 @@ class KubernetesFleet:
                 failure=LaunchFailure.CAPACITY, code="Unschedulable", pools=[pods.POOL],
             )  # fmt: skip
 
-    def _give_back(self, listed: Sequence[pods.Pod], now_s: float) -> None:
+    def _give_back(self, workers: Sequence[tuple[pods.Pod, Instance]], now_s: float) -> None:
         """Delete the pods that have waited for a node for too long; their market counts as without capacity."""
-        self._never_starts = next((why for pod in listed if (why := pods.never_starts(pod))), "")
-        for pod in listed:
+        self._never_starts = next((why for pod, _ in workers if (why := pods.never_starts(pod))), "")
+        for pod, instance in workers:
             since_s = pods.unschedulable_since_s(pod)
-            instance = self._instance(pod)
-            if since_s is None or instance is None or now_s - since_s < self._settings.node_timeout_s:
+            if since_s is None or now_s - since_s < self._settings.node_timeout_s:
                 continue
             self._api.delete(instance.id)
             self._dry_until_s[instance.market] = now_s + DRY_S
@@ -314,7 +318,7 @@ def connect(config: JobConfig) -> KubernetesFleet:
             f"fleet.cluster: expected a name that ends in a letter or digit, as labels of Kubernetes do, got "
             f"{config.cluster!r}"
         )
-    template = pod_template(config.path(settings.pod_template), settings.container)
+    template = pod_template(config.path(settings.pod_template), settings)
     try:
         from kubernetes import client
         from kubernetes import config as access
@@ -346,11 +350,11 @@ def _in_a_pod() -> bool:
     return _NAMESPACE_FILE.exists()
 
 
-def pod_template(file: Path, container: str) -> pods.Pod:
+def pod_template(file: Path, settings: KubernetesFleetConfig) -> pods.Pod:
     """The worker's pod of a YAML file.
 
     Raises:
-        ConfigError: it is not there, no pod, or has no container of this name.
+        ConfigError: it is not there, no pod, or has no container `settings.container`.
     """
     try:
         pod = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -360,12 +364,16 @@ def pod_template(file: Path, container: str) -> pods.Pod:
     kind = (pod.get("apiVersion"), pod.get("kind")) if isinstance(pod, dict) else type(pod).__name__
     if kind != ("v1", "Pod"):
         raise ConfigError(f"fleet.pod_template: expected apiVersion v1, kind Pod in {file}, got {kind}")
-    spec = pod.get("spec")
-    containers = spec.get("containers") if isinstance(spec, dict) else None
-    names = [each.get("name") for each in containers or () if isinstance(each, dict)]
-    if container not in names:
+    try:
+        names = [each["name"] for each in pod["spec"]["containers"]]
+        if settings.container in names:
+            pods.manifest(Order(0, 1, "spot"), pod, settings, "any")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"{type(error).__name__}: {short(error)}"
+        raise ConfigError(f"fleet.pod_template: expected a pod with containers in {file}: {why}") from error
+    if settings.container not in names:
         raise ConfigError(
-            f"fleet.container: expected a container of {file} ({', '.join(map(str, names))}), got {container}"
+            f"fleet.container: expected a container of {file} ({', '.join(map(str, names))}), got {settings.container}"
         )
     return dict(pod)
 
