@@ -153,7 +153,7 @@ def test_of_two_standbys_of_a_new_job_one_leads(make_pipeline: Any) -> None:
         job.start_worker(worker)
     job.send(job.samples(400))
     job.until_finished()
-    codes = sorted(server.wait(WAIT_TIMEOUT_S) for server in servers)
-    assert codes in ([0, 0], [0, 1])
+    codes = [server.wait(WAIT_TIMEOUT_S) for server in servers]
+    assert set(codes) <= {0, 1}
     report = job.assert_audit_ok()
-    assert (report.version, report.term) == (20, 1 + codes[1])
+    assert (report.version, report.term) == (20, 1 + codes.count(1))
