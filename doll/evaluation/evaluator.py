@@ -93,6 +93,7 @@ class Evaluator:
     def _restore(self, path: Path) -> None:
         if not path.exists():
             return
+        no_metrics = {"time_s", "term", "version", "loss", "void"}
         for row in read_rows(path):
             identity = (row.get("term", math.nan), row.get("version", math.nan))
             if {"time_s", "loss"} <= row.keys() and all(map(math.isfinite, identity)):
@@ -101,7 +102,7 @@ class Evaluator:
                     term=int(row["term"]),
                     version=int(row["version"]),
                     loss=row["loss"],
-                    accuracy=row.get("accuracy"),
+                    metrics={name: value for name, value in row.items() if name not in no_metrics},
                 )
 
     @property
@@ -201,10 +202,10 @@ class Evaluator:
         error = self._held_out.evaluate(self._model.module)
         self._last = (term, version)
         evaluation = Evaluation(term, version, error, time.monotonic() - started_s, time.time())
-        self.history.evaluated(
-            time_s=evaluation.time_s, term=term, version=version, loss=error.loss, accuracy=error.accuracy
+        grown = self.history.evaluated(
+            time_s=evaluation.time_s, term=term, version=version, loss=error.loss, metrics=error.metrics
         )
-        self._evaluations_file.sync()
+        self._evaluations_file.sync(changed=grown)
         return evaluation
 
     def _log_no_checkpoint(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from doll.errors import ConfigError
 from doll.task import passes
 from doll.task.base import Task
 from doll.task.batches import batch_of
+from doll.task.forms import NO_GROUP
 
 CHUNK_SAMPLES = 250
 
@@ -46,6 +48,16 @@ class HeldOut:
     def __len__(self) -> int:
         return self._samples.num_samples
 
+    def _chunks(self) -> Iterator[slice]:
+        """Parts that are computed together: samples of a group that follow each other are in one."""
+        start, group = 0, self._samples.group
+        while start < len(self):
+            stop = min(start + CHUNK_SAMPLES, len(self))
+            while group is not None and stop < len(self) and group[stop] == group[stop - 1] != NO_GROUP:
+                stop += 1
+            yield slice(start, stop)
+            start = stop
+
     def evaluate(self, module: torch.nn.Module) -> HeldOutError:
         """Means of loss and metrics of `module`, in evaluation mode, over all held-out samples.
 
@@ -59,8 +71,8 @@ class HeldOut:
         loss_sum, total_weight, sums = 0.0, 0.0, dict[str, float]()
         try:
             with torch.inference_mode():
-                for start in range(0, len(self), CHUNK_SAMPLES):
-                    inputs = passes.inputs_of(self._task, self._samples.of(slice(start, start + CHUNK_SAMPLES)))
+                for chunk in self._chunks():
+                    inputs = passes.inputs_of(self._task, self._samples.of(chunk))
                     output = passes.forward(self._task, module, inputs)
                     loss_sum += passes.loss(self._task, output, inputs).value
                     total_weight += inputs.total_weight

@@ -100,7 +100,8 @@ def loss(task: Task, output: Any, inputs: Inputs) -> Loss:
     """
     # Without any weight above 0 a weighted mean is none: the plain one shows whether the samples can be computed.
     weight = inputs.weight if inputs.total_weight else None
-    if weight is None or takes(task, "loss", "weight"):
+    has_losses_of_groups = takes(task, "losses", "group") and not task.defines("loss")  # `Task.loss` knows no groups
+    if not has_losses_of_groups and (weight is None or takes(task, "loss", "weight")):
         more = {"group": inputs.group} if takes(task, "loss", "group") else {}
         if takes(task, "loss", "weight"):
             more["weight"] = weight
@@ -119,7 +120,7 @@ def loss(task: Task, output: Any, inputs: Inputs) -> Loss:
             f"{type(task).__name__}.losses(): expected one loss for each of {inputs.num_samples} samples, got a tensor "
             f"of shape {tuple(losses.shape)}"
         )
-    total = (losses * weight.to(losses.dtype)).sum()
+    total = (losses if inputs.weight is None else losses * inputs.weight.to(losses.dtype)).sum()
     return Loss(total, float(total.detach()))
 
 

@@ -145,14 +145,17 @@ class History:
         """The newest one; records of earlier ones are ignored."""
         return self._lineage.generation
 
-    def evaluated(self, *, time_s: float, term: int, version: int, loss: float, accuracy: float | None) -> None:
-        """Add a held-out evaluation. It is void if its version has been rolled back; one of another run is ignored."""
+    def evaluated(
+        self, *, time_s: float, term: int, version: int, loss: float, metrics: Mapping[str, float]
+    ) -> bool:  # fmt: skip
+        """Add a held-out evaluation. It is void if its version has been rolled back; one of another run is ignored.
+
+        Returns whether it has added a column, of a metric.
+        """
         if not self.is_current(term):
-            return
-        row = {"time_s": time_s, "term": term, "version": version, "loss": loss}
-        if accuracy is not None:
-            row["accuracy"] = accuracy
-        self.evaluations.append(row, void=term < self.term and version > self.version)
+            return False
+        row = {**metrics, "time_s": time_s, "term": term, "version": version, "loss": loss}
+        return self.evaluations.append(row, void=term < self.term and version > self.version)
 
     def is_current(self, term: int) -> bool:
         """Whether records of this term belong to the current run."""

@@ -278,7 +278,7 @@ class ProgressModel:
                 term=int(values.get(names.TERM, self.history.term)),
                 version=int(values[names.VERSION]),
                 loss=values[names.LOSS],
-                accuracy=values.get(names.ACCURACY),
+                metrics={name: value for name, value in values.items() if name not in names.OF_EVALUATIONS},
             )
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from doll.amounts import usd
 from doll.ledger.balance import LedgerReport
 from doll.monitor.state import spot_history
 from doll.monitor.state.formats import aligned, clock, number, of
+from doll.monitor.state.history import EVALUATION_COLUMNS
 from doll.monitor.state.progress import DeadLetterCounts, ProgressModel, skipped_text
 from doll.process.files import json_safe
 from doll.provisioner.prices.shipped import estimate
@@ -70,6 +71,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         "samples": history.samples_total,
         "accuracy": evaluation.get("accuracy"),
         "loss": evaluation.get("loss"),
+        "metrics": {name: value for name, value in evaluation.items() if name not in (*EVALUATION_COLUMNS, "void")},
         "evaluated_version": None if not evaluation else int(evaluation["version"]),
         "evaluated_average": config.training.evaluates_average,
         "prequential": {
@@ -199,6 +201,8 @@ def _error_line(report: Mapping[str, Any]) -> str:
     parts = []
     if report["accuracy"] is not None:
         parts.append(f"held-out accuracy {report['accuracy']:.4f}")
+    metrics = report.get("metrics") or {}  # a report of an earlier release has none
+    parts += [f"held-out {name} {value:.4f}" for name, value in metrics.items() if value is not None]
     if report["loss"] is not None:
         what = "the average of version" if report.get("evaluated_average") else "version"
         parts.append(f"held-out loss {report['loss']:.4f} at {what} {report['evaluated_version']}")

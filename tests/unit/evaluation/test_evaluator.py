@@ -12,6 +12,7 @@ from doll.config import JobConfig, load
 from doll.evaluation.evaluator import Evaluator
 from doll.evaluation.stored_weights import newest_weights
 from doll.model.flat_model import build, fingerprint
+from doll.monitor.state.csv_file import read_rows
 from doll.optim.recipe import make_optimizer
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.stores import open_store
@@ -35,6 +36,9 @@ class Bag(Task):
 
     def forward(self, model, x):
         return model(x)
+
+    def metrics(self, output, target):
+        return {**super().metrics(output, target), "margin": float((output[:, 0] - output[:, 1]).abs().mean())}
 
     def decode(self, record):
         raise NotImplementedError
@@ -97,6 +101,12 @@ def test_the_average_is_evaluated_at_checkpoints(config: JobConfig, tmp_path: Pa
     evaluator.feed([record_builders.update(1, 1)])
     evaluation = evaluator.evaluate_newest()
     assert (evaluation is not None) == evaluates_average, "without one it reads published weights"
+    if evaluation is not None:
+        (row,) = read_rows(tmp_path / "evaluations.csv")
+        assert row.items() >= {"accuracy": evaluation.error.accuracy, "version": 1, "void": 0}.items()
+        assert row["margin"] == pytest.approx(evaluation.error.metrics["margin"], rel=1e-5)
+        again = Evaluator(config, MemoryBlobs(), lambda model, beside: None, tmp_path)
+        assert again.history.evaluations.row(0)["margin"] == row["margin"]
     both = [newest_weights(config, tmp_path, model, average=average) for average in (None, True, False)]
     assert [stored is not None and stored.is_average for stored in both] == [True, True, False]
     weights = [stored.weights for stored in both if stored is not None]

@@ -41,6 +41,21 @@ def test_an_uneven_last_chunk_has_its_weight_and_no_more() -> None:
     assert error.accuracy is None
 
 
+@pytest.mark.parametrize("size", [7, 2 * CHUNK_SAMPLES])
+def test_a_group_is_computed_as_a_whole(size: int) -> None:
+    class Grouped(Constant):
+        def metrics(
+            self, output: torch.Tensor, target: torch.Tensor, group: torch.Tensor | None = None
+        ) -> dict[str, float]:
+            assert group is not None
+            return {"size": float(group.unique(return_counts=True)[1].max())}
+
+        def holdout(self) -> Iterable[Sample]:
+            return (Sample([1.0], 0.0, group=at // size) for at in range(4 * CHUNK_SAMPLES // size * size))
+
+    assert HeldOut(Grouped(), 10_000).evaluate(Grouped().build_model()).metrics == {"size": size}
+
+
 def test_only_max_samples_are_taken_even_from_an_endless_set() -> None:
     assert len(HeldOut(Constant(10**12), 5)) == 5
 

@@ -210,6 +210,19 @@ def test_groups_reach_the_methods_that_ask_for_them() -> None:
     assert gradient.norm > 0
 
 
+@pytest.mark.parametrize("weight", [None, np.ones(16, np.float32), np.zeros(16, np.float32)])
+def test_losses_get_groups_with_weights_and_without(weight: Any) -> None:
+    class Listwise(Rows):
+        def losses(self, output: Any, target: Any, group: torch.Tensor | None = None) -> torch.Tensor:
+            assert group is not None
+            shares = torch.cat([output[group == number, 0].log_softmax(0) for number in range(4)])
+            return -shares
+
+    batch = rows(1).unweighted()._replace(group=np.arange(16) // 4, weight=weight)
+    gradient = computer_of(Listwise()).compute(*batch)
+    assert (gradient.loss_sum > 16) == (gradient.norm > 0) == (batch.total_weight > 0)
+
+
 def test_a_step_of_the_tasks_own_gets_weights_or_refuses_them() -> None:
     class Step(Rows):
         def step(self, weights: Any, x: Any, y: Any, rng: Any) -> Any:

@@ -46,7 +46,7 @@ def test_a_term_voids_later_versions_of_the_one_before() -> None:
     history.feed(term_started(1))
     for version in range(1, 6):
         history.feed(update(1, version, loss=9.0))
-        history.evaluated(time_s=100.5 + version, term=1, version=version, loss=2.0, accuracy=0.4)
+        history.evaluated(time_s=100.5 + version, term=1, version=version, loss=2.0, metrics={"accuracy": 0.4})
     assert history.feed(term_started(2, resumed=3)) is True
     assert (history.version, history.samples_total, history.restarts) == (3, 48, 1)
     for version in (4, 5):
@@ -59,15 +59,15 @@ def test_a_term_voids_later_versions_of_the_one_before() -> None:
 
 def test_a_new_generation_counts_nothing_of_the_run_before() -> None:
     history = History()
-    history.evaluated(time_s=1.0, term=3, version=1, loss=0.5, accuracy=0.9)  # of the file of this run
+    history.evaluated(time_s=1.0, term=3, version=1, loss=0.5, metrics={"accuracy": 0.9})  # of the file of this run
     for record in (term_started(1), update(1, 1, loss=9.0), term_started(2, resumed=1), update(2, 2, loss=9.0)):
         history.feed(record)
-    history.evaluated(time_s=1.0, term=2, version=2, loss=8.0, accuracy=0.1)
+    history.evaluated(time_s=1.0, term=2, version=2, loss=8.0, metrics={"accuracy": 0.1})
     history.feed(Finished(term=2, version=2, reason="updates: 2 reached", time_s=1.0))
     assert history.feed(term_started(3, generation=3)) is True
     assert (history.version, history.samples_total, history.restarts, history.finished) == (0, 0, 0, None)
     history.feed(update(2, 3))  # its server wakes up
-    history.evaluated(time_s=1.0, term=2, version=2, loss=8.0, accuracy=0.1)
+    history.evaluated(time_s=1.0, term=2, version=2, loss=8.0, metrics={"accuracy": 0.1})
     history.feed(Finished(term=2, version=3, reason="late", time_s=1.0))
     history.feed(update(3, 1, loss=2.0))
     assert (history.version, history.finished, history.first_time_s) == (1, None, 101.0)
@@ -82,7 +82,7 @@ def test_a_run_that_is_told_of_the_one_before_counts_nothing_of_it_before_it_beg
     history = History(after_term=2)
     for record in (term_started(1), update(1, 1), Finished(term=2, version=1, reason="r", time_s=1.0)):
         assert history.feed(record) is False
-    history.evaluated(time_s=1.0, term=2, version=1, loss=8.0, accuracy=0.1)
+    history.evaluated(time_s=1.0, term=2, version=1, loss=8.0, metrics={"accuracy": 0.1})
     assert (history.version, history.finished, len(history.updates), len(history.evaluations)) == (0, None, 0, 0)
     assert not history.is_current(2)
     history.feed(term_started(3, generation=3))
@@ -95,7 +95,7 @@ def test_a_fenced_parameter_servers_late_update_is_void() -> None:
     history.feed(update(1, 1))
     history.feed(term_started(2, resumed=1))
     history.feed(update(1, 2, loss=50.0))
-    history.evaluated(time_s=1.0, term=1, version=2, loss=1.0, accuracy=None)
+    history.evaluated(time_s=1.0, term=1, version=2, loss=1.0, metrics={})
     assert history.version == 1
     assert history.updates.valid("version").tolist() == [1]
     assert len(history.evaluations.valid("version")) == 0

@@ -32,7 +32,7 @@ def run_folder(folder: Path, losses: list[float], *, every_s: float, evaluate_ev
         time_s = 1000.0 + every_s * version
         history.feed(update(1, version, (0, version), loss=loss, samples_total=8 * version, time_s=time_s))
         if evaluate_every and version % evaluate_every == 0:
-            history.evaluated(time_s=time_s + 0.7, term=1, version=version, loss=loss / 2, accuracy=None)
+            history.evaluated(time_s=time_s + 0.7, term=1, version=version, loss=loss / 2, metrics={})
     CsvFile(folder / "updates.csv", history.updates).sync()
     CsvFile(folder / "evaluations.csv", history.evaluations).sync()
     if report:

@@ -54,7 +54,7 @@ def model() -> ProgressModel:
                 time_s=100.0 + 0.2 * version,
             )
         )
-    values = {"version": 40.0, "term": 1.0, "loss": 0.2, "accuracy": 0.97}
+    values = {"version": 40.0, "term": 1.0, "loss": 0.2, "accuracy": 0.97, "ndcg": 0.85, "evaluate_s": 0.1}
     model.feed(Metric(source="evaluator", values=values, time_s=108.5))
     return model
 
@@ -65,6 +65,7 @@ def test_the_report_has_the_keys_that_tools_read(model: ProgressModel) -> None:
     assert (report["job"], report["reason"], report["seconds"], report["exit_code"]) == ("digits", "updates", 12.346, 0)
     assert (report["updates"], report["version"], report["samples"]) == (40, 40, 640)
     assert (report["accuracy"], report["loss"], report["evaluated_version"]) == (0.97, 0.2, 40)
+    assert report["metrics"] == {"ndcg": 0.85}
     assert report["update_rate_measured_per_s"] == pytest.approx(5.0)
     assert report["update_rate_predicted_per_s"] == pytest.approx(5.0)
     assert report["proposition_1"]["margin"] == pytest.approx(8 / 80 / 0.01)
@@ -112,7 +113,7 @@ def test_the_summary_says_what_people_ask(model: ProgressModel) -> None:
     files = {"model": "runs/x/model/model.safetensors", "report": "runs/x/report.json"}
     text = summary(build_report(model, RunOutcome("updates", 0, 65.0, files=files), ledger()))
     assert text.splitlines()[0] == "digits: 40 updates, 640 samples in 1:05 (updates)"
-    assert "held-out accuracy 0.9700" in text
+    assert "held-out accuracy 0.9700, held-out ndcg 0.8500, held-out loss 0.2000" in text
     assert "update rate 5/s, by theory Nλ/(Kb) 5/s; Proposition 1 margin 10" in text
     assert "audit: 700 offsets produced, 636 applied exactly once" in text
     assert "model: runs/x/model/model.safetensors" in text
