@@ -78,6 +78,12 @@ class CheckpointError(DollError):
     """A checkpoint cannot be read, or belongs to another job or model."""
 
 
+class VersionUnknownError(CheckpointError):
+    """No checkpoint is kept of the version that was asked for, or nothing has its name."""
+
+    exit_code = 2
+
+
 class FencedError(DollError):
     """A newer process has taken over: exit, and write nothing more."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, field_validator
 
 from doll.config.pipeline import PipelineConfig
-from doll.config.section import Section
+from doll.config.section import LONGEST_S, Section
 
 CHECKPOINT_URLS: Final = {
     "s3": ("s3://bucket/prefix", re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?"))
@@ -33,7 +33,12 @@ class CheckpointConfig(Section):
     every_s: PositiveFloat = 2.0
     """or after this time, if there are updates"""
     keep: int = Field(default=3, le=10_000, ge=2)
-    """number of newest checkpoints that are kept; at least 2, in case the newest one is damaged"""
+    """number of newest checkpoints that are kept; at least 2, in case the newest one is damaged. Versions with an alias
+    or a pin (`doll versions`) are kept beside them, until both are taken away"""
+    history_s: float = Field(default=0.0, ge=0, le=LONGEST_S)
+    """older checkpoints are kept for this long, one of each `history_every_s`; 0: none are"""
+    history_every_s: PositiveFloat = Field(default=3600.0, le=LONGEST_S)
+    """see `history_s`: 3600 keeps a version of each hour"""
     retry_timeout_s: PositiveFloat = 60.0
     """a checkpoint that cannot be saved is retried for this long; then the parameter server exits, to be restarted"""
     event_log: bool = False

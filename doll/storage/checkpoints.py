@@ -13,8 +13,9 @@ import hashlib
 import json
 import re
 import struct
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
@@ -26,10 +27,12 @@ import safetensors
 import safetensors.numpy
 
 from doll.config.fingerprint import differences, parse, resume_refusal
-from doll.errors import CheckpointError, FencedError
+from doll.errors import CheckpointError, FencedError, VersionUnknownError
 from doll.model.layout import NO_LAYOUT, WeightsLayout
 from doll.records.bounded import short
 from doll.storage.blobs import Buffer
+from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory, obsolete
+from doll.storage.version_marks import MARKS, VersionMarks, decode_marks, encode_marks, unknown_version
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -39,6 +42,8 @@ SCHEMA_VERSION: Final = 2
 _PREFIX: Final = struct.Struct("<4sB3xQ")
 _DIGEST_BYTES: Final = 32
 _READ_ATTEMPTS: Final = 5  # a running server may delete what a tool has just listed
+_MARK_ATTEMPTS: Final = 50
+_HEAD_BYTES: Final = 65_536  # most heads are shorter
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{8,})-(\d{10,})\.doll")
 _CLAIM: Final = re.compile(r"term-(\d+)\.claim")
 _OF_TERM: Final = re.compile(r"term-(\d+)\.")
@@ -64,6 +69,18 @@ class Checkpoint:
     state: bytes  # the engine's snapshot (MessagePack), opaque to stores
     tensors: Mapping[str, npt.NDArray[Any]]  # weights and optimizer state by name, any dtype that safetensors holds
     layout: WeightsLayout = NO_LAYOUT  # of the weights; empty in a checkpoint of an earlier release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointHead:
+    """What a checkpoint says beside its tensors; see `Checkpoint`."""
+
+    job: str
+    fingerprint: str
+    term: int
+    version: int
+    state: bytes
+    tensors_bytes: int
 
 
 class DamagedError(CheckpointError):
@@ -138,12 +155,7 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
     view = memoryview(data)
     if hashlib.sha256(view[:-_DIGEST_BYTES]).digest() != view[-_DIGEST_BYTES:]:
         raise DamagedError("the checksum does not match: torn or changed")
-    magic, schema, head_bytes = _PREFIX.unpack_from(data)
-    if magic != MAGIC or schema != SCHEMA_VERSION:
-        raise CheckpointError(
-            f"expected a checkpoint of schema {SCHEMA_VERSION}, got {magic!r}, schema {schema}: use the release that "
-            "wrote it"
-        )
+    head_bytes = _length_of_head(data)
     try:
         head = msgspec.msgpack.decode(view[_PREFIX.size : _PREFIX.size + head_bytes], type=_Header)
         start = _PREFIX.size + head_bytes
@@ -168,6 +180,43 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
     )
 
 
+def _length_of_head(data: bytes) -> int:
+    magic, schema, head_bytes = _PREFIX.unpack_from(data)
+    if magic != MAGIC or schema != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"expected a checkpoint of schema {SCHEMA_VERSION}, got {magic!r}, schema {schema}: use the release that "
+            "wrote it"
+        )
+    return int(head_bytes)
+
+
+def decode_head(data: bytes) -> CheckpointHead | int:
+    """The head in the first bytes of a checkpoint; where they are too few, how many it takes.
+
+    The checksum of the whole is not looked at.
+
+    Raises:
+        DamagedError: torn or changed.
+        CheckpointError: of a schema that this build does not read.
+    """
+    if len(data) < _PREFIX.size:
+        raise DamagedError(f"expected a checkpoint, got {len(data)} bytes")
+    start = _PREFIX.size + _length_of_head(data)
+    if len(data) < start:
+        return start
+    try:
+        head = msgspec.msgpack.decode(memoryview(data)[_PREFIX.size : start], type=_Header)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as exc:
+        raise DamagedError(f"the head does not fit the schema: {short(exc)}") from exc
+    until = start + head.state_bytes
+    if len(data) < until:
+        return until
+    return CheckpointHead(
+        job=head.job, fingerprint=head.fingerprint, term=head.term, version=head.version, state=data[start:until],
+        tensors_bytes=head.tensors_bytes,
+    )  # fmt: skip
+
+
 class CheckpointStore(ABC):
     """Port: where one job's checkpoints are.
 
@@ -177,14 +226,16 @@ class CheckpointStore(ABC):
         job: whose checkpoints these are; None: of any job, to be read only.
         location: a folder or URL, for messages.
         keep: newest checkpoints that are kept, at least 2, so that a damaged one has a predecessor.
+        history: which older ones are kept, beside those with an alias or a pin.
     """
 
-    def __init__(self, job: str | None, location: str, keep: int) -> None:
+    def __init__(self, job: str | None, location: str, keep: int, history: VersionHistory = NO_HISTORY) -> None:
         if keep < 2:
             raise ValueError(f"expected keep >= 2, got {keep}")
         self._job = job
         self.location = location
         self._keep = keep
+        self._history = history
 
     @abstractmethod
     def claim_term(self, above: int = 0) -> int:
@@ -211,8 +262,92 @@ class CheckpointStore(ABC):
         """(term, version) of each checkpoint held, oldest first, whole or not."""
 
     @abstractmethod
-    def _read(self, term: int, version: int) -> bytes:
-        """The bytes of a checkpoint; FileNotFoundError where it was deleted since it was listed."""
+    def stored(self) -> list[StoredVersion]:
+        """As `versions`, with when they were saved, and their sizes."""
+
+    @abstractmethod
+    def _read(self, term: int, version: int, size: int | None = None) -> bytes:
+        """The bytes of a checkpoint, or the first `size`; FileNotFoundError where it was deleted since the listing."""
+
+    @abstractmethod
+    def _read_marks(self) -> tuple[bytes | None, Any]:
+        """The content of the marks, None where there are none yet; and what `_replace_marks` knows that content by."""
+
+    @abstractmethod
+    def _replace_marks(self, data: bytes, known: Any) -> bool:
+        """Whether the marks are `data` now, durably; not where they are others than those of `known` by now."""
+
+    def read_marks(self) -> VersionMarks:
+        """Aliases and pins of versions."""
+        return decode_marks(self._read_marks()[0], f"{self.location}/{MARKS}")
+
+    def change_marks(self, change: Callable[[VersionMarks], VersionMarks]) -> VersionMarks:
+        """Let `change` say what the marks are from now on; returns them. Whoever changes them at the same time does so
+        before or after, never over it: `change` may be called several times.
+
+        Raises:
+            VersionUnknownError: a version that is marked now is not kept.
+        """
+        for _ in range(_MARK_ATTEMPTS):
+            data, known = self._read_marks()
+            before = decode_marks(data, f"{self.location}/{MARKS}")
+            after = change(before)
+            new = after.marked - before.marked
+            self._require_kept(after, new)
+            if after == before:
+                return before
+            if self._replace_marks(encode_marks(after), known):
+                try:
+                    self._require_kept(after, new)  # a server may have deleted one, which it had looked at before
+                except VersionUnknownError:
+                    self._forget_missing()
+                    raise
+                return after
+        raise CheckpointError(f"{self.location}/{MARKS} was changed {_MARK_ATTEMPTS} times while it was to be changed")
+
+    def _require_kept(self, marks: VersionMarks, wanted: Iterable[int]) -> None:
+        if not (wanted := set(wanted)):
+            return
+        kept = [version for _, version in self.versions()]
+        if missing := sorted(wanted.difference(kept)):
+            raise VersionUnknownError(unknown_version(self.location, missing[0], kept, marks.only(kept)))
+
+    def _forget_missing(self) -> None:
+        data, known = self._read_marks()
+        kept = [version for _, version in self.versions()]
+        self._replace_marks(encode_marks(decode_marks(data, self.location).only(kept)), known)
+
+    def read_head(self, term: int, version: int) -> CheckpointHead:
+        """What a checkpoint says beside its tensors, without reading these.
+
+        Raises:
+            VersionUnknownError: it was deleted since it was listed.
+            CheckpointError: it is damaged, or of another job.
+        """
+        size = _HEAD_BYTES
+        name = f"{self.location}/{checkpoint_name(term, version)}"
+        try:
+            while isinstance(head := decode_head(data := self._read(term, version, size)), int):
+                if head <= size:
+                    raise DamagedError(f"it ends after {len(data)} bytes")
+                size = head
+        except FileNotFoundError:
+            raise VersionUnknownError(f"{name}: version {version} was deleted while it was read") from None
+        except DamagedError as exc:
+            raise DamagedError(f"{name}: {exc}") from exc
+        self._check_job(head.job, name)
+        return head
+
+    def _obsolete(self, stored: Sequence[StoredVersion]) -> list[StoredVersion]:
+        """Those of these checkpoints, oldest first, that may be deleted; none where the marks cannot be read."""
+        if len(stored) <= self._keep:
+            return []
+        try:
+            marked = self.read_marks().marked
+        except CheckpointError as exc:
+            log.warning("marks_unreadable", error=str(exc), action="no checkpoint is deleted")
+            return []
+        return obsolete(stored, marked, keep=self._keep, history=self._history, now_s=time.time())
 
     def load_newest(self, fingerprint: str | None, version: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that is whole, past damaged ones (with a warning); None without any checkpoint.
@@ -236,10 +371,8 @@ class CheckpointStore(ABC):
         held = self.versions()
         versions = held if wanted is None else [item for item in held if item[1] == wanted]
         if held and not versions:
-            raise CheckpointError(
-                f"{self.location}: expected a version that is kept "
-                f"({', '.join(str(version) for _, version in held)}), got {wanted}"
-            )
+            kept = [version for _, version in held]
+            raise VersionUnknownError(unknown_version(self.location, wanted, kept, self.read_marks()))
         for term, version in reversed(versions):
             name = checkpoint_name(term, version)
             try:
@@ -260,17 +393,20 @@ class CheckpointStore(ABC):
 
     def _check_owner(self, checkpoint: Checkpoint, location: str = "", fingerprint: str | None = None) -> None:
         """Refuse a checkpoint that another job, or another model of the same job, has written."""
-        if self._job is not None and checkpoint.job != self._job:
-            raise CheckpointError(
-                f"{location or self.location}: expected a checkpoint of job {self._job!r}, got one of job "
-                f"{checkpoint.job!r}: give each job its own checkpoint.folder"
-            )
+        self._check_job(checkpoint.job, location)
         if fingerprint is None or fingerprint == checkpoint.fingerprint:
             return
         saved, wanted = parse(checkpoint.fingerprint), parse(fingerprint)
         if refused := resume_refusal(saved, wanted):
             raise CheckpointError(f"{location or self.location}: {refused}")
         log.info("resumed_with_changes", changes=differences(saved, wanted))
+
+    def _check_job(self, job: str, location: str = "") -> None:
+        if self._job is not None and job != self._job:
+            raise CheckpointError(
+                f"{location or self.location}: expected a checkpoint of job {self._job!r}, got one of job {job!r}: "
+                "give each job its own checkpoint.folder"
+            )
 
     def _refuse_if_superseded(
         self, checkpoint: Checkpoint, newest_term: int, versions: Iterable[tuple[int, int]]

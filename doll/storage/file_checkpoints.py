@@ -2,11 +2,11 @@
 
 `checkpoint-<term>-<version>.doll` is a checkpoint, `term-<n>.claim` says that term n is taken (the newest ones are
 kept, and a claim below them does not count: no term is given twice), `.lock` orders claims and saves: once a claim
-returns, no checkpoint of a lower term can appear.
+returns, no checkpoint of a lower term can appear. It orders changes of the marks (`doll.storage.version_marks`), too.
 
 Order of effects of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. look for a higher term; 4. rename;
-5. fsync the folder; 6. drop the lock; 7. delete old checkpoints. A crash before 4 leaves a temporary file that a later
-term's save removes; after 4, the checkpoint is there, whole; after 5, also after a power failure.
+5. fsync the folder; 6. delete old checkpoints without a mark; 7. drop the lock. A crash before 4 leaves a temporary
+file that a later term's save removes; after 4, the checkpoint is there, whole; after 5, also after a power failure.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from doll import telemetry
 from doll.errors import CheckpointError
 from doll.process.fault_points import fault_point
+from doll.process.files import write_atomically
 from doll.process.platform import lock_exclusively, sync
 from doll.storage.checkpoints import (
     Checkpoint,
@@ -34,6 +35,8 @@ from doll.storage.checkpoints import (
     is_forgotten,
     old_claims,
 )
+from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory
+from doll.storage.version_marks import MARKS
 
 log = telemetry.get_logger(__name__)
 
@@ -44,8 +47,11 @@ _TEMPORARY: Final = re.compile(r"checkpoint-(\d{8,})-\d{10,}\.doll\.\d+\.tmp")
 class FileCheckpointStore(CheckpointStore):
     """`CheckpointStore` in `folder`, which is created when it is first written to."""
 
-    def __init__(self, folder: Path, job: str | None, *, keep: int = 3, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
-        super().__init__(job, str(folder), keep)
+    def __init__(
+        self, folder: Path, job: str | None, *, keep: int = 3, history: VersionHistory = NO_HISTORY,
+        lock_timeout_s: float = LOCK_TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        super().__init__(job, str(folder), keep, history)
         self.folder = folder
         self._lock_timeout_s = lock_timeout_s  # another process needs the lock for milliseconds
 
@@ -88,13 +94,40 @@ class FileCheckpointStore(CheckpointStore):
                     self._check_term(checkpoint)
                     temporary.replace(path)
                     _fsync_folder(self.folder)
+                    self._delete_old(checkpoint.term)
             finally:
                 temporary.unlink(missing_ok=True)
-            self._delete_old(checkpoint.term)
 
-    def _read(self, term: int, version: int) -> bytes:
-        with self._translate_errors("read a checkpoint in", but=FileNotFoundError):
-            return self._path(term, version).read_bytes()
+    def _read(self, term: int, version: int, size: int | None = None) -> bytes:
+        with (
+            self._translate_errors("read a checkpoint in", but=FileNotFoundError),
+            self._path(term, version).open("rb") as file,
+        ):
+            return file.read(-1 if size is None else size)
+
+    def stored(self) -> list[StoredVersion]:
+        found = []
+        with self._translate_errors("look into"):
+            for term, version in self.versions():
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    status = self._path(term, version).stat()
+                    found.append(StoredVersion(term, version, status.st_mtime, status.st_size))
+        return found
+
+    def _read_marks(self) -> tuple[bytes | None, bytes | None]:
+        with self._translate_errors("read the marks in"):
+            try:
+                data = (self.folder / MARKS).read_bytes()
+            except FileNotFoundError:
+                return None, None
+            return data, data
+
+    def _replace_marks(self, data: bytes, known: bytes | None) -> bool:
+        with self._translate_errors("change the marks in"), self._locked():
+            if self._read_marks()[1] != known:
+                return False
+            write_atomically(self.folder / MARKS, data, durable=True)
+            return True
 
     def versions(self) -> list[tuple[int, int]]:
         return checkpoints_among(self._names())
@@ -113,14 +146,14 @@ class FileCheckpointStore(CheckpointStore):
         self._refuse_if_superseded(checkpoint, self.newest_term(), self.versions())
 
     def _delete_old(self, term: int) -> None:
-        """Delete all checkpoints except the newest `keep`, and what crashed servers left."""
-        obsolete = [self._path(*key) for key in self.versions()[: -self._keep]]
+        """Delete the checkpoints that are not kept, and what crashed servers left."""
+        paths = [self._path(*item.key) for item in self._obsolete(self.stored())]
         names = self._names()
-        obsolete += [
+        paths += [
             self.folder / name for name in names if (match := _TEMPORARY.fullmatch(name)) and int(match[1]) < term
         ]
-        obsolete += [self.folder / name for name in old_claims(names, self.newest_term())]
-        for path in obsolete:
+        paths += [self.folder / name for name in old_claims(names, self.newest_term())]
+        for path in paths:
             try:
                 path.unlink(missing_ok=True)
             except OSError as exc:  # the new checkpoint is safe

@@ -5,6 +5,8 @@ kept, and a claim below them does not count: no term is given twice); `term-<n>.
 checkpoint term n began from. S3 has no lock, so the newest base decides: of the terms below n only the checkpoint
 that it names, and older ones, count.
 
+`marks.json` has aliases and pins (`doll.storage.version_marks`); it is replaced on condition that it is as it was read.
+
 Order of effects of `claim_term`: 1. put the claim, on condition that it is not there; 2. list; 3. put what it begins
 from. Of `save`: 1. list, and look for a higher claim; 2. put the checkpoint, on the same condition; 3. list again; 4.
 delete old ones. A checkpoint is durable after 3 only: one whose server finds a higher claim there may or may not have
@@ -17,7 +19,7 @@ S3 stores an object whole or not at all, and a list shows all that has been stor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -34,6 +36,8 @@ from doll.storage.checkpoints import (
     is_forgotten,
     old_claims,
 )
+from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory
+from doll.storage.version_marks import MARKS
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
@@ -58,6 +62,7 @@ class _Listing(NamedTuple):
     base_term: int
     base: tuple[int, int]
     old_claims: list[str]
+    objects: dict[str, tuple[float, int]]  # of each name, when it was stored (Unix time), and its size
 
     def counts(self, key: tuple[int, int]) -> bool:
         """Whether a checkpoint was there when the newest term began, or is that term's own."""
@@ -65,6 +70,9 @@ class _Listing(NamedTuple):
 
     def versions(self) -> list[tuple[int, int]]:
         return [key for key in self.checkpoints if self.counts(key)]
+
+    def stored(self) -> list[StoredVersion]:
+        return [StoredVersion(*key, *self.objects[checkpoint_name(*key)]) for key in self.versions()]
 
 
 class S3CheckpointStore(CheckpointStore):
@@ -77,8 +85,8 @@ class S3CheckpointStore(CheckpointStore):
         CheckpointError: the URL is not of this form, or boto3 lacks what it needs to make a client.
     """
 
-    def __init__(self, url: str, job: str | None, *, keep: int = 3) -> None:
-        super().__init__(job, url.rstrip("/"), keep)
+    def __init__(self, url: str, job: str | None, *, keep: int = 3, history: VersionHistory = NO_HISTORY) -> None:
+        super().__init__(job, url.rstrip("/"), keep, history)
         match = _URL.fullmatch(url)
         if match is None:
             raise CheckpointError(f"expected s3://bucket/prefix, got {url!r}")
@@ -126,19 +134,19 @@ class S3CheckpointStore(CheckpointStore):
         with self._translate_errors("save a checkpoint in"):
             self._check_term(checkpoint, self._list())
             data = b"".join(encode_checkpoint(checkpoint))
-            if not self._put_new(name, data) and self._get(name) != data:
+            if not self._put_new(name, data) and self._get(name)[0] != data:
                 self._put(name, data)  # saved before, and damaged since or of an older state
             listing = self._list()
             # What is stored now is not taken back where a higher claim is found: that claim may begin from it.
             self._check_term(checkpoint, listing)
-            kept = listing.versions()[-self._keep :]
-            old = [checkpoint_name(*key) for key in listing.checkpoints if key not in kept]
-            self._delete(old + listing.old_claims)
+            old = {item.key for item in self._obsolete(listing.stored())}
+            old |= set(listing.checkpoints).difference(listing.versions())  # those that do not count
+            self._delete([checkpoint_name(*key) for key in sorted(old)] + listing.old_claims)
 
-    def _read(self, term: int, version: int) -> bytes:
+    def _read(self, term: int, version: int, size: int | None = None) -> bytes:
         name = checkpoint_name(term, version)
         with self._translate_errors("read a checkpoint in"):
-            data = self._get(name)
+            data, _ = self._get(name, {} if size is None else {"Range": f"bytes=0-{size - 1}"})
         if data is None:
             raise FileNotFoundError(name)
         return data
@@ -147,6 +155,18 @@ class S3CheckpointStore(CheckpointStore):
         with self._translate_errors("look into"):
             return self._list().versions()
 
+    def stored(self) -> list[StoredVersion]:
+        with self._translate_errors("look into"):
+            return self._list().stored()
+
+    def _read_marks(self) -> tuple[bytes | None, str]:
+        with self._translate_errors("read the marks in"):
+            return self._get(MARKS)
+
+    def _replace_marks(self, data: bytes, known: str) -> bool:
+        with self._translate_errors("change the marks in"):
+            return self._put_new(MARKS, data, known)
+
     def _check_term(self, checkpoint: Checkpoint, listing: _Listing) -> None:
         self._refuse_if_superseded(checkpoint, listing.newest_term, listing.checkpoints)
 
@@ -154,23 +174,30 @@ class S3CheckpointStore(CheckpointStore):
 
     def _list(self) -> _Listing:
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
-        names = [item["Key"][len(self._prefix) :] for page in pages for item in page.get("Contents", ())]
+        objects = {
+            item["Key"][len(self._prefix) :]: (item["LastModified"].timestamp(), item["Size"])
+            for page in pages
+            for item in page.get("Contents", ())
+        }
+        names = list(objects)
         checkpoints = checkpoints_among(names)
         bases = [(int(m[1]), (int(m[2]), int(m[3]))) for name in names if (m := _BASE.fullmatch(name))]
         base_term, base = max(bases, default=(0, (0, 0)))
         newest_term = max([0, *claims_among(names), *(term for term, _ in checkpoints)])
         # The newest base decides which checkpoints count, however old it is.
         old = [name for name in old_claims(names, newest_term) if not name.startswith(f"term-{base_term:08d}.base-")]
-        return _Listing(checkpoints, newest_term, base_term, base, old)
+        return _Listing(checkpoints, newest_term, base_term, base, old, objects)
 
-    def _put_new(self, name: str, data: bytes) -> bool:
-        """Whether the object was not there and now is. After a reply that was lost, the retry says that it was."""
+    def _put_new(self, name: str, data: bytes, known: str = "") -> bool:
+        """Whether the object was not there and now is; or, with the entity tag that it was `known` by, whether it was
+        as it was then, and is replaced. After a reply that was lost, the retry says that it was not."""
         from botocore.exceptions import ClientError
 
+        condition = {"IfMatch": known} if known else {"IfNoneMatch": "*"}
         try:
-            self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data, IfNoneMatch="*")
+            self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data, **condition)
         except ClientError as exc:
-            if _code(exc) in _EXISTS_CODES:
+            if _code(exc) in (*_EXISTS_CODES, *(_MISSING_CODES if known else ())):
                 return False
             raise
         return True
@@ -178,17 +205,17 @@ class S3CheckpointStore(CheckpointStore):
     def _put(self, name: str, data: bytes) -> None:
         self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data)
 
-    def _get(self, name: str) -> bytes | None:
+    def _get(self, name: str, more: Mapping[str, str] = {}) -> tuple[bytes | None, str]:
+        """The content of an object and its entity tag; None and "" where it is not there."""
         from botocore.exceptions import ClientError
 
         try:
-            body = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)["Body"]
-            with body:
-                data: bytes = body.read()
-                return data
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, **more)
+            with answer["Body"] as body:
+                return body.read(), answer["ETag"]
         except ClientError as exc:
             if _code(exc) in _MISSING_CODES:
-                return None
+                return None, ""
             raise
 
     def _delete(self, names: list[str]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from doll.errors import ConfigError
 from doll.storage.file_checkpoints import FileCheckpointStore
+from doll.storage.retention import NO_HISTORY, VersionHistory
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -38,35 +39,38 @@ def open_store(config: JobConfig, run_folder: Path, part: str = "") -> Checkpoin
         CheckpointError: it is in S3 and boto3 cannot be set up (region, credentials file).
         ConfigError: no store is registered for the scheme of `checkpoint.folder`.
     """
-    location, keep = checkpoint_location(config, run_folder), config.checkpoint.keep
+    location, section = checkpoint_location(config, run_folder), config.checkpoint
+    history = VersionHistory(section.history_every_s, section.history_s)
     if isinstance(location, Path):
-        return open_place(location / part, config.job, keep)
-    return open_place(f"{location.rstrip('/')}/{part}" if part else location, config.job, keep)
+        return open_place(location / part, config.job, section.keep, history)
+    return open_place(f"{location.rstrip('/')}/{part}" if part else location, config.job, section.keep, history)
 
 
-def open_place(location: Path | str, job: str | None, keep: int = 2) -> CheckpointStore:
+def open_place(
+    location: Path | str, job: str | None, keep: int = 2, history: VersionHistory = NO_HISTORY
+) -> CheckpointStore:
     """The checkpoint store in a folder, or of a URL; see `open_store`.
 
     Args:
         job: None: whatever job has written there, to be read only.
     """
     if isinstance(location, Path):
-        return FileCheckpointStore(location, job, keep=keep)
+        return FileCheckpointStore(location, job, keep=keep, history=history)
     opener = CHECKPOINT_STORES.get(location.partition("://")[0])
     if opener is None:
         schemes = " or ".join(f"{scheme}://" for scheme in CHECKPOINT_STORES)
         raise ConfigError(f"checkpoint.folder: expected a folder or {schemes}, got {location}")
-    return opener(location, job, keep)
+    return opener(location, job, keep, history)
 
 
-def _open_s3(url: str, job: str | None, keep: int) -> CheckpointStore:
+def _open_s3(url: str, job: str | None, keep: int, history: VersionHistory) -> CheckpointStore:
     from doll.storage.s3_checkpoints import S3CheckpointStore
 
-    return S3CheckpointStore(url, job, keep=keep)
+    return S3CheckpointStore(url, job, keep=keep, history=history)
 
 
-CHECKPOINT_STORES: dict[str, Callable[[str, str | None, int], CheckpointStore]] = {"s3": _open_s3}
-"""What opens the store of a URL, by its scheme: called with the URL, the job's name, and `checkpoint.keep`."""
+CHECKPOINT_STORES: dict[str, Callable[[str, str | None, int, VersionHistory], CheckpointStore]] = {"s3": _open_s3}
+"""What opens the store of a URL, by its scheme: called with the URL, the job's name, and what is to be kept."""
 
 
 def open_blobs(

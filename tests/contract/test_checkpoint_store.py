@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import structlog
-from doll.errors import CheckpointError, FencedError
+from doll.errors import CheckpointError, FencedError, VersionUnknownError
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.s3_checkpoints import S3CheckpointStore
+from doll.storage.version_marks import VersionMarks, resolve_version
 from memory_stores import MemoryCheckpointStore
 
 
@@ -237,3 +238,76 @@ def test_refuses_another_job(kit: Kit) -> None:
         kit.again("other").load_newest("f1")
     with pytest.raises(CheckpointError, match="expected a checkpoint of job 'digits', got one of job 'other'"):
         kit.store.save(checkpoint(1, 30, job="other"))
+
+
+def save(kit: Kit, term: int, *versions: int) -> None:
+    for version in versions:
+        kit.store.save(checkpoint(term, version))
+
+
+def test_versions_with_an_alias_or_a_pin_are_never_deleted(kit: Kit) -> None:
+    assert kit.store.read_marks() == VersionMarks()
+    save(kit, 1, 10, 20, 30)
+    kit.store.change_marks(lambda marks: marks.with_pin(10))
+    marks = kit.again("digits").change_marks(lambda marks: marks.with_alias("stable", 20))
+    assert marks == VersionMarks({"stable": 20}, (10,)) == kit.store.read_marks()
+    save(kit, 1, 40, 50, 60, 70)
+    assert kit.store.versions() == [(1, 10), (1, 20), (1, 50), (1, 60), (1, 70)]
+    assert resolve_version(kit.store, "stable") == 20
+    assert same(kit.store.load_newest(None, resolve_version(kit.store, "10")), checkpoint(1, 10))
+    kit.store.change_marks(lambda marks: marks.without_pin(10).with_alias("stable", 60))
+    save(kit, 1, 80)
+    assert kit.store.versions() == [(1, 60), (1, 70), (1, 80)]
+    assert resolve_version(kit.store, "latest") == 80
+    with pytest.raises(VersionUnknownError, match=r"\(60, 70, 80\), an alias \(stable \(version 60\)\).* got '20'"):
+        resolve_version(kit.store, "20")
+    with pytest.raises(VersionUnknownError, match=r"kept \(60, 70, 80\), .* got '10'"):
+        kit.store.change_marks(lambda marks: marks.with_pin(10))
+    with pytest.raises(VersionUnknownError, match="got '10'"):
+        kit.store.load_newest(None, 10)
+    assert kit.store.read_marks() == VersionMarks({"stable": 60})
+
+
+def test_changes_of_marks_at_the_same_time_are_all_made(kit: Kit) -> None:
+    kit.store.save(checkpoint(1, 20))
+    names = [f"name-{number}" for number in range(6)]
+    threads = [
+        threading.Thread(target=lambda name=name: kit.store.change_marks(lambda marks: marks.with_alias(name, 20)))
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(kit.store.read_marks().aliases) == names
+
+
+def test_a_version_that_is_deleted_while_it_is_marked_gets_no_mark(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(kit, 1, 10, 20, 30)
+    kit.store.change_marks(lambda marks: marks.with_alias("stable", 20))
+    replace = kit.store._replace_marks
+
+    def after_a_save(data: bytes, known: Any) -> bool:
+        if kit.store.versions()[0] == (1, 10):
+            kit.again("digits").save(checkpoint(1, 40))
+        return replace(data, known)
+
+    monkeypatch.setattr(kit.store, "_replace_marks", after_a_save)
+    with pytest.raises(VersionUnknownError, match="got '10'"):
+        kit.store.change_marks(lambda marks: marks.with_pin(10))
+    assert kit.store.read_marks() == VersionMarks({"stable": 20})
+
+
+def test_a_head_says_what_a_checkpoint_is_without_its_tensors(kit: Kit) -> None:
+    kit.store.save(dataclasses.replace(checkpoint(1, 20), state=b"s" * 200_000))
+    kit.store.save(checkpoint(1, 30))
+    assert kit.store.read_head(1, 20).state == b"s" * 200_000
+    head = kit.store.read_head(1, 30)
+    assert (head.job, head.fingerprint, head.version, head.state) == ("digits", "f1", 30, b"state of 30")
+    sizes = {item.version: item.size_bytes for item in kit.store.stored()}
+    assert sizes[30] > head.tensors_bytes > 500
+    assert sizes[20] > 200_000
+    with pytest.raises(VersionUnknownError, match="version 7 was deleted while it was read"):
+        kit.store.read_head(1, 7)
+    with pytest.raises(CheckpointError, match="expected a checkpoint of job 'other'"):
+        kit.again("other").read_head(1, 30)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from doll.errors import BlobError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
 from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, encode_checkpoint
+from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory
 
 
 class MemoryBlobs:
@@ -75,12 +76,14 @@ class MemoryCheckpointStore(CheckpointStore):
         saved: (term, version) of each successful `save`, in order, pruned ones included.
     """
 
-    def __init__(self, job: str, *, keep: int = 3) -> None:
-        super().__init__(job, "memory", keep)
+    def __init__(self, job: str, *, keep: int = 3, history: VersionHistory = NO_HISTORY) -> None:
+        super().__init__(job, "memory", keep, history)
         self._held: dict[tuple[int, int], bytes] = {}
+        self._saved_s: dict[tuple[int, int], float] = {}
+        self._marks: list[bytes | None] = [None]  # shared by handles
         self._claims = [0]
         self._failures: deque[Exception] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.saved: list[tuple[int, int]] = []
 
     def claim_term(self, above: int = 0) -> int:
@@ -100,20 +103,34 @@ class MemoryCheckpointStore(CheckpointStore):
             if self._failures:
                 raise self._failures.popleft()
             self._refuse_if_superseded(checkpoint, self._newest(), self._held)
-            self._held[key] = data
+            self._held[key], self._saved_s[key] = data, time.time()
             self.saved.append(key)
-            for old in sorted(self._held)[: -self._keep]:
-                del self._held[old]
+            for old in self._obsolete(self.stored()):
+                del self._held[old.key]
 
-    def _read(self, term: int, version: int) -> bytes:
+    def _read(self, term: int, version: int, size: int | None = None) -> bytes:
         try:
-            return self._held[term, version]
+            return self._held[term, version][:size]
         except KeyError:
             raise FileNotFoundError(checkpoint_name(term, version)) from None
 
     def versions(self) -> list[tuple[int, int]]:
         with self._lock:
             return sorted(self._held)
+
+    def stored(self) -> list[StoredVersion]:
+        with self._lock:
+            return [StoredVersion(*key, self._saved_s[key], len(data)) for key, data in sorted(self._held.items())]
+
+    def _read_marks(self) -> tuple[bytes | None, bytes | None]:
+        return self._marks[0], self._marks[0]
+
+    def _replace_marks(self, data: bytes, known: bytes | None) -> bool:
+        with self._lock:
+            if self._marks[0] != known:
+                return False
+            self._marks[0] = data
+            return True
 
     def damage(self, term: int, version: int) -> None:
         """Flip one bit in the middle of a checkpoint."""

@@ -179,7 +179,7 @@ def test_bad_sources_are_refused_with_the_reason(tmp_path: Path, run: Path) -> N
         ("empty", ConfigError, "expected the folder of a run .* or of checkpoints"),
         ("runs/young", ConfigError, "got runs/young, and it does not exist"),
         ("other.safetensors@3", ConfigError, "expected a version of a run folder"),
-        ("runs/old@4", CheckpointError, r"expected a version that is kept \(3, 7\), got 4"),
+        ("runs/old@4", CheckpointError, r"version that is kept \(3, 7\), an alias \(none\) or latest, got '4'"),
     ):
         with pytest.raises(error, match=words):
             begun(job(tmp_path, source))

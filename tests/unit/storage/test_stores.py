@@ -12,13 +12,14 @@ from doll.errors import ConfigError
 from doll.provisioner.lease import claims_of
 from doll.storage.checkpoints import CheckpointStore
 from doll.storage.file_checkpoints import FileCheckpointStore
+from doll.storage.retention import VersionHistory
 from doll.storage.stores import CHECKPOINT_STORES, open_store
 from job_files import job
 from memory_stores import MemoryCheckpointStore
 
 
 def _job(folder: str | Path, base: Path) -> JobConfig:
-    section = CheckpointConfig.model_construct(folder=folder, keep=2)
+    section = CheckpointConfig.model_construct(folder=folder, keep=2, history_s=60.0)
     return job(workers=1, folder=base).model_copy(update={"checkpoint": section})
 
 
@@ -31,17 +32,20 @@ def test_a_folder_holds_the_checkpoints_and_the_claims_beside_them(tmp_path: Pat
 
 
 def test_a_new_store_is_one_opener_for_checkpoints_and_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[tuple[str, str, int]] = []
+    opened: list[tuple[str, str | None, int, VersionHistory]] = []
 
-    def opener(url: str, name: str, keep: int) -> CheckpointStore:
-        opened.append((url, name, keep))
-        return MemoryCheckpointStore(name)
+    def opener(url: str, name: str | None, keep: int, history: VersionHistory) -> CheckpointStore:
+        opened.append((url, name, keep, history))
+        return MemoryCheckpointStore(name or "")
 
     monkeypatch.setitem(CHECKPOINT_STORES, "gs", opener)
     config = _job("gs://bucket/x/", tmp_path)
     assert isinstance(open_store(config, tmp_path), MemoryCheckpointStore)
     assert isinstance(cast("object", claims_of(config, tmp_path)), MemoryCheckpointStore)
-    assert opened == [("gs://bucket/x/", config.job, 2), ("gs://bucket/x/provision", config.job, 2)]
+    history = VersionHistory(3600, 60)
+    assert opened == [
+        ("gs://bucket/x/", config.job, 2, history), ("gs://bucket/x/provision", config.job, 2, history),
+    ]  # fmt: skip
 
 
 def test_a_scheme_without_a_store_is_refused_with_the_known_ones(tmp_path: Path) -> None:
