@@ -20,6 +20,7 @@ from doll.cli.profile import profile
 from doll.cli.provision import provision_app
 from doll.cli.simulate import simulate
 from doll.cli.spot import spot
+from doll.cli.versions import versions_app
 
 # typer prints a paragraph that begins with \b without wrapping it.
 _HELP = """Online learning on Kafka streams with preemptible machines.
@@ -75,6 +76,7 @@ app.add_typer(config_app, name="config", rich_help_panel=_START)
 app.command(short_help="Show a job's status.", rich_help_panel=_LOOK)(inspect.status)
 app.command(short_help="Verify that every sample is applied exactly once.", rich_help_panel=_LOOK)(inspect.audit)
 app.command(short_help="Show or create a job's Kafka topics.", rich_help_panel=_LOOK)(inspect.topics)
+app.add_typer(versions_app, name="versions", rich_help_panel=_LOOK)
 app.command(short_help="Write the model as safetensors.", rich_help_panel=_LOOK)(runs.export)
 
 app.command(short_help="Run the parameter server of a job.", rich_help_panel=_ROLES)(roles.ps)

@@ -27,6 +27,12 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
     earlier_grids: tuple[Grid, ...] = ()  # `applied` and `origins` are of the present one
 
     @property
+    def first_offsets(self) -> tuple[int, ...]:
+        """Per partition, the offset at which the job began."""
+        first = self.earlier_grids[0].origins if self.earlier_grids else self.origins
+        return first + (0,) * (len(self.origins) - len(first))
+
+    @property
     def read_until(self) -> tuple[int, ...]:
         """Per partition, the offset behind the last record that the model has learned."""
         return ends_of(self.origins, self.records_per_batch, self.applied, self.left_out)

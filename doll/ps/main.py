@@ -42,6 +42,7 @@ from doll.storage.redis_client import connect_redis
 from doll.storage.stores import checkpoint_location, open_blobs, open_store
 from doll.storage.worker_count import WorkerCount
 from doll.task.base import load_task
+from doll.task.source import source_digest
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -95,7 +96,7 @@ def _run(
 ) -> int:
     signals = Signals()
     keep_freed_memory()
-    model, job_fingerprint, store = _open(config, services, run_folder)
+    model, job_fingerprint, store, code = _open(config, services, run_folder)
     # Refused before the claim: a wrong job file must not fence the server that runs.
     begins = store.load_newest(job_fingerprint) is None or fresh
     initial = matched(config, model) if begins else None
@@ -134,7 +135,7 @@ def _run(
     worker_count = WorkerCount(connect_redis(services, timeout_s=1.0, retries=0), job)
     server = ParameterServer(
         config, engine=engine, host=host, store=store, outbox=channel, event_log=event_log,
-        channel_report=channel.report, publish_workers=worker_count.set, layout=model.layout,
+        channel_report=channel.report, publish_workers=worker_count.set, layout=model.layout, code=code,
     )  # fmt: skip
     watch = None
     if engine.start.samples_id:
@@ -169,16 +170,18 @@ def _run(
     return 0
 
 
-def _open(config: JobConfig, services: Services, run_folder: Path) -> tuple[FlatModel, str, CheckpointStore]:
-    """The model, its fingerprint and the checkpoint store, on services that answer and topics that exist."""
+def _open(config: JobConfig, services: Services, run_folder: Path) -> tuple[FlatModel, str, CheckpointStore, str]:
+    """The model, its fingerprint, the checkpoint store and the digest of the task's source, on services that answer and
+    topics that exist."""
     torch.set_num_threads(1)
     require_services(config, services)
     store = open_store(config, run_folder)
     topics.ensure(config, services, begins=not store.versions())
     topics.check(config, services)
-    model = build(config, load_task(config))
+    task = load_task(config)
+    model = build(config, task)
     check_recipe(config.training, model)
-    return model, fingerprint(config, model), store
+    return model, fingerprint(config, model), store, source_digest(task)
 
 
 def _admit(
@@ -190,7 +193,7 @@ def _admit(
 
 def _check(config: JobConfig, services: Services, run_folder: Path, fresh: bool, after_term: int) -> None:
     """Return if a server may serve the job; raises what `run_ps` does before it claims a term, and as it resumes."""
-    model, job_fingerprint, store = _open(config, services, run_folder)
+    model, job_fingerprint, store, _ = _open(config, services, run_folder)
     checkpoint = store.load_newest(job_fingerprint)
     if checkpoint is None or fresh:
         matched(config, model)

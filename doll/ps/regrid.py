@@ -136,7 +136,7 @@ def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Che
     tensors = _tensors(config, model, before, keep_state=not why_new)
     checkpoint = Checkpoint(
         job=config.job, fingerprint=mark, term=term, version=before.version, state=encode_snapshot(state),
-        tensors=tensors, layout=model.layout,
+        tensors=tensors, layout=model.layout, code=before.code,
     )  # fmt: skip
     _require_fit(config, before, state)
     return checkpoint, Regridded(

@@ -129,6 +129,7 @@ class ParameterServer:
         channel_report: Callable[[], ChannelReport] = lambda: ({}, {}),
         publish_workers: Callable[[int], bool] = lambda workers: True,
         layout: WeightsLayout = NO_LAYOUT,
+        code: str = "",
     ) -> None:
         """
         Args:
@@ -136,6 +137,7 @@ class ParameterServer:
                 can know it now.
             channel_report: what carries the grants of workers for which that is not Kafka, and counters.
             layout: of the weights, for whoever reads a checkpoint without the model.
+            code: digest of the task's source, for the same.
         """
         self.engine = engine
         self._config = config
@@ -146,7 +148,7 @@ class ParameterServer:
         self._event_log = event_log
         self._channel_report = channel_report
         self._publish_workers = publish_workers
-        self._layout = layout
+        self._layout, self._code = layout, code
         self._workers_published = 0
         self._updates_sent = 0
         self.checkpoints = CheckpointWriter(
@@ -464,7 +466,7 @@ class ParameterServer:
     def _checkpoint(self, version: int, snapshot: ev.EngineSnapshot) -> Checkpoint:
         return Checkpoint(
             job=self._config.job, fingerprint=self.engine.settings.fingerprint, term=self.engine.term, version=version,
-            state=encode_snapshot(snapshot), tensors=self._host.tensors(), layout=self._layout,
+            state=encode_snapshot(snapshot), tensors=self._host.tensors(), layout=self._layout, code=self._code,
         )  # fmt: skip
 
     def _finish(self, action: ev.Finish) -> None:

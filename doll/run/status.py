@@ -115,7 +115,7 @@ def status_of(target: Target) -> JobStatus | EndedRun:
     config = target.config
     model, heartbeats = ProgressModel(config, time.monotonic()), RoleHeartbeats()
     with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
-        for record in _of_this_run(target, [entry.record for entry in tail.read_history()]):
+        for record in of_this_run(target, [entry.record for entry in tail.read_history()]):
             model.feed(record)
             heartbeats.feed(record)
         bounds = tail.bounds_of_partitions(config.topic("samples"), sorted(model.next_offsets))
@@ -187,7 +187,7 @@ def topics_of(target: Target, *, create: bool) -> JobTopics:
     return JobTopics(target.config.job, services.kafka, topics.describe(target.config, services), warnings)
 
 
-def _of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
+def of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
     """Records of `updates` and `metrics`; of a run folder, without records of later runs on the same topics."""
     checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.is_run_folder else None
     if checkpoint is None:

@@ -69,6 +69,7 @@ class Checkpoint:
     state: bytes  # the engine's snapshot (MessagePack), opaque to stores
     tensors: Mapping[str, npt.NDArray[Any]]  # weights and optimizer state by name, any dtype that safetensors holds
     layout: WeightsLayout = NO_LAYOUT  # of the weights; empty in a checkpoint of an earlier release
+    code: str = ""  # see `doll.task.source.source_digest`; "": not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,7 @@ class CheckpointHead:
     version: int
     state: bytes
     tensors_bytes: int
+    code: str
 
 
 class DamagedError(CheckpointError):
@@ -98,6 +100,7 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: _Count
     tensors_bytes: _Count
     layout: WeightsLayout = NO_LAYOUT
+    code: str = ""
 
 
 def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
@@ -116,6 +119,7 @@ def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
             state_bytes=len(checkpoint.state),
             tensors_bytes=sum(map(len, tensors)),
             layout=checkpoint.layout,
+            code=checkpoint.code,
         )
     )
     parts = [_PREFIX.pack(MAGIC, SCHEMA_VERSION, len(head)), head, checkpoint.state, *tensors]
@@ -177,6 +181,7 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
         state=data[start:middle],
         tensors=tensors,
         layout=head.layout,
+        code=head.code,
     )
 
 
@@ -213,7 +218,7 @@ def decode_head(data: bytes) -> CheckpointHead | int:
         return until
     return CheckpointHead(
         job=head.job, fingerprint=head.fingerprint, term=head.term, version=head.version, state=data[start:until],
-        tensors_bytes=head.tensors_bytes,
+        tensors_bytes=head.tensors_bytes, code=head.code,
     )  # fmt: skip
 
 

@@ -106,13 +106,13 @@ class FileCheckpointStore(CheckpointStore):
             return file.read(-1 if size is None else size)
 
     def stored(self) -> list[StoredVersion]:
-        found = []
+        items = []
         with self._translate_errors("look into"):
             for term, version in self.versions():
                 with suppress(FileNotFoundError):  # deleted meanwhile
                     status = self._path(term, version).stat()
-                    found.append(StoredVersion(term, version, status.st_mtime, status.st_size))
-        return found
+                    items.append(StoredVersion(term, version, status.st_mtime, status.st_size))
+        return items
 
     def _read_marks(self) -> tuple[bytes | None, bytes | None]:
         with self._translate_errors("read the marks in"):

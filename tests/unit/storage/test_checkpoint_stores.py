@@ -32,7 +32,7 @@ class Store(MemoryCheckpointStore):
     def versions(self) -> list[tuple[int, int]]:
         return self.listed
 
-    def _read(self, term: int, version: int) -> bytes:
+    def _read(self, term: int, version: int, size: int | None = None) -> bytes:
         self.reads += 1
         if (term, version) not in self.held:
             raise FileNotFoundError

@@ -1,0 +1,200 @@
+"""What is known of each version that a job keeps: its lineage, errors, cost and names. Pure.
+
+Nothing is measured here: a checkpoint says what its model has learned, the records of updates and of the evaluator have
+the errors, and the provisioner's decisions what had been spent by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from doll.config.fingerprint import MODEL_KEYS, differences, parse
+from doll.errors import CheckpointError
+from doll.ledger.snapshot_counts import SnapshotCounts
+from doll.records.bounded import short
+from doll.storage.checkpoints import CheckpointHead
+from doll.storage.retention import StoredVersion
+from doll.storage.version_marks import VersionMarks
+
+_WINDOW: Final = 50  # updates of a prequential mean, as everywhere
+_PREQUENTIAL: Final = "prequential_"
+
+Row = Mapping[str, float]
+"""Of a `doll.monitor.state.history.Table`, or of the CSV file that one was written to."""
+
+
+class _State(SnapshotCounts, frozen=True):
+    """The engine's snapshot as far as people ask for it."""
+
+    samples_total: int = 0
+    policy: str = ""
+    elapsed_s: float = 0.0
+    init_from: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecords:
+    """What a job's records say of its versions.
+
+    Attributes:
+        updates, evaluations: rows of the tables of `doll.monitor.state.history`.
+        spent_usd: Unix time and what the provisioner had spent by then, by rising time.
+    """
+
+    updates: Sequence[Row] = ()
+    evaluations: Sequence[Row] = ()
+    spent_usd: Sequence[tuple[float, float]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionLine:
+    """One version that is kept. NaN, None or "" where something is not known.
+
+    Attributes:
+        term: of the server that saved it.
+        saved_s: Unix time.
+        offsets: of each partition, the first offset of the job and the one behind the last that was learned.
+        policy, recipe: how it was learned: the name of the policy, and the keys of `training` in its fingerprint.
+        elapsed_s: seconds of learning.
+        prequential, held_out: losses and metrics by name. The first are means over the last 50 updates.
+        cost_usd: of provisioned machines, until then.
+        fingerprint: of the job file and the model.
+        code: digest of the task's source.
+        aliases, is_pinned: its marks.
+    """
+
+    version: int
+    term: int
+    saved_s: float
+    size_bytes: int
+    samples: int
+    offsets: tuple[tuple[int, int], ...]
+    policy: str
+    recipe: Mapping[str, str]
+    elapsed_s: float
+    prequential: Mapping[str, float]
+    held_out: Mapping[str, float]
+    cost_usd: float
+    fingerprint: str
+    code: str
+    aliases: tuple[str, ...]
+    is_pinned: bool
+    init_from: str = ""
+    grid: int = 0
+
+    @property
+    def digest(self) -> str:
+        """A short name of its fingerprint."""
+        return sha256(self.fingerprint.encode()).hexdigest()[:12]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"digest": self.digest}
+
+
+def version_line(item: StoredVersion, head: CheckpointHead, marks: VersionMarks, records: JobRecords) -> VersionLine:
+    """What is known of a stored checkpoint.
+
+    Raises:
+        CheckpointError: its state is of another release.
+    """
+    try:
+        state = msgspec.msgpack.decode(head.state, type=_State)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise CheckpointError(
+            f"version {item.version} of job {head.job!r} holds no engine state that this build reads ({short(exc)})"
+        ) from exc
+    fields = parse(head.fingerprint)
+    updates = [row for row in records.updates if _counts(row, item)]
+    made = next((row for row in reversed(updates) if row["version"] == item.version), None)
+    return VersionLine(
+        version=item.version, term=item.term, saved_s=item.saved_s, size_bytes=item.size_bytes,
+        samples=state.samples_total, offsets=tuple(zip(state.first_offsets, state.read_until, strict=True)),
+        policy=state.policy, recipe={key: value for key, value in fields.items() if key.startswith("training.")},
+        elapsed_s=state.elapsed_s, prequential=_prequential(updates), held_out=_held_out(records.evaluations, item),
+        cost_usd=_cost(records.spent_usd, item.saved_s if made is None else made["time_s"]),
+        fingerprint=head.fingerprint, code=head.code, aliases=tuple(marks.aliases_of(item.version)),
+        is_pinned=item.version in marks.pins, init_from=state.init_from, grid=len(state.earlier_grids),
+    )  # fmt: skip
+
+
+def _counts(row: Row, item: StoredVersion) -> bool:
+    """Whether an update is in a version. One that was voided since is, where the same server saved the version."""
+    is_void = bool(row.get("void")) and row.get("term", 0) != item.term
+    return not is_void and row.get("version", math.inf) <= item.version
+
+
+def _prequential(updates: Sequence[Row]) -> dict[str, float]:
+    rows = [row for row in updates[-_WINDOW:] if row.get("weight", 0) > 0]
+    names = sorted({name for row in rows for name in row if name.startswith(_PREQUENTIAL)})
+    means = {}
+    for name in names:
+        known = [(row[name], row["weight"]) for row in rows if math.isfinite(row.get(name, math.nan))]
+        if known:
+            values, weights = zip(*known, strict=True)
+            means[name.removeprefix(_PREQUENTIAL)] = float(np.average(values, weights=weights))
+    return means
+
+
+def _held_out(evaluations: Sequence[Row], item: StoredVersion) -> dict[str, float]:
+    for row in reversed(evaluations):
+        if row.get("version") == item.version and _counts(row, item):
+            known = {name: value for name, value in row.items() if math.isfinite(value)}
+            return {name: value for name, value in known.items() if name not in ("time_s", "term", "version", "void")}
+    return {}
+
+
+def _cost(spent_usd: Sequence[tuple[float, float]], until_s: float) -> float:
+    return next((usd for time_s, usd in reversed(spent_usd) if time_s <= until_s), math.nan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionDiff:
+    """What lies between two versions.
+
+    Attributes:
+        offsets: of each partition, what was learned from the earlier one's end to the later one's, and which offsets.
+        changes: of the job file and the model, in words; "" without any.
+        distances: of each tensor, the length of the difference of the weights, and that of the earlier weights.
+    """
+
+    a: VersionLine
+    b: VersionLine
+    changes: str
+    distances: Mapping[str, tuple[float, float]]
+
+    @property
+    def offsets(self) -> tuple[tuple[int, int], ...]:
+        """Of each partition, the ends of what both have learned."""
+        ends = [[end for _, end in line.offsets] for line in (self.a, self.b)]
+        count = max(map(len, ends))
+        first, last = ([*row, *[0] * (count - len(row))] for row in ends)
+        return tuple(zip(first, last, strict=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "a": self.a.to_dict(), "b": self.b.to_dict(), "samples": self.b.samples - self.a.samples,
+            "offsets": self.offsets, "changes": self.changes,
+            "distances": {
+                name: {"change": change, "length": length} for name, (change, length) in self.distances.items()
+            },
+        }  # fmt: skip
+
+
+def changes_between(a: VersionLine, b: VersionLine) -> str:
+    """What of the job file and the model is another, in words."""
+    before, now = parse(a.fingerprint), parse(b.fingerprint)
+    text = differences(before, now)
+    code = "" if a.code == b.code or not (a.code and b.code) else f"code of the task: expected {a.code}, got {b.code}"
+    return ", ".join(part for part in (text, code) if part).replace(": expected ", " ").replace(", got ", " -> ")
+
+
+def model_fields(line: VersionLine) -> dict[str, str]:
+    """What the fingerprint says of the model."""
+    return {key: value for key, value in parse(line.fingerprint).items() if key in MODEL_KEYS}

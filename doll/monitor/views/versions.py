@@ -1,0 +1,87 @@
+"""Versions of a job as text: a table of all, one with its lineage, and what lies between two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from doll.amounts import usd
+from doll.monitor.state.formats import aligned, byte_size, clock
+from doll.monitor.state.version_lines import VersionDiff, VersionLine, model_fields
+
+_COLUMNS = ("version", "saved (UTC)", "samples", "policy", "prequential", "held-out", "accuracy", "USD", "job", "marks")
+
+
+def versions_table(lines: Sequence[VersionLine], location: str) -> str:
+    """One line for each version, the newest last."""
+    if not lines:
+        return f"no version is kept in {location}: nothing has been learned yet"
+    rows = [_COLUMNS, *(_row(line) for line in lines)]
+    return "\n".join(aligned(rows, left=(3, 8, 9)))
+
+
+def _row(line: VersionLine) -> tuple[str, ...]:
+    names = [*line.aliases, *(["(pinned)"] if line.is_pinned else [])]
+    return (
+        str(line.version), _time(line.saved_s), f"{line.samples:,}".replace(",", " "), line.policy,
+        _number(line.prequential.get("loss")), _number(line.held_out.get("loss")),
+        _number(line.held_out.get("accuracy")), usd(line.cost_usd) if math.isfinite(line.cost_usd) else "-",
+        line.digest, " ".join(names) or "-",
+    )  # fmt: skip
+
+
+def version_text(line: VersionLine) -> str:
+    """One version, with its lineage."""
+    spans = ", ".join(f"{n}: {lo}..{hi}" for n, (lo, hi) in enumerate(line.offsets))
+    marks = [*(f"alias {name}" for name in line.aliases), *(["pinned"] if line.is_pinned else [])]
+    rows = [
+        ("saved", f"{_time(line.saved_s)} UTC by term {line.term}, {byte_size(line.size_bytes)}"),
+        ("marks", ", ".join(marks) or "none"),
+        ("samples", f"{line.samples}, in {clock(line.elapsed_s)} of learning"),
+        ("offsets", f"{spans} (partition: first..behind the last)"),
+        ("policy", line.policy),
+        ("prequential", _numbers(line.prequential)),
+        ("held-out", _numbers(line.held_out)),
+        ("cost", f"{usd(line.cost_usd)} USD" if math.isfinite(line.cost_usd) else "not known"),
+        ("began with", line.init_from or "the task's own weights"),
+        ("recipe", " ".join(f"{key.removeprefix('training.')}={value}" for key, value in line.recipe.items())),
+        ("model", " ".join(f"{key}={value}" for key, value in model_fields(line).items())),
+        ("job", f"fingerprint {line.digest}, grid {line.grid}"),
+        ("code", line.code or "not known"),
+    ]
+    return "\n".join([f"version {line.version}", *(f"  {row}" for row in aligned(rows, left=(0, 1)))])
+
+
+def diff_text(diff: VersionDiff) -> str:
+    """What lies between two versions."""
+    a, b = diff.a, diff.b
+    spans = ", ".join(f"{n}: {lo}..{hi}" for n, (lo, hi) in enumerate(diff.offsets) if lo != hi)
+    rows = [
+        ("samples", f"{a.samples} -> {b.samples} ({b.samples - a.samples:+})"),
+        ("offsets", spans or "the same"),
+        ("prequential", _pair(a.prequential, b.prequential)),
+        ("held-out", _pair(a.held_out, b.held_out)),
+        ("job", diff.changes or "the same"),
+    ]
+    for name, (change, length) in diff.distances.items():
+        share = f", {change / length:.2%} of its length" if length else ""
+        rows.append(("weights", f"{name}: changed by {change:.4g}{share}"))
+    return "\n".join([f"from version {a.version} to {b.version}", *(f"  {row}" for row in aligned(rows, left=(0, 1)))])
+
+
+def _pair(a: Mapping[str, float], b: Mapping[str, float]) -> str:
+    names = [name for name in a if name in b]
+    return ", ".join(f"{name} {_number(a[name])} -> {_number(b[name])}" for name in names) or "not known of both"
+
+
+def _numbers(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in values.items()) or "not known"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _time(unix_s: float) -> str:
+    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S}"

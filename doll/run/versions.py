@@ -1,0 +1,171 @@
+"""The versions that a job keeps, for `doll versions`: read from its checkpoints, its records and its run folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from doll.errors import CheckpointError, ServiceUnavailableError, VersionUnknownError
+from doll.kafka.reader import Tail
+from doll.monitor.state.csv_file import read_rows
+from doll.monitor.state.history import Table
+from doll.monitor.state.progress import ProgressModel
+from doll.monitor.state.version_lines import JobRecords, Row, VersionDiff, VersionLine, changes_between, version_line
+from doll.records.control import ProvisionDecision
+from doll.run.status import of_this_run, reachable_kafka
+from doll.run.target import Target
+from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.stores import open_store
+from doll.storage.version_marks import VersionMarks, checked_alias, resolve_version
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_WEIGHTS = "weights"
+
+
+def list_versions(target: Target) -> list[VersionLine]:
+    """What is known of each version that is kept, oldest first; of those of which two are kept, of the newer one.
+
+    Raises:
+        CheckpointError: the store cannot be read.
+    """
+    store = open_store(target.config, target.run.path)
+    return _lines(store, job_records(target))
+
+
+def _lines(store: CheckpointStore, records: JobRecords) -> list[VersionLine]:
+    marks = store.read_marks()
+    newest = {item.version: item for item in store.stored()}
+    lines = []
+    for item in sorted(newest.values()):
+        try:
+            lines.append(version_line(item, store.read_head(*item.key), marks, records))
+        except VersionUnknownError:  # deleted meanwhile, as a list of a moment later would not have it
+            continue
+        except CheckpointError as exc:
+            log.warning("version_left_out", version=item.version, error=str(exc))
+    return lines
+
+
+def show_version(target: Target, name: str) -> VersionLine:
+    """What is known of one version.
+
+    Raises:
+        VersionUnknownError: there is none of this name.
+        CheckpointError: it cannot be read.
+    """
+    store = open_store(target.config, target.run.path)
+    return _line(store, resolve_version(store, name), job_records(target))
+
+
+def _line(store: CheckpointStore, version: int, records: JobRecords) -> VersionLine:
+    item = max((item for item in store.stored() if item.version == version), default=None)
+    if item is None:
+        resolve_version(store, str(version))  # which says what there is
+        raise VersionUnknownError(f"{store.location}: version {version} was deleted while it was read")
+    return version_line(item, store.read_head(*item.key), store.read_marks(), records)
+
+
+def diff_versions(target: Target, a: str, b: str) -> VersionDiff:
+    """What lies between two versions.
+
+    Raises:
+        VersionUnknownError: there is none of such a name.
+        CheckpointError: one cannot be read.
+    """
+    store, records = open_store(target.config, target.run.path), job_records(target)
+    versions = [resolve_version(store, name) for name in (a, b)]
+    lines = [_line(store, version, records) for version in versions]
+    weights = [_tensors(store.load_newest(None, version)) for version in versions]
+    return VersionDiff(a=lines[0], b=lines[1], changes=changes_between(*lines), distances=_distances(*weights))
+
+
+def _tensors(checkpoint: Checkpoint | None) -> dict[str, np.ndarray[Any, Any]]:
+    """Of the weights, by name, where the checkpoint names them."""
+    if checkpoint is None:
+        return {}
+    weights = checkpoint.tensors.get(_WEIGHTS, np.zeros(0, np.float32))
+    with contextlib.suppress(ValueError):
+        return checkpoint.layout.tensors(weights)
+    return {_WEIGHTS: weights}
+
+
+def _distances(
+    a: Mapping[str, np.ndarray[Any, Any]], b: Mapping[str, np.ndarray[Any, Any]]
+) -> dict[str, tuple[float, float]]:
+    distances = {}
+    for name, before in a.items():
+        if name in b and b[name].shape == before.shape and before.dtype == np.float32:
+            change = np.subtract(b[name], before, dtype=np.float64)
+            distances[name] = float(np.linalg.norm(change)), float(np.linalg.norm(before.astype(np.float64)))
+    return distances
+
+
+def pin(target: Target, name: str, *, pinned: bool) -> tuple[int, VersionMarks]:
+    """Keep a version, or keep it no longer; returns its number and the marks.
+
+    Raises:
+        VersionUnknownError: there is none of this name.
+        ConfigError: it is to lose a pin, and has none.
+        CheckpointError: the marks cannot be changed.
+    """
+    store = open_store(target.config, target.run.path)
+    version = resolve_version(store, name)
+    return version, store.change_marks(lambda marks: marks.with_pin(version) if pinned else marks.without_pin(version))
+
+
+def set_alias(target: Target, alias: str, name: str | None) -> VersionMarks:
+    """Let `alias` name a version, or none (None); returns the marks.
+
+    Raises:
+        ConfigError: `alias` cannot be one, or is to be deleted and is not there.
+        VersionUnknownError: there is no version of this name.
+        CheckpointError: the marks cannot be changed.
+    """
+    store = open_store(target.config, target.run.path)
+    if name is None:
+        return store.change_marks(lambda marks: marks.without_alias(alias))
+    checked_alias(alias)
+    version = resolve_version(store, name)
+    return store.change_marks(lambda marks: marks.with_alias(alias, version))
+
+
+def job_records(target: Target) -> JobRecords:
+    """What the job's records say of its versions; of a run whose Kafka is gone, what its folder says; else nothing."""
+    if not (target.is_run_folder and target.run.report.exists()):
+        with contextlib.suppress(ServiceUnavailableError):
+            return _from_kafka(target)
+    folder = target.run.path
+    return JobRecords(updates=_rows_of(folder / "updates.csv"), evaluations=_rows_of(folder / "evaluations.csv"))
+
+
+def _from_kafka(target: Target) -> JobRecords:
+    target, services = reachable_kafka(target)
+    config = target.config
+    model = ProgressModel(config, 0.0)
+    spent: list[tuple[float, float]] = []
+    with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
+        for record in of_this_run(target, [entry.record for entry in tail.read_history()]):
+            model.feed(record)
+            if isinstance(record, ProvisionDecision):
+                spent.append((record.time_s, record.spent_usd))
+    history = model.history
+    return JobRecords(
+        updates=_rows(history.updates), evaluations=_rows(history.evaluations), spent_usd=sorted(spent)
+    )  # fmt: skip
+
+
+def _rows(table: Table) -> list[Row]:
+    return [table.row(index) for index in range(len(table))]
+
+
+def _rows_of(path: Path) -> list[Row]:
+    try:
+        return [*read_rows(path)]
+    except FileNotFoundError:
+        return []
