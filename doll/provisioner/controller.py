@@ -454,6 +454,7 @@ class Controller:
             feasible=desired.feasible, results=tuple(results), instances=tuple(turn.instances),
             ready=frozenset(turn.readiness.ready_s), expected_cost_usd=desired.expected_cost_usd,
             expected_finish_s=desired.expected_finish_s, slack_s=desired.slack_s, alpha=desired.state.alpha,
+            cost_sd_usd=desired.cost_sd_usd, finish_sd_s=desired.finish_sd_s,
             finished=phase in ("done", "drain", "budget", "failed") and not left,
         )  # fmt: skip
 

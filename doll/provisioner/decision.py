@@ -64,6 +64,7 @@ class Decision:
         rates_per_s: λ_n as estimated, shape (N,).
         prices: of a worker with all of its machines.
         finished: nothing runs and nothing is left to do.
+        cost_sd_usd, finish_sd_s: standard deviations of `expected_cost_usd` and `expected_finish_s`.
     """
 
     turn: int
@@ -98,6 +99,8 @@ class Decision:
     dry_run: bool
     finished: bool
     machines_per_worker: int = 1
+    cost_sd_usd: float = math.nan
+    finish_sd_s: float = math.nan
 
     @property
     def elapsed_s(self) -> float:
@@ -153,6 +156,8 @@ class Decision:
             "all_on_demand_usd": self.all_on_demand_usd,
             "expected_cost_usd": self.expected_cost_usd,
             "expected_finish_s": self.expected_finish_s,
+            "expected_cost_sd_usd": self.cost_sd_usd,
+            "expected_finish_sd_s": self.finish_sd_s,
             "slack_s": self.slack_s,
             "usd_per_1000_updates": usd_per_1000_updates(self.bill.usd, self.updates_done),
             "usd_per_error_point": self.usd_per_error_point,

@@ -87,6 +87,7 @@ class DesiredState:
 
     Attributes:
         urgent: the deadline is in danger.
+        cost_sd_usd, finish_sd_s: standard deviations of what is expected; NaN where they are not known.
     """
 
     phase: Phase
@@ -99,6 +100,8 @@ class DesiredState:
     slack_s: float
     urgent: bool
     state: PlannerState
+    cost_sd_usd: float = math.nan
+    finish_sd_s: float = math.nan
 
     @classmethod
     def of_no_machines(cls, phase: Phase, why: str, state: PlannerState) -> DesiredState:
@@ -294,6 +297,7 @@ class MarketPlan(KeptState):
         plan = (planner.start if first else planner.plan)(working, settings)
         chosen, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
         expected_usd, finish_s = plan.forecast.expected_cost_usd, plan.forecast.expected_finish_s
+        cost_sd_usd, finish_sd_s = plan.forecast.cost_sd_usd, plan.forecast.finish_sd_s
         if not first:
             held = working.on_spot & ~chosen & (observed.paused()[active] | bool(hold))
             chosen = chosen | held
@@ -304,6 +308,7 @@ class MarketPlan(KeptState):
         if fit is not None:
             forced = fit.on_spot & ~chosen
             chosen, expected_usd, finish_s = fit.on_spot, fit.expected_cost_usd, fit.expected_finish_s
+            cost_sd_usd = finish_sd_s = math.nan
             binding = "budget"
             feasible = feasible and not fit.short and finish_s <= settings.deadline_s
             for slot in np.flatnonzero(forced):
@@ -320,7 +325,7 @@ class MarketPlan(KeptState):
         return DesiredState(
             phase="run", markets=_markets(on_spot, active), reasons=tuple(reasons), binding=binding, feasible=feasible,
             expected_cost_usd=expected_usd, expected_finish_s=finish_s, slack_s=plan.slack_s,
-            urgent=binding in ("guard", "late"), state=state,
+            urgent=binding in ("guard", "late"), state=state, cost_sd_usd=cost_sd_usd, finish_sd_s=finish_sd_s,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -140,6 +140,36 @@ class History:
         self.finished = record
         return False
 
+    @classmethod
+    def of_rows(cls, updates: Iterable[Mapping[str, float]], evaluations: Iterable[Mapping[str, float]]) -> Self:
+        """The history of a run that has ended, from the rows of its tables, which have `void` as a column too."""
+        history = cls()
+        for table, rows in ((history.updates, updates), (history.evaluations, evaluations)):
+            for row in rows:
+                if not row.keys() >= {"time_s", "term", "version"}:
+                    continue  # the last line of a process that was killed
+                void = bool(row.get("void"))
+                table.append({name: value for name, value in row.items() if name != "void"}, void=void)
+                if table is history.updates and not void:
+                    history._counts(row)
+        return history
+
+    def _counts(self, row: Mapping[str, float]) -> None:
+        """A row of `updates` that is not void."""
+        version, samples = int(row["version"]), int(row.get("n_samples", 0))
+        loss, weight = row.get("prequential_loss", math.nan), row.get("weight", samples)
+        metrics = {
+            name.removeprefix("prequential_"): value
+            for name, value in row.items()
+            if name.startswith("prequential_") and name != "prequential_loss"
+        }
+        self.version, self.samples_total = version, int(row.get("samples_total", 0))
+        self.prequential.add(version, samples, loss, metrics, weight)
+        self.loss_trend.add(version, weight, loss)
+        if math.isnan(self.first_time_s):
+            self.first_time_s = row["time_s"]
+        self.last_time_s = row["time_s"]
+
     @property
     def generation(self) -> int:
         """The newest one; records of earlier ones are ignored."""
@@ -205,13 +235,7 @@ class History:
         }
         grown = self.updates.append(row, void=void)
         if not void:
-            self.version = record.version
-            self.samples_total = record.samples_total
-            self.prequential.add(record.version, record.n_samples, record.loss, record.metrics, weight)
-            self.loss_trend.add(record.version, weight, record.loss)
-            if math.isnan(self.first_time_s):
-                self.first_time_s = record.time_s
-            self.last_time_s = record.time_s
+            self._counts(row)
         return grown
 
     @property

@@ -19,6 +19,7 @@ from doll.monitor.state.rates import (
     DROP_S,
     ArrivalRateEstimator,
     WorkerRates,
+    remaining_sd_s,
     stability_margin,
     steady_update_rate,
 )
@@ -49,10 +50,13 @@ class WorkerLine:
     Attributes:
         is_live: None before the first process of this worker has joined.
         state_s: seconds for which it has been live, or gone.
+        since_s: Unix seconds of the beginning of that.
         market: of its machine, as the worker reports it: "spot", "on_demand" or "".
         control: what carries its grants and pushes: "local", "redis", "kafka", or "" while it is not live.
         restarts: processes that have replaced an earlier one of this worker.
-        rate_per_s: samples applied per second, over the last `RATE_WINDOW_S`.
+        rate_per_s, computing, waiting_s: see `doll.monitor.state.rates.WorkerPace`.
+        partitions: that it serves.
+        batch_s: that one of its batches takes, from grant to push.
         machine: its machine in words, "" if none is provisioned.
         usd: cost of its machines.
         slow: how it is slow, in words; "" if it is not.
@@ -63,10 +67,15 @@ class WorkerLine:
     worker: int
     is_live: bool | None = None
     state_s: float = math.nan
+    since_s: float = math.nan
     market: str = ""
     control: str = ""
     restarts: int | None = None
     rate_per_s: float = math.nan
+    computing: float = math.nan
+    waiting_s: float = math.nan
+    partitions: int | None = None
+    batch_s: float = math.nan
     retained_batches: int | None = None
     lag_records: int | None = None
     machine: str = ""
@@ -137,6 +146,7 @@ class JobSnapshot:
     sent: int | None
     send_rate_per_s: float
     eta_s: float
+    eta_sd_s: float
     ps_restarts: int
     events: tuple[tuple[float, str], ...]
     finished: str | None
@@ -173,6 +183,7 @@ class ProgressModel:
         self._waiting: dict[int, str] = {}  # for what a worker waits to decode records
         self._lost: dict[int, list[Span]] = {}
         self.next_offsets: dict[int, int] = {}  # per partition: one above the last offset in an update
+        self.served_by: dict[int, int] = {}  # per partition: the worker whose batch was in an update last
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
         self.all_events: list[tuple[float, str]] = []
 
@@ -201,7 +212,9 @@ class ProgressModel:
         elif isinstance(record, Update):
             for member in record.members:
                 self.next_offsets[member.partition] = member.hi
-                self._worker_rates.add(member.worker, record.time_s, member.n_samples)
+                self.served_by[member.partition] = member.worker
+                computing_s = member.fetch_s + member.compute_s + member.store_s
+                self._worker_rates.add(member.worker, record.time_s, member.n_samples, computing_s, member.wait_s)
                 for lo, hi in member.lost:
                     self.add_lost(member.partition, lo, hi)
         if self.history.restarts > restarts:
@@ -346,16 +359,22 @@ class ProgressModel:
                 lines.append(WorkerLine(slot))
                 continue
             since_s = worker.live_since_s if worker.is_live else self._gone_since_s.get(slot, math.nan)
+            pace = self._worker_rates.pace(slot)
             lines.append(
                 WorkerLine(
                     worker=slot,
                     is_live=worker.is_live,
                     is_spare=worker.is_spare,
                     state_s=max(0.0, now_s - since_s),
+                    since_s=since_s,
                     market=worker.market,
                     control=worker.control if worker.is_live else "",
                     restarts=worker.restarts,
-                    rate_per_s=self._worker_rates.rate_per_s(slot),
+                    rate_per_s=pace.samples_per_s,
+                    computing=pace.computing,
+                    waiting_s=pace.waiting_s,
+                    partitions=worker.partitions,
+                    batch_s=worker.batch_s or math.nan,
                     retained_batches=worker.retained_batches,
                     lag_records=worker.lag_records,
                     slow=self._slow(worker),
@@ -376,7 +395,7 @@ class ProgressModel:
         """The state at monotonic `now_s`."""
         history = self.history
         evaluation = history.evaluations.last()
-        measured = self.rate_measured()
+        measured, left = self.rate_measured(), self.updates_left()
         return JobSnapshot(
             job=self.config.job,
             seconds=now_s - self._started_s,
@@ -396,7 +415,8 @@ class ProgressModel:
             workers=self.worker_lines(),
             sent=_int_or_none(self.metric(names.PRODUCER, names.DELIVERED_TOTAL)),
             send_rate_per_s=_or_nan(self.metric(names.PRODUCER, names.RATE_PER_S)),
-            eta_s=self._eta_s(measured),
+            eta_s=left / measured if measured > 0 else math.nan,
+            eta_sd_s=remaining_sd_s(history.updates.valid("time_s"), left),
             ps_restarts=history.restarts,
             events=tuple(self._events),
             finished=history.finished.reason if history.finished else None,
@@ -420,11 +440,15 @@ class ProgressModel:
         """The samples that the task has left out so far, by reason, by the newest status of the parameter server."""
         return () if self._status is None else self._status.skipped
 
-    def _eta_s(self, rate: float) -> float:
-        target = self.config.stop.updates
-        if target is None or not rate > 0:
-            return math.nan
-        return max(0.0, (target - self.history.learned_updates) / rate)
+    def updates_left(self) -> float:
+        """How many more updates the job makes until it has as many, or as many samples, as its stop rule says; NaN
+        where that asks for neither."""
+        history, stop = self.history, self.config.stop
+        done = history.learned_updates
+        left: list[float] = [] if stop.updates is None else [stop.updates - done]
+        if stop.samples is not None and history.samples_total:
+            left.append((stop.samples - history.samples_total) * done / history.samples_total)
+        return max(0.0, min(left)) if left and history.finished is None else math.nan
 
 
 def _lost(record: Metric) -> Range | None:

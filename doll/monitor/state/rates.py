@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from doll.theory.queueing import Stability, stability
 DROP_FRACTION = 0.1
 DROP_S = 3.0
 RATE_WINDOW_S: Final = 30.0
+_GAPS: Final = 2_000  # between the last updates, from which the rest of a run is foreseen
 
 
 def steady_update_rate(
@@ -46,6 +47,18 @@ def steady_update_rate(
     if len(steady) < 2 or steady[-1] <= steady[0]:
         return math.nan
     return float((len(steady) - 1) / (steady[-1] - steady[0]))
+
+
+def remaining_sd_s(times_s: npt.NDArray[np.float64], updates_left: float) -> float:
+    """The standard deviation of the seconds that so many more updates take; NaN where no rate is known yet.
+
+    The gaps between updates count as independent: n of them differ from n times their mean, and the mean of the m
+    measured ones is not exact. So the variance is s² (n + n²/m).
+    """
+    gaps = np.diff(times_s[-_GAPS:])
+    if len(gaps) < 2 or not updates_left >= 0:
+        return math.nan
+    return float(np.std(gaps, ddof=1)) * math.sqrt(updates_left + updates_left**2 / len(gaps))
 
 
 def stability_margin(rates_per_s: Sequence[float], batch_size: int, group_size: int, service_s: float) -> Stability:
@@ -94,27 +107,62 @@ class ArrivalRateEstimator:
         return rates
 
 
+class _Batch(NamedTuple):
+    time_s: float  # of its update
+    worker: int
+    samples: int
+    computing_s: float
+    waiting_s: float
+
+
+class WorkerPace(NamedTuple):
+    """What a worker did over the last `RATE_WINDOW_S` of the job's updates; NaN before updates span any time.
+
+    Attributes:
+        samples_per_s: applied.
+        computing: share of the time in which it read weights, computed and stored gradients.
+        waiting_s: mean seconds from a batch's completion to the start of its set; NaN without a batch.
+    """
+
+    samples_per_s: float = math.nan
+    computing: float = math.nan
+    waiting_s: float = math.nan
+
+
 class WorkerRates:
-    """Samples per second that were applied of each worker, over the last `RATE_WINDOW_S` of the job's updates."""
+    """What the batches of each worker took, of those that were applied in the last `RATE_WINDOW_S`."""
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[float, int, int]] = deque()  # time of the update, worker, samples
-        self._samples: dict[int, int] = {}
+        self._batches: deque[_Batch] = deque()
+        self._sums: dict[int, list[float]] = {}  # per worker: batches, samples, computing_s, waiting_s
         self._first_s = math.nan
 
-    def add(self, worker: int, time_s: float, num_samples: int) -> None:
+    def add(self, worker: int, time_s: float, samples: int, computing_s: float = 0.0, waiting_s: float = 0.0) -> None:
         """A batch of `worker` was applied at Unix `time_s`. Times do not decrease."""
         if math.isnan(self._first_s):
             self._first_s = time_s
-        self._entries.append((time_s, worker, num_samples))
-        self._samples[worker] = self._samples.get(worker, 0) + num_samples
-        while self._entries[0][0] <= time_s - RATE_WINDOW_S:
-            _, oldest, count = self._entries.popleft()
-            self._samples[oldest] -= count
+        batch = _Batch(time_s, worker, samples, computing_s, waiting_s)
+        self._count(batch, 1)
+        self._batches.append(batch)
+        while self._batches[0].time_s <= time_s - RATE_WINDOW_S:
+            self._count(self._batches.popleft(), -1)
 
-    def rate_per_s(self, worker: int) -> float:
-        """Samples per second of a worker; NaN before updates span any time."""
-        if not self._entries:
-            return math.nan
-        span_s = min(RATE_WINDOW_S, self._entries[-1][0] - self._first_s)
-        return self._samples.get(worker, 0) / span_s if span_s > 0 else math.nan
+    def _count(self, batch: _Batch, sign: int) -> None:
+        sums = self._sums.setdefault(batch.worker, [0, 0, 0.0, 0.0])
+        sums[0] += sign
+        sums[1] += sign * batch.samples
+        sums[2] += sign * batch.computing_s
+        sums[3] += sign * batch.waiting_s
+
+    def pace(self, worker: int) -> WorkerPace:
+        """Of one worker."""
+        if not self._batches:
+            return WorkerPace()
+        span_s = min(RATE_WINDOW_S, self._batches[-1].time_s - self._first_s)
+        if not span_s > 0:
+            return WorkerPace()
+        batches, samples, computing_s, waiting_s = self._sums.get(worker, (0, 0, 0.0, 0.0))
+        # Sums of what has left the window keep a rounding error: without a batch there is nothing to divide.
+        if not batches:
+            return WorkerPace(0.0, 0.0, math.nan)
+        return WorkerPace(samples / span_s, min(1.0, max(0.0, computing_s / span_s)), max(0.0, waiting_s / batches))

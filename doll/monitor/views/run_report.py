@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import doll
@@ -97,6 +97,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
             "batch_service_s": history.service_s(),
         },
         "workers": config.data.workers,
+        "worker_lines": [asdict(line) for line in model.worker_lines()],
         "batch_size": config.data.batch_size,
         "records_per_batch": config.data.records_per_batch,
         "group_size": config.group_size,

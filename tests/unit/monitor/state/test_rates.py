@@ -3,6 +3,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from doll.monitor.state import rates
 from doll.theory import queueing
@@ -71,16 +72,38 @@ def test_arrival_meter_without_a_look() -> None:
 
 def test_a_workers_rate_counts_its_samples_in_the_last_window() -> None:
     worker_rates = rates.WorkerRates()
-    assert math.isnan(worker_rates.rate_per_s(0))
+    assert math.isnan(worker_rates.pace(0).samples_per_s)
     worker_rates.add(0, 100.0, 8)
-    assert math.isnan(worker_rates.rate_per_s(0)), "one update spans no time"
+    assert math.isnan(worker_rates.pace(0).samples_per_s), "one update spans no time"
     for second in range(101, 111):
         worker_rates.add(0, float(second), 8)
         worker_rates.add(1, float(second), 4)
-    assert worker_rates.rate_per_s(0) == pytest.approx(88 / 10)
-    assert worker_rates.rate_per_s(1) == pytest.approx(40 / 10)
-    assert worker_rates.rate_per_s(2) == 0.0
+    assert worker_rates.pace(0).samples_per_s == pytest.approx(88 / 10)
+    assert worker_rates.pace(1).samples_per_s == pytest.approx(40 / 10)
+    assert worker_rates.pace(2).samples_per_s == 0.0
     for second in range(111, 200):
         worker_rates.add(1, float(second), 4)
-    assert worker_rates.rate_per_s(0) == 0.0, "its last sample has left the window"
-    assert worker_rates.rate_per_s(1) == pytest.approx(4.0)
+    assert worker_rates.pace(0).samples_per_s == 0.0, "its last sample has left the window"
+    assert worker_rates.pace(1).samples_per_s == pytest.approx(4.0)
+
+
+def test_a_workers_pace_is_the_share_of_time_in_which_it_computes_and_what_its_batches_wait() -> None:
+    worker_rates = rates.WorkerRates()
+    for second in range(100, 111):
+        worker_rates.add(0, float(second), 8, computing_s=0.5, waiting_s=0.2)
+        worker_rates.add(1, float(second), 8, computing_s=2.0, waiting_s=0.4)
+    assert worker_rates.pace(0).computing == pytest.approx(0.55)
+    assert worker_rates.pace(0).waiting_s == pytest.approx(0.2)
+    assert worker_rates.pace(1).computing == 1.0, "a pipeline computes several batches at a time"
+    assert math.isnan(worker_rates.pace(2).waiting_s)
+
+
+def test_the_spread_of_the_time_left_grows_with_it_and_with_the_gaps() -> None:
+    even = np.arange(101, dtype=np.float64)
+    assert rates.remaining_sd_s(even, 50) == 0.0
+    uneven = np.cumsum(np.tile([0.5, 1.5], 50))
+    spread = float(np.std(np.diff(uneven), ddof=1))
+    assert rates.remaining_sd_s(uneven, 50) == pytest.approx(spread * math.sqrt(50 + 50**2 / 99))
+    assert rates.remaining_sd_s(uneven, 0) == 0.0
+    assert math.isnan(rates.remaining_sd_s(uneven, math.nan))
+    assert math.isnan(rates.remaining_sd_s(even[:2], 50))
