@@ -66,15 +66,13 @@ def draw(
         panels.append(staleness_panel(staleness))
     from doll.process.figures import new_figure
 
-    rows = 2
-    columns = math.ceil(len(panels) / rows)
-    figure = new_figure(5.2 * columns, 7.4)
+    figure = new_figure(5.2 * math.ceil(len(panels) / 2), 7.4)
     figure.suptitle(_headline(history, job), fontsize=12)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes, panel in zip(grid.T.flat, panels, strict=False):
-        draw_panel(axes, panel)
-    for axes in grid.T.flat[len(panels) :]:
-        axes.set_axis_off()
+    spec = figure.add_gridspec(2, math.ceil(len(panels) / 2))
+    for at, panel in enumerate(panels):
+        column, row = divmod(at, 2)
+        is_alone = row == 0 and at == len(panels) - 1  # in its column, which it fills
+        draw_panel(figure.add_subplot(spec[:, column] if is_alone else spec[row, column]), panel)
     figure.savefig(path)
 
 
