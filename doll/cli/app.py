@@ -11,6 +11,7 @@ from doll.cli import inspect, roles, runs
 from doll.cli.backtest import backtest
 from doll.cli.calibrate import calibrate
 from doll.cli.compare import compare
+from doll.cli.dashboard import dashboard
 from doll.cli.dead import dead_app
 from doll.cli.doctor import doctor
 from doll.cli.groups import Commands
@@ -74,6 +75,7 @@ app.add_typer(example_app, name="example", rich_help_panel=_START)
 app.add_typer(config_app, name="config", rich_help_panel=_START)
 
 app.command(short_help="Show a job's status.", rich_help_panel=_LOOK)(inspect.status)
+app.command(short_help="Serve the live page of a job, or the page of a run.", rich_help_panel=_LOOK)(dashboard)
 app.command(short_help="Verify that every sample is applied exactly once.", rich_help_panel=_LOOK)(inspect.audit)
 app.command(short_help="Show or create a job's Kafka topics.", rich_help_panel=_LOOK)(inspect.topics)
 app.add_typer(versions_app, name="versions", rich_help_panel=_LOOK)

@@ -84,6 +84,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard outpu
 RunFolderOption = Annotated[
     Path | None, typer.Option("--run-folder", help="Folder for the files of this process [default: runs/<job>].")
 ]
+PageOption = Annotated[
+    bool, typer.Option("--page/--no-page", help="Serve the live page of the job on this machine while it runs.")
+]
 FRESH_HELP: Final = "Begin a new generation on topics that hold an earlier run of this job, from data.start."
 FreshOption = Annotated[bool, typer.Option("--fresh", help=FRESH_HELP)]
 RunsFolderOption = Annotated[

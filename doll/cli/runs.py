@@ -11,6 +11,7 @@ from doll.cli.options import (
     FreshOption,
     JobOptions,
     JsonOption,
+    PageOption,
     RunFolderOption,
     RunOptions,
     RunsFolderOption,
@@ -26,17 +27,19 @@ def up(
     job: JobOptions,
     runs_folder: RunsFolderOption = Path("runs"),
     fresh: FreshOption = False,
+    page: PageOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Run a whole job on this machine: broker, parameter server, workers, evaluator and producer.
 
-    It ends by the job's stop rule or on Ctrl-C. Then it audits the ledger, exports the model and writes report.json.
+    It prints the address of a page that shows the job live. It ends by the job's stop rule or on Ctrl-C. Then it audits
+    the ledger, exports the model and writes report.json.
 
     Example: doll up digits --set stop.updates=100
     """
     from doll.run.local.up import run_up
 
-    _finish(run_up(job.target().config, runs_folder, fresh=fresh), as_json)
+    _finish(run_up(job.target().config, runs_folder, fresh=fresh, page=page), as_json)
 
 
 def drill(
@@ -93,6 +96,7 @@ def drill(
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.", show_default=False)],
     overrides: SetOption = None,
+    page: PageOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Resume a run of doll up from its checkpoints, on the same topics. Its report then covers the whole run.
@@ -104,7 +108,7 @@ def resume(
     """
     from doll.run.local.resume import run_resume
 
-    _finish(run_resume(run, overrides or []), as_json)
+    _finish(run_resume(run, overrides or [], page=page), as_json)
 
 
 def regrid(

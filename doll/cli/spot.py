@@ -26,6 +26,7 @@ def spot(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and predict; start nothing.")] = False,
     runs_folder: options.RunsFolderOption = Path("runs"),
     fresh: options.FreshOption = False,
+    page: options.PageOption = True,
     as_json: options.JsonOption = False,
 ) -> None:
     """Run a whole job on this machine with workers on a spot market, which preempts them with or without a notice.
@@ -56,7 +57,7 @@ def spot(
         emit(as_json, spot_run.to_dict(), spot_run.text())
         raise typer.Exit(0 if problem is None else problem.exit_code)
     report = run_up(
-        config, runs_folder, fresh=fresh,
+        config, runs_folder, fresh=fresh, page=page,
         hook=lambda run, display: SpotWorkerPool(config, spot_run, run, display),
     )  # fmt: skip
     emit(as_json, report, summary(report))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,11 +135,29 @@ def assert_audit_ok(report: dict[str, Any]) -> None:
     assert report["restarts"] == 0
 
 
+def assert_the_page_shows(job: Up) -> None:
+    """The address that it prints answers with the state of the job."""
+    address = re.search(r"page: http://127\.0\.0\.1:(\d+)", job.said)
+    assert address is not None, job.said
+    state: dict[str, Any] = {}
+
+    def learns() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/events", timeout=60) as stream:
+            assert stream.readline() == b"event: state\n"
+            state.update(json.loads(stream.readline().removeprefix(b"data: ")))
+        return len(state["curves"]["samples"]) > 1 and state["questions"]["safety"]["tone"] == "good"
+
+    until(learns, lambda: f"the page of a job that learns, got {state}")
+    assert state["job"]["name"] == "digits"
+    assert state["questions"]["work"]["verdict"] == "4 of 4 workers are live"
+
+
 def test_the_digits_example_shortened(up: Any) -> None:
     """Exit code, report, and no more updates than Eq. (1) of the paper predicts: 4 x 125 / (4 x 32) a second."""
     job = up(str(EXAMPLES / "digits" / "job.yaml"), "--set", "stop={updates: 90}", "--set", "log.format=json")
     job.until_learning()
     processes, ports = job.started(), job.ports()
+    assert_the_page_shows(job)
     report = job.report()
     assert report["exit_code"] == 0
     assert report["error"] is None

@@ -25,8 +25,11 @@ from doll.storage.stores import checkpoint_location, open_store
 _REACHABLE_S = 5.0
 
 
-def run_resume(folder: Path, overrides: list[str]) -> dict[str, Any]:
+def run_resume(folder: Path, overrides: list[str], *, page: bool = False) -> dict[str, Any]:
     """Resume the run in `folder`; returns the report, as `run_up`.
+
+    Args:
+        page: as of `run_up`.
 
     Raises:
         ConfigError: there is no run, it is still running, or what a resume must not change has changed.
@@ -42,14 +45,14 @@ def run_resume(folder: Path, overrides: list[str]) -> dict[str, Any]:
         _check_same_ledger(run, config)
         config = on_same_broker(run, config)
         run.write_job(config)
-        return resume_in(run, config)
+        return resume_in(run, config, page=page)
 
 
-def resume_in(run: RunFolder, config: JobConfig) -> dict[str, Any]:
+def resume_in(run: RunFolder, config: JobConfig, *, page: bool = False) -> dict[str, Any]:
     """Go on in a folder that this process has locked, whose job file and checkpoints fit; returns the report."""
     if run.report.exists():
         run.report.replace(run.path / "report.previous.json")
-    return run_in(run, config)
+    return run_in(run, config, page=page)
 
 
 def _check_same_ledger(run: RunFolder, config: JobConfig) -> None:

@@ -143,6 +143,17 @@ class JobProcess:
 
         return serve_metrics(self.config, self.services)
 
+    def page(self, port: int) -> int:
+        """Serve the page of the job on loopback."""
+        from doll.dashboard.server import serve_page
+        from doll.dashboard.sources import RunningJob
+        from doll.process.http_access import LOOPBACK, listen
+
+        job = RunningJob(self.config, self.run_folder, after_term=self.after_term)
+        with listen(LOOPBACK, port, token="") as listener, job.followed(self.services):
+            serve_page(job, listener)
+        return 0
+
 
 # --- entry points of forked processes
 
@@ -187,6 +198,11 @@ def evaluator_role(job_path: str, kafka: str, redis: str, run_folder: str) -> in
 @_role
 def producer_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
     return JobProcess.forked("producer", job_path, kafka, redis, run_folder).producer()
+
+
+@_role
+def page_role(job_path: str, kafka: str, redis: str, run_folder: str, port: int) -> int:
+    return JobProcess.forked("page", job_path, kafka, redis, run_folder).page(port)
 
 
 @_role

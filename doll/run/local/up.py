@@ -39,6 +39,7 @@ from doll.run.folder import JOB, STACK, RunFolder, create, display_path
 from doll.run.local.context import LocalRun, RunHook, taken_health_ports
 from doll.run.local.finish import finish_run
 from doll.run.local.follower import RunFollower
+from doll.run.local.page import start_page
 from doll.run.local.preflight import check_devices, check_files, check_pipeline, check_task
 from doll.run.local.running import SOURCE_ENDED, Learning, ended_early
 from doll.services import KAFKA_ENV, Services, kafka_address
@@ -58,6 +59,7 @@ def run_up(
     fresh: bool = False,
     folder: RunFolder | None = None,
     display: Display | None = None,
+    page: bool = False,
 ) -> dict[str, Any]:
     """Run the job in a new folder of `runs_folder`.
 
@@ -65,6 +67,7 @@ def run_up(
         fresh: begin a new generation on topics that hold an earlier run.
         folder: that was made for this run already.
         display: shows the progress; default: on standard error.
+        page: serve the live page while it runs.
 
     Returns:
         The content of `report.json`; its `exit_code` is 0 done, 1 failed, 4 audit failed or records lost.
@@ -79,7 +82,7 @@ def run_up(
     config = _resolved(config, folder)
     with folder.locked():
         folder.write_job(config)
-        return run_in(folder, config, hook=hook, fresh=fresh, display=display)
+        return run_in(folder, config, hook=hook, fresh=fresh, display=display, page=page)
 
 
 def run_in(
@@ -89,6 +92,7 @@ def run_in(
     hook: MakeHook | None = None,
     fresh: bool = False,
     display: Display | None = None,
+    page: bool = False,
 ) -> dict[str, Any]:
     """Run the job in a folder that holds its resolved job file, from its checkpoints if it has any; the report."""
     follower: RunFollower | None = None
@@ -101,6 +105,8 @@ def run_in(
                 Tail(config, run.stack.services, (config.topic("updates"), config.topic("metrics"))) as records,
             ):
                 follower = RunFollower(run, records)
+                if page:
+                    start_page(run)
                 outcome = _learn(run, follower)
                 follower.read_to_end()
                 outcome.restarts, outcome.extra = dict(follower.restarts), run.hook.report_fields()

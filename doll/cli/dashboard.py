@@ -1,0 +1,41 @@
+"""`doll dashboard`: the live page of a job, or the page of a run that has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from doll.cli.options import RunFolderOption, RunOptions
+
+
+def dashboard(
+    job: RunOptions,
+    port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="Port of the page; 0: one that is free.")] = 0,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen at; one that other machines reach needs --token-file.")
+    ] = "127.0.0.1",
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", help="File with the secret that readers must know.", show_default=False),
+    ] = None,
+    run_folder: RunFolderOption = None,
+) -> None:
+    """Serve the live page of a job: whether it learns, is on time and on budget, is safe, and who works.
+
+    It only reads: the job's topics while they answer, else the folder of the run. It ends on Ctrl-C. doll up prints the
+    address of a page that it serves itself.
+
+    Example: doll dashboard runs/digits-20260101-120000
+    """
+    from doll.process.http_access import address_of, listen, read_token
+    from doll.run.page import serve_target
+
+    token = "" if token_file is None else read_token(token_file)
+    target = job.target(run_folder)
+    with listen(host, port, token) as listener:
+        note = "" if not token else " (it asks for the token)"
+        serve_target(
+            target, listener, token, lambda text: typer.echo(f"{text}: {address_of(listener)}{note}", err=True)
+        )

@@ -1,0 +1,105 @@
+"""Who may read a page, checked before anything else of a request, and what a browser may do with the answer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, MutableMapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any, Final, NamedTuple
+
+from doll.process.http_access import host_name, is_loopback, is_token
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+LOGIN: Final = "/login"
+COOKIE: Final = "doll_page"
+_OPEN: Final = frozenset({LOGIN, "/page.css"})  # without a token
+# No script, style, picture or connection but from this server; no frame around the page, no form elsewhere.
+_HEADERS: Final = [
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        b"base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"x-accel-buffering", b"no"),  # a proxy in front passes events on as they come
+]
+
+
+class Refusal(NamedTuple):
+    """The answer to a request that is refused."""
+
+    status: int
+    text: str
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+def cookie_of(token: str) -> str:
+    """What a browser keeps in place of a token."""
+    return hashlib.sha256(f"doll page {token}".encode()).hexdigest()
+
+
+class Access:
+    """An ASGI application around another one: only those who may read get to it.
+
+    Args:
+        token: "": names of the loopback interface are answered, without a token.
+    """
+
+    def __init__(self, app: App, token: str = "") -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS]
+                if not any(name == b"cache-control" for name, _ in message["headers"]):
+                    message["headers"].append((b"cache-control", b"no-store"))
+            await send(message)
+
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, send_with_headers)
+            return
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), *refusal.headers]
+        await send_with_headers({"type": "http.response.start", "status": refusal.status, "headers": headers})
+        await send_with_headers({"type": "http.response.body", "body": f"{refusal.text}\n".encode()})
+
+    def _refusal(self, scope: Message) -> Refusal | None:
+        """The answer to a request that is refused; None where it is not."""
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        path, method = scope["path"], scope["method"]
+        if method not in ("GET", "HEAD") and (path, method) != (LOGIN, "POST"):
+            return Refusal(405, "this page only answers: expected GET", ((b"allow", b"GET, HEAD"),))
+        if not self._token:
+            name = host_name(headers.get(b"host", ""))
+            if not is_loopback(name):
+                return Refusal(421, f"expected localhost or 127.0.0.1 as Host, got {name[:100]!r}")
+        elif path not in _OPEN and not self._knows_token(headers):
+            if path == "/":
+                return Refusal(303, "log in", ((b"location", LOGIN.encode()),))
+            return Refusal(
+                401, "expected the token of this page: Authorization: Bearer TOKEN, or log in at /login",
+                ((b"www-authenticate", b"Bearer"),),
+            )  # fmt: skip
+        return None
+
+    def _knows_token(self, headers: dict[bytes, str]) -> bool:
+        scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and is_token(given.strip(), self._token):
+            return True
+        try:
+            cookie = SimpleCookie(headers.get(b"cookie", "")).get(COOKIE)
+        except CookieError:
+            return False
+        return cookie is not None and is_token(cookie.value, cookie_of(self._token))

@@ -1,0 +1,115 @@
+"""The state of a run that has ended, from the files in its folder: its report, tables, dead letters, decisions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from doll.config import JobConfig
+from doll.errors import ConfigError
+from doll.ledger.dead_letters import saved_dead_records
+from doll.monitor.state.csv_file import read_rows
+from doll.monitor.state.decision_log import DecisionLog
+from doll.monitor.state.history import History
+from doll.monitor.state.policy_summary import PolicySummary
+from doll.monitor.state.progress import DeadLetterCounts, JobSnapshot, WorkerLine
+from doll.monitor.state.watched_job import MAX_EVENTS, MAX_LETTERS, Decisions, Event, PageState
+from doll.process.files import read_json
+from doll.records.control import DeadLetter
+from doll.theory.queueing import Stability
+
+
+def ended_run(config: JobConfig, folder: Path) -> PageState:
+    """The state of the run in `folder`; without a report, which a run that was killed has not, what its tables say.
+
+    Raises:
+        ConfigError: a file is not as this release writes it.
+    """
+    path = folder / "report.json"
+    report = read_json(path) if path.exists() else {}
+    try:
+        history = History.of_rows(_rows(folder / "updates.csv"), _rows(folder / "evaluations.csv"))
+        decisions = Decisions()
+        for decision in DecisionLog(folder, config.job).read():
+            decisions.add(decision)
+        return PageState(
+            config=config,
+            snapshot=_snapshot(config, report, history),
+            history=history,
+            decisions=decisions,
+            now_s=history.last_time_s,
+            is_live=False,
+            report=report,
+            letters=_letters(folder / "dead.json"),
+            events=list(_events(report, history))[-MAX_EVENTS:],
+            problem="" if report else "no report: this run was killed, or its Kafka does not answer",
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: expected a report of this release ({type(error).__name__}: {error})") from error
+
+
+def _rows(path: Path) -> list[dict[str, float]]:
+    try:
+        return read_rows(path)
+    except OSError:
+        return []
+
+
+def _letters(path: Path) -> list[DeadLetter]:
+    return [item.letter for item in saved_dead_records(path)[-MAX_LETTERS:]] if path.exists() else []
+
+
+def _events(report: Mapping[str, Any], history: History) -> Iterator[Event]:
+    """Their times in the report count from the start of its session, of which the first update is near."""
+    for event in report.get("events", []):
+        at_s = event["at_s"]
+        yield (math.nan if at_s is None else history.first_time_s + at_s), str(event["text"])
+
+
+def _snapshot(config: JobConfig, report: Mapping[str, Any], history: History) -> JobSnapshot:
+    evaluation = history.evaluations.last() or {}
+    proposition = report.get("proposition_1", {})
+    measures = report.get("measures")
+    names = {field.name for field in fields(WorkerLine)}
+    workers = [
+        WorkerLine(**{name: value for name, value in line.items() if name in names and value is not None})
+        for line in report.get("worker_lines", [])
+    ]
+    return JobSnapshot(
+        job=config.job,
+        seconds=_number(report.get("seconds")),
+        version=history.version,
+        samples=history.samples_total,
+        prequential=history.prequential.windowed(),
+        held_out_version=int(evaluation["version"]) if evaluation else None,
+        held_out_loss=evaluation.get("loss", math.nan),
+        held_out_accuracy=evaluation.get("accuracy", math.nan),
+        rate_measured=_number(report.get("update_rate_measured_per_s")),
+        rate_predicted=_number(report.get("update_rate_predicted_per_s")),
+        rate_stated=bool(report.get("arrival_rates_stated", True)),
+        margin=Stability(_number(proposition.get("margin")), _number(proposition.get("margin_necessary"))),
+        service_s=_number(proposition.get("batch_service_s")),
+        durable_version=None if not report or report["error"] else history.version,
+        waiting_batches=None,
+        workers=tuple(workers or map(WorkerLine, range(config.data.workers))),
+        sent=None,
+        send_rate_per_s=math.nan,
+        eta_s=math.nan,
+        eta_sd_s=math.nan,
+        ps_restarts=report.get("ps_resumes", 0),
+        events=(),
+        finished=report.get("reason", ""),
+        policy=None if measures is None else msgspec.convert(measures, PolicySummary, strict=False),
+        updates=history.learned_updates,
+        dead=DeadLetterCounts(tuple((item["reason"], item["letters"]) for item in report.get("dead_reasons", []))),
+        skipped=tuple((item["reason"], item["samples"]) for item in report.get("skipped", [])),
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,25 @@
+"""What has changed between two JSON values, as a merge patch (RFC 7386). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The patch that turns `before` into `after`: members that differ, and None for those that are gone.
+
+    Lists are replaced whole. `after` contains no None, which a merge patch cannot express.
+
+    >>> merge_patch({"a": 1, "b": {"c": 2, "d": 3}}, {"a": 1, "b": {"c": 4}})
+    {'b': {'d': None, 'c': 4}}
+    """
+    patch: dict[str, Any] = {name: None for name in before if name not in after}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            if inner := merge_patch(old, value):
+                patch[name] = inner
+        elif value != old:
+            patch[name] = value
+    return patch

@@ -1,0 +1,112 @@
+"""Where a page's state comes from: the topics of a job that runs, or the folder of a run that has ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+from doll import telemetry
+from doll.config import JobConfig
+from doll.errors import DollError
+from doll.kafka.reader import Tail
+from doll.monitor.state.decision_log import DecisionLog
+from doll.monitor.state.watched_job import PageState, WatchedJob
+from doll.records.bounded import short
+from doll.services import Services
+
+log = telemetry.get_logger(__name__)
+T = TypeVar("T")
+
+_POLL_S: Final = 0.2
+_ASK_EVERY_S: Final = 5.0  # how often Kafka is asked for the ends of partitions, which shows that it answers
+_AWAY_S: Final = 12.0
+
+
+class JobSource(Protocol):
+    """What a page asks for its state; from several threads."""
+
+    is_live: bool
+
+    def read(self, view: Callable[[PageState], T]) -> T:
+        """What a view makes of the state; nothing changes meanwhile."""
+
+
+class EndedRun:
+    """The state of a run that has ended."""
+
+    is_live = False
+
+    def __init__(self, state: PageState) -> None:
+        self._state = state
+
+    def read(self, view: Callable[[PageState], T]) -> T:
+        return view(self._state)
+
+
+class RunningJob:
+    """The state of a job by its topics, which a thread follows, and by its provisioner's journal where that is here."""
+
+    is_live = True
+
+    def __init__(self, config: JobConfig, folder: Path, *, after_term: int = 0) -> None:
+        self._config = config
+        self._job = WatchedJob(config, time.monotonic(), after_term=after_term)
+        self._decisions = DecisionLog(folder, config.job)
+        self._lock = threading.Lock()
+        self._problem = "reading the history of the job"
+
+    def read(self, view: Callable[[PageState], T]) -> T:
+        with self._lock:
+            return view(self._job.state(time.monotonic(), time.time(), problem=self._problem))
+
+    @contextmanager
+    def followed(self, services: Services) -> Iterator[None]:
+        """Follow the job within the context.
+
+        Raises:
+            ServiceUnavailableError: Kafka does not answer at the start. Later it is waited for.
+        """
+        topics = [self._config.topic(name) for name in ("updates", "metrics", "dead")]
+        stopped = threading.Event()
+        with Tail(self._config, services, topics) as tail:
+            thread = threading.Thread(target=self._follow, args=(tail, stopped), name="follow", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                stopped.set()
+                thread.join()
+
+    def _follow(self, tail: Tail, stopped: threading.Event) -> None:
+        try:
+            self._follow_until(tail, stopped)
+        except DollError as error:
+            log.error("page_stopped", reason=str(error))
+            self._problem = f"the page has stopped following the job: {short(error)}"
+
+    def _follow_until(self, tail: Tail, stopped: threading.Event) -> None:
+        samples, progress = self._config.topic("samples"), self._job.progress
+        ask_at_s = answered_s = time.monotonic()
+        while not stopped.is_set():
+            entries = tail.poll(_POLL_S)
+            now_s = time.monotonic()
+            with self._lock:
+                for entry in entries:
+                    self._job.feed(entry.record)
+                for decision in self._decisions.read():
+                    self._job.decisions.add(decision)
+            if entries:
+                answered_s = now_s
+            if now_s >= ask_at_s and (ends := tail.partition_ends(samples)) is not None:
+                answered_s, ask_at_s = now_s, now_s + _ASK_EVERY_S
+                if not progress.rate_is_stated:
+                    with self._lock:
+                        progress.observe_ends(now_s, ends)
+            if not all(map(tail.has_read_history, tail.ends)):
+                continue
+            away_s = now_s - answered_s
+            self._problem = f"Kafka has not answered for {away_s:.0f} s" if away_s > _AWAY_S else ""

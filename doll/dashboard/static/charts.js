@@ -1,0 +1,102 @@
+// The two curves: error over time, and samples over time. uPlot draws them; lines differ in dashes, not only in colour.
+
+import { clock } from "./dom.js";
+
+const points = (curve) => {
+  const rows = Object.values(curve ?? {}).sort((a, b) => a[0] - b[0]);
+  return [rows.map((row) => row[0]), rows.map((row) => row[1])];
+};
+
+const number = (value) =>
+  Math.abs(value) >= 1e6 ? `${+(value / 1e6).toPrecision(3)} M` : Math.abs(value) >= 1e4 ? `${+(value / 1e3).toPrecision(3)} k` : `${+value.toPrecision(4)}`;
+
+class Chart {
+  constructor(place) {
+    this.place = place;
+    new ResizeObserver(() => this.resize()).observe(place);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw(true));
+  }
+
+  // Lines: {label, curve: [x, y], color (a CSS variable), dash, points}.
+  show(lines, ranges) {
+    this.lines = lines.filter((line) => line.curve[0].length);
+    this.ranges = ranges;
+    this.draw(false);
+  }
+
+  draw(always) {
+    if (!this.lines) return;
+    const shape = this.lines.map((line) => line.label).join();
+    if (always || !this.plot || shape !== this.shape) this.create();
+    else this.plot.setData(this.data());
+    this.shape = shape;
+  }
+
+  data() {
+    return this.lines.length ? uPlot.join(this.lines.map((line) => line.curve)) : [[], []];
+  }
+
+  create() {
+    this.plot?.destroy();
+    const css = getComputedStyle(document.documentElement);
+    const color = (name) => css.getPropertyValue(name).trim();
+    const axis = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
+    const series = this.lines.map((line) => ({
+      label: line.label, stroke: color(line.color), width: 2, dash: line.dash, spanGaps: true, points: { show: !!line.points, size: 4 },
+    }));
+    const options = {
+      width: Math.max(80, this.place.clientWidth), height: this.height(),
+      scales: { x: { time: false, range: (u, min, max) => this.ranges.x(min, max) }, y: { range: (u, min, max) => this.ranges.y(min, max) } },
+      axes: [
+        { ...axis, size: 26, space: 60, values: (u, values) => values.map(clock) },
+        { ...axis, size: 46, values: (u, values) => values.map(number) },
+      ],
+      legend: { live: false }, cursor: { drag: { x: false, y: false } },
+      series: [{}, ...(series.length ? series : [{}])],
+    };
+    this.plot = new uPlot(options, this.data(), this.place);
+  }
+
+  height() {
+    return Math.max(60, this.place.clientHeight - 24); // below it the legend
+  }
+
+  resize() {
+    this.plot?.setSize({ width: Math.max(80, this.place.clientWidth), height: this.height() });
+  }
+}
+
+const wide = (min, max) => (min === max ? [min - 0.5, max + 0.5] : [min, max]);
+
+export class ErrorChart extends Chart {
+  render(curves, measure) {
+    const { prequential, held_out: heldOut } = curves[measure];
+    const [before, held] = [points(prequential), points(heldOut)];
+    const last = Math.max(before[0].at(-1) ?? 0, held[0].at(-1) ?? 0, 1);
+    const target = curves.marks[measure];
+    const lines = [
+      { label: "prequential", curve: before, color: "--blue" },
+      { label: "held out", curve: held, color: "--vermillion", dash: [6, 3], points: held[0].length < 40 },
+    ];
+    if (target !== undefined) lines.push({ label: `target ${target}`, curve: [[0, last], [target, target]], color: "--ink", dash: [2, 3] });
+    this.show(lines, {
+      x: (min, max) => [0, Math.max(max ?? 1, 1)],
+      y: (min, max) => {
+        const [low, high] = wide(min ?? 0, max ?? 1);
+        const rest = 0.05 * (high - low);
+        return [Math.max(low >= 0 ? 0 : -Infinity, low - rest), high + rest];
+      },
+    });
+  }
+}
+
+export class SamplesChart extends Chart {
+  render(curves) {
+    const { deadline_s: deadline, samples: target } = curves.marks;
+    const learned = points(curves.samples);
+    const lines = [{ label: "learned", curve: learned, color: "--blue" }];
+    if (deadline && target) lines.push({ label: "pace needed", curve: [[0, deadline], [0, target]], color: "--vermillion", dash: [6, 3] });
+    else if (target) lines.push({ label: "target", curve: [[0, learned[0].at(-1) ?? 1], [target, target]], color: "--ink", dash: [2, 3] });
+    this.show(lines, { x: (min, max) => [0, Math.max(max ?? 1, 1)], y: (min, max) => [0, 1.05 * Math.max(max ?? 1, 1)] });
+  }
+}

@@ -1,0 +1,86 @@
+"""Whether the updates apply each offset once, as far as they have come: per partition, each batch begins where the one
+before it has ended. Pure.
+
+`doll audit` proves more, from the checkpoint, the dead letters and the log itself, and takes longer the longer a job
+runs. This takes a few operations per batch, so that a page can show it while the job runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from doll.ledger.lineage import Change, Lineage, UpdatesRecord
+from doll.records.control import TermStarted, Update
+
+_MAX_STEPS: Final = 100_000  # updates that can be taken back; a checkpoint comes far more often
+
+
+class Continuity:
+    """Folded from the records of `updates`.
+
+    Attributes:
+        until: per partition, one above the last offset in an update.
+        offsets: that the updates hold.
+        missing, twice: offsets that no update holds, or two.
+        problem: the first of them in words; "" where there is none.
+    """
+
+    def __init__(self) -> None:
+        self._lineage = Lineage()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.until: dict[int, int] = {}
+        self.offsets = self.missing = self.twice = 0
+        self.problem = ""
+        # Of the updates that may be taken back: the version, its offsets, and `until` of its partitions before it.
+        self._steps: deque[tuple[int, int, dict[int, int]]] = deque(maxlen=_MAX_STEPS)
+
+    def feed(self, record: UpdatesRecord) -> None:
+        """Process a record of `updates`."""
+        change = self._lineage.feed(record)
+        if change is Change.FENCED:
+            return
+        if isinstance(record, TermStarted):
+            if change is Change.GENERATION:
+                self._begin()
+            self._take_back(record.resumed_version)
+            if record.resumed_version == 0:
+                self.until = dict(enumerate(record.origins))
+        elif isinstance(record, Update):
+            self._add(record)
+
+    def durable(self, version: int) -> None:
+        """Updates up to `version` are in a checkpoint: they are not taken back."""
+        while self._steps and self._steps[0][0] <= version:
+            self._steps.popleft()
+
+    def _add(self, update: Update) -> None:
+        before: dict[int, int] = {}
+        offsets = 0
+        for member in update.members:
+            # A log whose beginning was deleted begins somewhere.
+            until = self.until.get(member.partition, member.lo)
+            if member.lo != until:
+                self._differs(update.version, member.partition, until, member.lo)
+            before.setdefault(member.partition, until)
+            self.until[member.partition] = member.hi
+            offsets += member.hi - member.lo
+        self.offsets += offsets
+        self._steps.append((update.version, offsets, before))
+
+    def _differs(self, version: int, partition: int, until: int, lo: int) -> None:
+        if lo > until:
+            self.missing += lo - until
+        else:
+            self.twice += until - lo
+        if not self.problem:
+            what = f"{until}-{lo - 1} in no update" if lo > until else f"{lo}-{until - 1} in two updates"
+            self.problem = f"partition {partition}: offsets {what}, by update {version}"
+
+    def _take_back(self, version: int) -> None:
+        while self._steps and self._steps[-1][0] > version:
+            _, offsets, before = self._steps.pop()
+            self.offsets -= offsets
+            self.until |= before

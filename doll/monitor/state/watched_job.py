@@ -1,0 +1,209 @@
+"""What a page shows of a job that runs: the state that the terminal shows, and the newest records behind it. Pure.
+
+It keeps a bounded number of updates, dead letters and decisions, so that it takes no more memory the longer a job runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from doll.config import JobConfig
+from doll.monitor.state.continuity import Continuity
+from doll.monitor.state.heartbeats import RoleHeartbeats
+from doll.monitor.state.history import History
+from doll.monitor.state.progress import JobSnapshot, ProgressModel
+from doll.process.metric_names import PROVISIONER
+from doll.provisioner.planning.planner import slot_ranges
+from doll.records.control import (
+    AnyRecord,
+    DeadLetter,
+    Finished,
+    Metric,
+    ProvisionDecision,
+    ServerStatus,
+    TermStarted,
+    Update,
+)
+
+MAX_UPDATES: Final = 200
+MAX_MEMBERS: Final = 20_000  # batches of these updates: one of a job with 1,000 workers may have as many
+MAX_LETTERS: Final = 200
+MAX_PAYLOAD_BYTES: Final = 1_024  # of a dead letter
+MAX_DECISIONS: Final = 200
+MAX_EVENTS: Final = 500
+
+Event = tuple[float, str]  # Unix seconds, and what happened
+
+
+@dataclass
+class Decisions:
+    """What the provisioner has decided, as its journal has it (`doll.provisioner.decision.Decision.to_dict`).
+
+    Attributes:
+        newest: empty before the first.
+        notable: those that did something, or changed what is wanted or what a person must do.
+    """
+
+    newest: Mapping[str, Any] = field(default_factory=dict)
+    notable: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_DECISIONS))
+
+    def add(self, decision: Mapping[str, Any]) -> None:
+        """The next one. Where a journal and a topic have the same decision, it is one."""
+        if decision.get("turn") == self.newest.get("turn"):
+            self.newest = {**decision, **self.newest}
+            return
+        changes = ("phase", "binding", "markets", "alarms")
+        if decision["actions"] or any(decision.get(key) != self.newest.get(key) for key in changes):
+            self.notable.append(decision)
+        self.newest = decision
+
+    def add_record(self, record: ProvisionDecision, measured: Mapping[str, float]) -> None:
+        """The same from the topic `metrics`.
+
+        Args:
+            measured: the last `Metric` of the provisioner, which has the other numbers.
+        """
+        fields = msgspec.to_builtins(record)
+        slots: dict[str, list[int]] = {}
+        for slot, reason in enumerate(record.reason_of):
+            slots.setdefault(record.reasons[reason], []).append(slot)
+        reasons = {reason: slot_ranges(which) for reason, which in slots.items()}
+        self.add({**measured, **fields, "elapsed_s": record.time_s - record.started_s, "reasons": reasons})
+
+
+@dataclass(frozen=True)
+class PageState:
+    """What a page is made of, of a job that runs or of a run that has ended.
+
+    Attributes:
+        now_s: Unix seconds of the newest record.
+        is_live: records still come.
+        report: `report.json`; empty before the end.
+        continuity: None where only a report is left.
+        silent_s: seconds since the last heartbeat of each role that is silent for longer than allowed.
+        updates, letters, events: the newest ones, oldest first.
+        last_events: of each worker.
+        next_offsets, served_by: as of `ProgressModel`.
+        problem: why the page may not show the newest state; "" where it does.
+    """
+
+    config: JobConfig
+    snapshot: JobSnapshot
+    history: History
+    decisions: Decisions
+    now_s: float
+    is_live: bool
+    report: Mapping[str, Any] = field(default_factory=dict)
+    continuity: Continuity | None = None
+    silent_s: Mapping[str, float] = field(default_factory=dict)
+    updates: Sequence[Update] = ()
+    letters: Sequence[DeadLetter] = ()
+    events: Sequence[Event] = ()
+    last_events: Mapping[int, Event] = field(default_factory=dict)
+    next_offsets: Mapping[int, int] = field(default_factory=dict)
+    served_by: Mapping[int, int] = field(default_factory=dict)
+    problem: str = ""
+
+
+class WatchedJob:
+    """The state of a job by the records of its topics `updates`, `metrics` and `dead`.
+
+    Args:
+        now_s: monotonic seconds, zero point of the times that are shown.
+        after_term: terms up to this one belong to earlier runs on the same topics.
+    """
+
+    def __init__(self, config: JobConfig, now_s: float, *, after_term: int = 0) -> None:
+        self.progress = ProgressModel(config, now_s, after_term=after_term)
+        self.decisions = Decisions()
+        self._after_term = after_term
+        self._heartbeats = RoleHeartbeats()
+        self._measured: Mapping[str, float] = {}  # by the provisioner
+        self._newest_s = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._continuity = Continuity()
+        self._updates: deque[Update] = deque()
+        self._members = 0
+        self._letters: deque[DeadLetter] = deque(maxlen=MAX_LETTERS)
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._workers: dict[int, tuple[bool, int]] = {}  # whether it is live, and its restarts
+        self._last_events: dict[int, Event] = {}  # of each worker
+
+    def feed(self, record: AnyRecord) -> None:
+        """Process a record; other types are ignored."""
+        progress, history = self.progress, self.progress.history
+        generation, num_events = history.generation, len(progress.all_events)
+        progress.feed(record)
+        if history.generation > generation:
+            self._begin()
+        self._heartbeats.feed(record)
+        at_s = getattr(record, "time_s", 0.0)
+        self._newest_s = max(self._newest_s, at_s)
+        self._events.extend((at_s, text) for _, text in progress.all_events[num_events:])
+        match record:
+            case ProvisionDecision():
+                self.decisions.add_record(record, self._measured)
+            case Metric() if record.source == PROVISIONER and record.values:
+                self._measured = record.values
+            case DeadLetter() if record.code != "replayed" and history.is_current(record.term or self._after_term + 1):
+                self._letters.append(msgspec.structs.replace(record, payload=record.payload[:MAX_PAYLOAD_BYTES]))
+            case ServerStatus() if history.is_current(record.term):
+                self._continuity.durable(record.durable_version)
+                self._note_workers(record)
+            case TermStarted() | Update() | Finished() if record.term > self._after_term:
+                self._continuity.feed(record)
+                if isinstance(record, Update) and record.version == history.version:
+                    self._keep(record)
+            case _:
+                pass
+
+    def _keep(self, update: Update) -> None:
+        self._updates.append(update)
+        self._members += len(update.members)
+        while len(self._updates) > MAX_UPDATES or (self._members > MAX_MEMBERS and len(self._updates) > 1):
+            self._members -= len(self._updates.popleft().members)
+
+    def _note_workers(self, status: ServerStatus) -> None:
+        """Events of workers that have come, gone, or been replaced since the last status."""
+        changed: dict[str, list[int]] = {}
+        for worker in status.workers:
+            before, now = self._workers.get(worker.worker), (worker.is_live, worker.restarts)
+            if not worker.session or now == before:
+                continue
+            self._workers[worker.worker] = now
+            replaced = before is not None and worker.restarts > before[1]
+            text = ("replaced by a new process" if replaced else "live") if worker.is_live else "gone"
+            changed.setdefault(text, []).append(worker.worker)
+            self._last_events[worker.worker] = (status.time_s, text)
+        for text, workers in changed.items():
+            subject = f"worker{'s' * (len(workers) > 1)} {slot_ranges(workers)}"
+            self._events.append((status.time_s, f"{subject}: {text}"))
+
+    def state(self, now_s: float, unix_s: float, *, problem: str = "") -> PageState:
+        """At monotonic `now_s` and Unix `unix_s`; what it refers to changes with the next record."""
+        progress, snapshot = self.progress, self.progress.snapshot(now_s)
+        has_ended = snapshot.finished is not None
+        return PageState(
+            config=progress.config,
+            snapshot=snapshot,
+            history=progress.history,
+            decisions=self.decisions,
+            now_s=self._newest_s,
+            is_live=not has_ended,
+            continuity=self._continuity,
+            silent_s={} if has_ended else self._heartbeats.silent(unix_s),
+            updates=self._updates,
+            letters=self._letters,
+            events=self._events,
+            last_events=self._last_events,
+            next_offsets=progress.next_offsets,
+            served_by=progress.served_by,
+            problem=problem,
+        )

@@ -1,0 +1,421 @@
+"""A job as the live page shows it at a glance, as plain values: four questions, the workers, curves, and lists of the
+records behind them. Pure.
+
+The texts and numbers come from the state that the terminal shows, and a browser only draws them. Numbers are rounded to
+what is shown, since the server sends what has changed. What is not known is left out.
+`doll.monitor.views.page_details` has what a click opens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.amounts import duration, duration_range, usd, usd_range
+from doll.ledger.balance import named
+from doll.monitor.state.formats import clock, known, number, of
+from doll.monitor.state.progress import WorkerLine, skipped_text
+from doll.monitor.state.watched_job import PageState
+from doll.monitor.views.plots import moving_mean
+from doll.monitor.views.text import table_lines, verdict
+from doll.process.metric_names import worker_of
+from doll.provisioner.prices.shipped import estimate
+from doll.theory.cost import SECONDS_PER_HOUR
+
+Fact = tuple[str, str]  # what it is, and its value
+
+MAX_POINTS: Final = 240  # of a curve, up to twice as many; more points than pixels only take time
+LISTED: Final = 50  # of each list
+_SLOW_S: Final = 2.0  # a forecast is "late" if it is this many standard deviations before the deadline, or later
+
+
+def page(state: PageState) -> dict[str, Any]:
+    """All that the page shows without a click."""
+    return {
+        "job": _job(state),
+        "questions": {
+            "learning": _learning(state),
+            "progress": _progress(state),
+            "safety": _safety(state),
+            "work": _work(state),
+        },
+        "curves": _curves(state),
+        "workers": {str(line.worker): _worker(line, state) for line in state.snapshot.workers},
+        "lists": {
+            "events": [[_rounded(at_s, 1) or 0, text] for at_s, text in reversed(_newest(state.events))],
+            "updates": {
+                str(item.version): [of(item.n_samples, None), number(item.loss), len(item.members)]
+                for item in _newest(state.updates)
+            },
+            "letters": {f"{item.partition}-{item.offset}": item.reason for item in _newest(state.letters)},
+            "decisions": {
+                str(item["turn"]): [
+                    clock(item.get("elapsed_s", math.nan)), "; ".join(item["actions"]) or item["phase"]
+                ]
+                for item in _newest(state.decisions.notable)
+            },
+            "versions": _versions(state),
+        },
+    }  # fmt: skip
+
+
+def _newest(items: Sequence[Any]) -> list[Any]:
+    """The last ones, the newest last."""
+    return list(items)[-LISTED:]
+
+
+def _job(state: PageState) -> dict[str, Any]:
+    config, snapshot = state.config, state.snapshot
+    data, policy = config.data, config.training.policy.name
+    ended = f"ended: {snapshot.finished}" if snapshot.finished else "not running"
+    return {
+        "name": snapshot.job,
+        "state": "running" if state.is_live else ended,
+        "is_live": state.is_live,
+        "time": clock(_elapsed_s(state)),
+        "now_s": round(state.now_s, 1),
+        "shape": f"{len(snapshot.workers)} workers, b = {data.batch_size}, K = {config.group_size}, policy {policy}",
+        "doing": f"{of(snapshot.updates, config.stop.updates)} updates, {of(snapshot.samples, config.stop.samples)} "
+        "samples",
+    }
+
+
+def _question(tone: str, text: str, facts: Sequence[Fact], **more: Any) -> dict[str, Any]:
+    """Args:
+    tone: "good", "warn", "bad", or "none" where there is nothing to say yet.
+    """
+    return {"tone": tone, "verdict": text, "facts": [list(fact) for fact in facts if fact[1]], **more}
+
+
+# --- is it learning
+
+
+def _learning(state: PageState) -> dict[str, Any]:
+    snapshot, stop, history = state.snapshot, state.config.stop, state.history
+    means, trend = snapshot.prequential, history.loss_trend
+    version = "" if snapshot.held_out_version is None else f" (version {snapshot.held_out_version})"
+    accuracy = means.metrics.get("accuracy", math.nan)
+    facts = [
+        ("prequential loss", number(means.loss) if known(means.loss) else ""),
+        ("held-out loss", f"{number(snapshot.held_out_loss)}{version}" if known(snapshot.held_out_loss) else ""),
+        ("prequential accuracy", number(accuracy) if known(accuracy) else ""),
+        ("held-out accuracy", number(snapshot.held_out_accuracy) if known(snapshot.held_out_accuracy) else ""),
+        ("target", _target(state)),
+        (
+            "best prequential",
+            "" if trend.best_version is None else f"{number(trend.best)} (version {trend.best_version})",
+        ),
+    ]
+    held_out = history.held_out_loss_trend()
+    if not snapshot.version:
+        return _question("none", "waiting for the first update", facts)
+    if trend.worsened or held_out.worsened:
+        return _question("bad", "no: the loss is far above its best", facts)
+    if stop.accuracy is not None and known(snapshot.held_out_accuracy):
+        reached = snapshot.held_out_accuracy >= stop.accuracy
+        text = f"held-out accuracy {number(snapshot.held_out_accuracy)} of {stop.accuracy:g}"
+        return _question("good", f"yes: {text}{', reached' * reached}", facts)
+    if stop.loss is not None and known(snapshot.held_out_loss):
+        reached = snapshot.held_out_loss <= stop.loss
+        text = f"held-out loss {number(snapshot.held_out_loss)} of {stop.loss:g}"
+        return _question("good", f"yes: {text}{', reached' * reached}", facts)
+    if trend.best_version is None:
+        return _question("none", "too few updates to say", facts)
+    falls = trend.last < trend.first
+    text = f"prequential loss {number(trend.last)}, {number(trend.first)} at the start"
+    return _question("good" if falls else "warn", f"{'yes' if falls else 'not yet'}: {text}", facts)
+
+
+def _target(state: PageState) -> str:
+    stop, plan = state.config.stop, state.config.plan
+    if stop.accuracy is not None:
+        return f"accuracy {stop.accuracy:g}"
+    if stop.loss is not None:
+        return f"loss {stop.loss:g}"
+    return "" if plan.target_error is None else f"{plan.measure.replace('_', ' ')} {plan.target_error:g}"
+
+
+# --- is it on time and on budget
+
+
+def _elapsed_s(state: PageState) -> float:
+    """On the job's clock: that of the provisioner, else since the first update."""
+    decided_s = state.decisions.newest.get("elapsed_s", math.nan)
+    end_s = state.now_s if state.is_live else state.history.last_time_s
+    return float(decided_s) if known(decided_s) else end_s - state.history.first_time_s
+
+
+def _progress(state: PageState) -> dict[str, Any]:
+    snapshot, plan = state.snapshot, state.config.plan
+    decision, elapsed_s = state.decisions.newest, _elapsed_s(state)
+    deadline_s = plan.deadline_s or math.nan
+    finish_s = decision.get("expected_finish_s", elapsed_s + snapshot.eta_s)
+    finish_sd_s = decision.get("expected_finish_sd_s", math.nan) if decision else snapshot.eta_sd_s
+    limit_s = deadline_s if known(deadline_s) else state.config.stop.seconds or math.nan
+    bars = [bar for bar in (_work_bar(state), _share_bar("time", elapsed_s, limit_s, clock), _cost_bar(state)) if bar]
+    facts = [
+        ("expected end", _plus_minus(duration_range(finish_s, finish_sd_s)) if known(finish_s) else ""),
+        *_cost_facts(state),
+    ]
+    tone, text = _on_time(state, elapsed_s, deadline_s, finish_s, finish_sd_s)
+    return _question(tone, text, facts, bars=bars)
+
+
+def _on_time(
+    state: PageState, elapsed_s: float, deadline_s: float, finish_s: float, finish_sd_s: float
+) -> tuple[str, str]:
+    decision, snapshot = state.decisions.newest, state.snapshot
+    if state.report.get("error"):
+        return "bad", f"no: {state.report['error']}"
+    if not snapshot.version:
+        return "none", "waiting for the first update" if state.is_live else "there was no update"
+    if not state.is_live:
+        if not known(deadline_s):
+            return "none", f"ended after {clock(elapsed_s)}"
+        met = state.report.get("deadline_met", elapsed_s <= deadline_s)
+        if not met and elapsed_s <= deadline_s:
+            return "warn", f"ended after {clock(elapsed_s)} of {clock(deadline_s)}, before the planned work was done"
+        return "good" if met else "bad", f"{'yes' if met else 'no'}: {clock(elapsed_s)} of {clock(deadline_s)}"
+    if decision.get("phase") in ("failed", "stopped", "budget"):
+        return "bad", f"no: the provisioner has stopped ({decision['phase']})"
+    if alarms := decision.get("alarms"):
+        return "warn", str(alarms[0])
+    if not known(finish_s):
+        return "none", "no number of updates or samples to reach"
+    if not known(deadline_s):
+        return "good", f"about {_plus_minus(duration_range(finish_s - elapsed_s, finish_sd_s))} left"
+    margin_s = 0.0 if not known(finish_sd_s) else _SLOW_S * finish_sd_s
+    if decision.get("feasible") is False or finish_s > deadline_s:
+        return "bad", f"no: expected end {duration(finish_s)} of {duration(deadline_s)}"
+    if finish_s + margin_s > deadline_s and not decision:
+        return "warn", f"barely: expected end {duration(finish_s)} of {duration(deadline_s)}"
+    return "good", f"yes: expected end {duration(finish_s)} of {duration(deadline_s)}"
+
+
+def _plus_minus(text: str) -> str:
+    return text.replace("+-", "±")
+
+
+def _share_bar(label: str, value: float, most: float, text: Any) -> dict[str, Any] | None:
+    if not (known(value) and known(most) and most > 0):
+        return None
+    return {"label": label, "share": round(value / most, 3), "text": f"{text(value)} of {text(most)}"}
+
+
+def _work_bar(state: PageState) -> dict[str, Any] | None:
+    stop, snapshot, decision = state.config.stop, state.snapshot, state.decisions.newest
+    if known(target := decision.get("target_samples", math.nan)):
+        return _share_bar("samples", snapshot.samples, target, lambda value: of(round(value), None))
+    if stop.samples is not None:
+        return _share_bar("samples", snapshot.samples, stop.samples, lambda value: of(value, None))
+    planned = stop.updates or state.config.plan.updates
+    return _share_bar("updates", snapshot.updates, planned or math.nan, lambda value: of(value, None))
+
+
+def _cost_bar(state: PageState) -> dict[str, Any] | None:
+    decision, report = state.decisions.newest, state.report
+    spent, all_on_demand = decision.get("spent_usd", math.nan), decision.get("all_on_demand_usd", math.nan)
+    if "cost_usd" in report and report.get("all_on_demand_usd") is not None:
+        spent, all_on_demand = report["cost_usd"], report["all_on_demand_usd"]
+    bar = _share_bar("cost", spent, all_on_demand, usd)
+    if bar is not None:
+        bar["text"] = f"{usd(spent)} USD, {100 * spent / all_on_demand:.0f} % of {usd(all_on_demand)} all on-demand"
+    return bar
+
+
+def _cost_facts(state: PageState) -> list[Fact]:
+    """What machines cost; where none are provisioned, what they would have cost on EC2."""
+    decision, plan = state.decisions.newest, state.config.plan
+    facts: list[Fact] = []
+    rough = estimate(state.config, max(0.0, _elapsed_s(state))) if known(_elapsed_s(state)) else None
+    if decision:
+        expected, sd = decision.get("expected_cost_usd", math.nan), decision.get("expected_cost_sd_usd", math.nan)
+        spot, on_demand = decision.get("instances_spot", math.nan), decision.get("instances_on_demand", math.nan)
+        facts += [
+            ("expected cost", f"{_plus_minus(usd_range(expected, sd))} USD" if known(expected) else ""),
+            ("budget", f"{usd(plan.budget_usd)} USD" if plan.budget_usd else ""),
+        ]
+        if state.is_live:
+            facts += [
+                ("machines", f"{spot:.0f} spot, {on_demand:.0f} on-demand" if known(spot) and known(on_demand) else ""),
+                ("limit of the plan", f"{decision['binding']}; moves: {decision.get('moves_total', 0):.0f}"),
+            ]
+    elif rough is not None:
+        facts.append(("workers on EC2", f"{usd(rough['spot_usd'])} spot, {usd(rough['on_demand_usd'])} USD on-demand"))
+    if rough is not None:
+        beside = rough["stack_usd_per_h"] * rough["seconds"] / SECONDS_PER_HOUR
+        facts.append(("Kafka, control host", f"{usd(beside)} USD at list prices, with the cache"))
+    return facts
+
+
+# --- is it safe
+
+
+def _safety(state: PageState) -> dict[str, Any]:
+    snapshot, audit = state.snapshot, state.report.get("audit")
+    durable = snapshot.durable_version
+    behind = "" if durable is None else f", updates after it: {snapshot.version - durable}"
+    dead, workers = snapshot.dead, snapshot.workers
+    restarts = sum(line.restarts or 0 for line in workers)
+    by_role = ", ".join(f"{role} {count}" for role, count in state.report.get("restarts_by_role", {}).items())
+    harmful = sum(letter.code == "harmful" for letter in state.letters)
+    facts = [
+        ("audit", _audit_text(state)),
+        ("durable", "" if durable is None else f"version {durable}{behind if state.is_live else ''}"),
+        ("dead letters", dead.text() or "none"),
+        ("guard", f"{harmful} of the last {len(state.letters)} dead letters would harm the model" if harmful else ""),
+        ("skipped", skipped_text(snapshot.skipped)),
+        ("restarts", by_role or f"workers {restarts}, parameter server {snapshot.ps_restarts}"),
+        ("lost", named(snapshot.lost) if snapshot.lost else ""),
+        ("silent", ", ".join(f"{role} for {clock(age_s)}" for role, age_s in state.silent_s.items())),
+    ]
+    if state.problem:
+        return _question("warn", state.problem, facts)
+    if audit and not audit["ok"]:
+        return _question("bad", "no: the audit found offsets that are missing or applied twice", facts)
+    if state.continuity is not None and state.continuity.problem:
+        return _question("bad", f"no: {state.continuity.problem}", facts)
+    if snapshot.lost:
+        return _question("bad", "no: records were deleted before they were learned", facts)
+    # Workers come and go; without one of the others the job does not go on, or nobody sees it.
+    if away := [role for role in state.silent_s if worker_of(role) is None]:
+        return _question("bad", f"no: nothing is heard of {', '.join(away)}", facts)
+    if not snapshot.version:
+        return _question("none", "waiting for the first update", facts)
+    if dead.letters:
+        return _question(
+            "warn", f"yes, but {of(dead.letters, None)} record{'s' * (dead.letters > 1)} could not be learned", facts
+        )
+    return _question("good", "yes: each offset is in one update, none is missing", facts)
+
+
+def _audit_text(state: PageState) -> str:
+    if audit := state.report.get("audit"):
+        counts = {
+            "applied once": audit["applied"], "not yet": audit["pending"], "missing": audit["missing"],
+            "twice": audit["duplicate"],
+        }  # fmt: skip
+        return ", ".join(f"{of(count, None)} {name}" for name, count in counts.items())
+    seen = state.continuity
+    if seen is None:
+        return ""
+    return f"{of(seen.offsets, None)} offsets in updates, {seen.missing} missing, {seen.twice} twice so far"
+
+
+# --- who works
+
+
+def _work(state: PageState) -> dict[str, Any]:
+    snapshot, policy = state.snapshot, state.snapshot.policy
+    live = sum(line.is_live is True and not line.is_spare for line in snapshot.workers)
+    needed = sum(not line.is_spare for line in snapshot.workers)
+    pipeline = state.config.worker.pipeline
+    measured, predicted = number(snapshot.rate_measured), number(snapshot.rate_predicted)
+    facts = [
+        ("updates per second", f"{measured}, by theory {predicted}" if known(snapshot.rate_measured) else ""),
+        ("stability margin", f"{number(snapshot.margin.sufficient)} {verdict(snapshot)}".replace("? ", "?")),
+        ("staleness", "" if policy is None else policy.staleness_text),
+        ("blocked", "" if policy is None else policy.blocked_text + policy.void_text),
+        ("sent", "" if policy is None else f"gradients {policy.bytes_text}, weights {policy.weights_text}"),
+        ("stages", "" if pipeline is None else f"{pipeline.stages} of each worker"),
+        *(("table", line.removeprefix("table ")) for line in table_lines(snapshot)),
+    ]
+    if not state.is_live:
+        return _question("none", f"{needed} workers took part", facts)
+    if snapshot.limit:
+        return _question("warn", snapshot.limit, facts)
+    tone = "good" if live == needed else "warn" if live else "bad"
+    return _question(tone if snapshot.version or live else "none", f"{live} of {needed} workers are live", facts)
+
+
+def _worker(line: WorkerLine, state: PageState) -> dict[str, Any]:
+    """A row of the table: numbers for sorting, and texts."""
+    at_s, event = state.last_events.get(line.worker, (math.nan, ""))
+    values = {
+        "state": "spare" if line.is_spare else _states(state)[line.is_live],
+        "since_s": _rounded(line.since_s, 1),
+        "market": line.market.replace("_", "-"),
+        "partitions": line.partitions,
+        "computing": _rounded(100 * line.computing, 0),
+        "waiting_s": _significant(line.waiting_s),
+        "lag": line.lag_records,
+        "rate": _significant(line.rate_per_s),
+        "restarts": line.restarts,
+        "usd": _significant(line.usd),
+        "event": event,
+        "event_s": _rounded(at_s, 1),
+        "note": line.slow or line.waiting_for or line.machine,
+    }
+    return {name: value for name, value in values.items() if value not in (None, "")}
+
+
+def _states(state: PageState) -> dict[bool | None, str]:
+    return {None: "starting" if state.is_live else "not known", True: "live", False: "gone"}
+
+
+def _rounded(value: float, decimals: int) -> float | None:
+    if not known(value):
+        return None
+    return round(value, decimals) if decimals else round(value)
+
+
+def _significant(value: float) -> float | None:
+    return float(f"{value:.3g}") if known(value) else None
+
+
+# --- curves and versions
+
+
+def _curves(state: PageState) -> dict[str, Any]:
+    """Over seconds since the first update: prequential and held-out error, and samples learned."""
+    history, start_s = state.history, state.history.first_time_s
+    updates, evaluations = history.updates, history.evaluations
+    at_s, held_s = updates.valid("time_s") - start_s, evaluations.valid("time_s") - start_s
+    weight, window = updates.valid("weight"), history.prequential.window
+    curves: dict[str, Any] = {"samples": _points(at_s, updates.valid("samples_total"))}
+    for name in ("loss", "accuracy"):
+        column = f"prequential_{name}"
+        means = moving_mean(updates.valid(column), weight, window) if column in updates.names else np.zeros(0)
+        curves[name] = {
+            "prequential": _points(at_s, means),
+            "held_out": _points(held_s, evaluations.valid(name)),
+        }
+    stop, plan = state.config.stop, state.config.plan
+    marks = {
+        "accuracy": stop.accuracy,
+        "loss": stop.loss,
+        "deadline_s": plan.deadline_s,
+        "samples": stop.samples or state.decisions.newest.get("target_samples"),
+    }
+    return {**curves, "marks": {name: value for name, value in marks.items() if value is not None}}
+
+
+def _points(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> dict[str, list[float]]:
+    """Some of the points by their number, which stay the same while more come, until half of them are left out."""
+    rows = np.flatnonzero(np.isfinite(y))
+    step = 1
+    while len(y) > 2 * MAX_POINTS * step:
+        step *= 2
+    kept = rows[rows % step == 0]
+    if len(rows) and (not len(kept) or kept[-1] != rows[-1]):
+        kept = np.append(kept, rows[-1])
+    return {str(row): [round(float(x[row]), 2), float(f"{y[row]:.5g}")] for row in kept.tolist()}
+
+
+def _versions(state: PageState) -> dict[str, list[str]]:
+    """The last that were evaluated, the newest last: held-out loss and accuracy, and whether it is in a checkpoint."""
+    table, durable = state.history.evaluations, state.snapshot.durable_version
+    rows = map(table.row, range(max(0, len(table) - LISTED), len(table)))
+    return {
+        f"{row['version']:.0f}": [
+            number(row["loss"]),
+            number(row["accuracy"]) if known(row["accuracy"]) else "",
+            "durable" if durable is not None and row["version"] <= durable else "not durable",
+        ]
+        for row in rows
+        if not row["void"]
+    }

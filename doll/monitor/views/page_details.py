@@ -1,0 +1,204 @@
+"""What a click on the live page opens: a worker, an update with its offsets, a dead letter, a decision of the
+provisioner, a version. Pure.
+
+Each is a title, facts, and perhaps a table; None where there is no such thing, or its record is not kept any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from doll.amounts import duration_range, usd, usd_range
+from doll.monitor.state.formats import clock, known, number, of
+from doll.monitor.state.watched_job import PageState
+from doll.monitor.views.text import worker_state
+from doll.records.control import Update
+
+Detail = dict[str, Any]
+
+MAX_ROWS: Final = 2_000  # of a table
+_PAYLOAD_CHARS: Final = 1_024
+
+
+def detail(state: PageState, kind: str, key: Sequence[int]) -> Detail | None:
+    """What a click opens.
+
+    Args:
+        kind: one of `KINDS`.
+        key: numbers that name it; of a dead letter its partition and offset, of the others one number.
+    """
+    arguments, function = KINDS[kind]
+    return function(state, *key) if len(key) == arguments else None
+
+
+def _detail(title: str, facts: Mapping[str, str], **table: Any) -> Detail:
+    return {"title": title, "facts": [[name, text] for name, text in facts.items() if text], **table}
+
+
+def _time(unix_s: float) -> str:
+    return "" if not known(unix_s) or unix_s <= 0 else f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _worker(state: PageState, number_: int) -> Detail | None:
+    line = next((line for line in state.snapshot.workers if line.worker == number_), None)
+    if line is None:
+        return None
+    at_s, event = state.last_events.get(number_, (math.nan, ""))
+    pipeline = state.config.worker.pipeline
+    devices = [] if pipeline is None or not pipeline.devices else pipeline.devices[number_ % len(pipeline.devices)]
+    stages = "" if pipeline is None else f"{pipeline.stages}: {', '.join(item.device for item in devices) or 'cpu'}"
+    facts = {
+        "state": worker_state(line),
+        "last event": f"{event}, {_time(at_s)}" if event else "",
+        "market": line.market.replace("_", "-"),
+        "machine": line.machine,
+        "cost": f"{usd(line.usd)} USD" if known(line.usd) else "",
+        "control link": line.control,
+        "restarts": "" if line.restarts is None else str(line.restarts),
+        "samples per second": number(line.rate_per_s) if known(line.rate_per_s) else "",
+        "computing": f"{100 * line.computing:.0f} % of the time" if known(line.computing) else "",
+        "a batch waits": f"{number(line.waiting_s)} s for its turn" if known(line.waiting_s) else "",
+        "a batch takes": f"{number(line.batch_s)} s from grant to push" if known(line.batch_s) else "",
+        "records not read": "" if line.lag_records is None else of(line.lag_records, None),
+        "batches not durable": "" if line.retained_batches is None else str(line.retained_batches),
+        "slow": line.slow,
+        "waits for": line.waiting_for,
+        "stages": stages,
+    }
+    served = sorted(partition for partition, worker in state.served_by.items() if worker == number_)
+    rows = [[str(partition), of(state.next_offsets.get(partition, 0), None)] for partition in served[:MAX_ROWS]]
+    return _detail(f"Worker {number_}", facts, columns=["partition", "learned below offset"], rows=rows)
+
+
+def _update(state: PageState, version: int) -> Detail | None:
+    row = _row_of(state, version)
+    update = next((item for item in reversed(state.updates) if item.version == version), None)
+    if update is None and row is None:
+        return None
+    if update is None:
+        facts = _row_facts(row or {})
+        return _detail(
+            f"Update {version}", {**facts, "offsets": "in the topic updates; the page keeps the newest only"}
+        )
+    facts = {
+        "samples": of(update.n_samples, None),
+        "prequential loss": number(update.loss),
+        **{f"prequential {name}": number(value) for name, value in update.metrics.items()},
+        "from the first grant": f"{number(update.grant_to_update_s)} s",
+        "at the server": f"{number(1000 * update.apply_s)} ms",
+        "term": str(update.term),
+        "at": _time(update.time_s),
+    }
+    columns = ["partition", "offsets", "samples", "worker", "on version", "computed", "waited", "without"]
+    return _detail(f"Update {version}", facts, columns=columns, rows=_members(update))
+
+
+def _members(update: Update) -> list[list[str]]:
+    rows = []
+    for item in update.members[:MAX_ROWS]:
+        without = {"dead": len(item.dead), "gaps": len(item.gaps), "lost": len(item.lost)}
+        rows.append(
+            [
+                str(item.partition), f"{of(item.lo, None)} to {of(max(item.lo, item.hi - 1), None)}",
+                of(item.n_samples, None), str(item.worker), str(item.base_version),
+                f"{number(1000 * item.compute_s)} ms", f"{number(1000 * item.wait_s)} ms",
+                ", ".join(f"{count} {name}" for name, count in without.items() if count),
+            ]
+        )  # fmt: skip
+    return rows
+
+
+def _row_of(state: PageState, version: int) -> dict[str, float] | None:
+    """The newest row of the table of updates that has this version and counts."""
+    table = state.history.updates
+    for index in range(len(table) - 1, -1, -1):
+        row = table.row(index)
+        if row["version"] == version and not row["void"]:
+            return row
+    return None
+
+
+def _row_facts(row: Mapping[str, float]) -> dict[str, str]:
+    return {
+        "samples": of(int(row["n_samples"]), None) if "n_samples" in row else "",
+        "batches": of(int(row["batches"]), None) if "batches" in row else "",
+        "prequential loss": number(row.get("prequential_loss", math.nan)),
+        "samples so far": of(int(row["samples_total"]), None) if "samples_total" in row else "",
+        "term": str(int(row["term"])) if "term" in row else "",
+        "at": _time(row.get("time_s", math.nan)),
+    }
+
+
+def _letter(state: PageState, partition: int, offset: int) -> Detail | None:
+    found_letters = [item for item in state.letters if (item.partition, item.offset) == (partition, offset)]
+    if not found_letters:
+        return None
+    item = found_letters[-1]
+    shown = item.payload[:_PAYLOAD_CHARS].decode("utf-8", "backslashreplace")
+    facts = {
+        "reason": item.reason,
+        "code": item.code,
+        "refused": "the whole record" if item.whole else f"{item.samples} of its samples",
+        "worker": str(item.worker),
+        "size": f"{of(item.payload_bytes, None)} bytes",
+        "at": _time(item.time_s),
+        "content": "".join(char if char.isprintable() or char == "\n" else "�" for char in shown),
+        "to do": "doll dead show and doll dead replay read it whole, and put it into the stream again",
+    }
+    return _detail(f"Dead letter of partition {partition}, offset {of(offset, None)}", facts)
+
+
+def _decision(state: PageState, turn: int) -> Detail | None:
+    item = next((item for item in reversed(state.decisions.notable) if item["turn"] == turn), None)
+    if item is None:
+        return None
+
+    def of_usd(name: str) -> str:
+        return f"{usd(item[name])} USD" if known(item.get(name, math.nan)) else ""
+
+    finish_s, cost = item.get("expected_finish_s", math.nan), item.get("expected_cost_usd", math.nan)
+    facts = {
+        "phase": item["phase"],
+        "decided by": item["binding"],
+        "at": clock(item.get("elapsed_s", math.nan)) + " on the job's clock",
+        "deadline": "can be met" if item["feasible"] else "cannot be met",
+        "expected end": duration_range(finish_s, item.get("expected_finish_sd_s", math.nan)) if known(finish_s) else "",
+        "expected cost": f"{usd_range(cost, item.get('expected_cost_sd_usd', math.nan))} USD" if known(cost) else "",
+        "spent": of_usd("spent_usd"),
+        "all on-demand until then": of_usd("all_on_demand_usd"),
+        "done": "; ".join(item["actions"]),
+        "alarms": "; ".join(item["alarms"]),
+    }
+    facts = {name: text.replace("+-", "±") for name, text in facts.items()}
+    rows = [[slots, reason] for reason, slots in item["reasons"].items()]
+    return _detail(f"Decision {turn} of the provisioner", facts, columns=["slots", "reason"], rows=rows)
+
+
+def _version(state: PageState, version: int) -> Detail | None:
+    table, row = state.history.evaluations, _row_of(state, version)
+    evaluations = [table.row(index) for index in range(len(table))]
+    evaluation = next((item for item in reversed(evaluations) if item["version"] == version), {})
+    if row is None and not evaluation:
+        return None
+    durable = state.snapshot.durable_version
+    facts = {
+        "held-out loss": number(evaluation["loss"]) if evaluation else "not evaluated",
+        "held-out accuracy": number(evaluation["accuracy"]) if evaluation and known(evaluation["accuracy"]) else "",
+        "durable": "" if durable is None else "in a checkpoint, or a later one" if version <= durable else "not yet",
+        **_row_facts(row or {}),
+        "export": "doll export writes the newest checkpoint",
+    }
+    return _detail(f"Version {version}", facts)
+
+
+KINDS: Final[Mapping[str, tuple[int, Callable[..., Detail | None]]]] = {
+    "worker": (1, _worker),
+    "update": (1, _update),
+    "letter": (2, _letter),
+    "decision": (1, _decision),
+    "version": (1, _version),
+}
+"""What can be opened, and how many numbers name it."""

@@ -1,0 +1,207 @@
+"""The page in a real Chromium: what it shows, to whom, and that it stays small.
+
+`DOLL_PAGE_OUT=FOLDER` keeps pictures of it, and in `figures.txt` how fast it was.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import axe_source, chromium, console_errors, memory, prefer, resize, serious_findings
+from page_feed import MadeUpJob, served
+from waiting import until
+
+pytestmark = pytest.mark.integration
+
+LAPTOP = (1366, 650)  # 768 lines, of which the system and the browser's bars take some
+TEXT = "return document.querySelector(arguments[0])?.textContent ?? ''"
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+@pytest.fixture
+def made_up() -> MadeUpJob:
+    """A job with a provisioner after two minutes, with some trouble behind it."""
+    made_up = MadeUpJob()
+    made_up.run(40)
+    made_up.kill(3)
+    made_up.refuse(130, "no JSON: Expecting value: line 1 column 1 (char 0)", b"\x00<b>not json</b>")
+    made_up.run(60)
+    made_up.decide("slot 3: launch incarnation 2 on_demand (to on-demand: spot is down): i-0003")
+    made_up.run(20)
+    made_up.status(dead_reasons=(("no JSON: Expecting value: line 1 column 1 (char 0)", 1),))
+    return made_up
+
+
+def show(driver: Any, port: int, *, size: tuple[int, int] = LAPTOP, scheme: str = "light") -> None:
+    resize(driver, *size)
+    prefer(driver, scheme)
+    driver.get(f"http://127.0.0.1:{port}/")
+    until(lambda: driver.execute_script("return document.body.dataset.ready"), "the state", 60)
+
+
+def text(driver: Any, selector: str) -> str:
+    return str(driver.execute_script(TEXT, selector))
+
+
+def has_text(driver: Any, selector: str, start: str) -> bool:
+    return text(driver, selector).startswith(start)
+
+
+def keep_picture(driver: Any, name: str) -> None:
+    if folder := os.environ.get("DOLL_PAGE_OUT"):
+        time.sleep(0.3)  # what is drawn next frame
+        driver.save_screenshot(str(Path(folder) / f"{name}.png"))
+
+
+def keep_figure(name: str, *values: float) -> None:
+    if folder := os.environ.get("DOLL_PAGE_OUT"):
+        with (Path(folder) / "figures.txt").open("a") as file:
+            file.write(f"{name}: {', '.join(f'{value:.4g}' for value in values)}\n")
+
+
+def test_four_questions_fit_a_laptop_and_news_come(driver: Any, made_up: MadeUpJob) -> None:
+    with served(made_up, every_s=1.0) as port:
+        show(driver, port)
+        assert text(driver, "#name") == "clicks"
+        assert text(driver, "#state") == "running"
+        assert text(driver, "#learning .verdict").startswith("✔yes: held-out accuracy 0.93")
+        assert text(driver, "#progress .verdict") == "✔yes: expected end 262 s of 300 s"
+        assert text(driver, "#safety .verdict") == "▲yes, but 1 record could not be learned"
+        assert text(driver, "#work .verdict") == "▲7 of 8 workers are live"
+        lowest = driver.execute_script(
+            "const bottom = (item) => item.getBoundingClientRect().bottom;"
+            "return Math.max(...[...document.querySelectorAll('.question')].map(bottom))"
+        )
+        assert lowest <= LAPTOP[1], "without scrolling"
+        keep_picture(driver, "page")
+        made_up.kill(5)
+        made_up.run(1)
+        began_s = time.monotonic()
+        until(lambda: "worker 5: gone" in text(driver, "#events"), "the event", 30)
+        keep_figure("event_shown_after_s", time.monotonic() - began_s)
+        assert text(driver, "#work .verdict") == "▲6 of 8 workers are live"
+        assert console_errors(driver) == []
+
+
+def test_a_click_and_a_key_open_a_record(driver: Any, made_up: MadeUpJob) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    with served(made_up) as port:
+        show(driver, port)
+        for target, title, said in (
+            ("worker/2", "Worker 2", "control link"),
+            ("update/480", "Update 480", "offsets"),
+            ("letter/0-130", "Dead letter of partition 0, offset 130", "<b>not json</b>"),
+            ("decision/1", "Decision 1 of the provisioner", "spot is cheaper"),
+            ("version/480", "Version 480", "held-out loss"),
+        ):
+            button = driver.find_element("css selector", f'button[data-open="{target}"]')
+            driver.execute_script("arguments[0].focus()", button)
+            if target.startswith("worker"):
+                button.send_keys(Keys.ENTER)
+            else:
+                driver.execute_script("arguments[0].click()", button)
+            until(partial(has_text, driver, "#detail-title", title), title, 30)
+            assert said in text(driver, "#detail")
+            if target.startswith("update"):
+                keep_picture(driver, "update")
+            driver.find_element("css selector", "#detail-close").send_keys(Keys.ESCAPE)
+            until(
+                lambda: not driver.execute_script("return document.getElementById('detail').open"), "Esc closes it", 30
+            )
+        worker = driver.find_element("css selector", 'button[data-open="worker/2"]')
+        worker.send_keys(Keys.ARROW_DOWN)
+        assert driver.execute_script("return document.activeElement.dataset.open") == "worker/3"
+        lag = driver.find_element("xpath", "//th/button[text()='lag']")
+        lag.click()
+        shown = [float(row.text or 0) for row in driver.find_elements("css selector", "#workers td.lag")]
+        assert shown == sorted(shown, reverse=True)
+        assert console_errors(driver) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_keeps_people_out(driver: Any, made_up: MadeUpJob, scheme: str, pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.cache is not None
+    axe = axe_source(pytestconfig.cache.mkdir("axe"))
+    with served(made_up) as port:
+        show(driver, port, scheme=scheme)
+        assert serious_findings(driver, axe) == []
+        keep_picture(driver, scheme)
+        driver.execute_script("document.querySelector('button[data-open=\"update/480\"]').click()")
+        until(lambda: text(driver, "#detail-title") == "Update 480", "the dialog", 30)
+        assert serious_findings(driver, axe) == []
+        show(driver, port, size=(400, 800), scheme=scheme)
+        assert serious_findings(driver, axe) == []
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= 400
+        keep_picture(driver, f"narrow-{scheme}")
+
+
+def test_it_is_small(driver: Any, made_up: MadeUpJob) -> None:
+    paints, sizes = [], []
+    with served(made_up) as port:
+        for _ in range(3):  # of a machine that does other things
+            driver.execute_cdp_cmd("Network.clearBrowserCache", {})
+            show(driver, port)
+            paints.append(
+                driver.execute_script(
+                    "return performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? 1e9"
+                )
+            )
+            sizes.append(
+                driver.execute_script(
+                    "const loaded = (kind) => performance.getEntriesByType(kind);"
+                    "return [...loaded('resource'), ...loaded('navigation')]"
+                    ".reduce((sum, item) => sum + item.transferSize, 0)"
+                )
+            )
+    keep_figure("first_paint_ms", *paints)
+    keep_figure("loaded_bytes", *sizes)
+    assert 50_000 < max(sizes) < 300_000
+
+
+def test_after_an_hour_it_is_as_small_as_after_ten_minutes(driver: Any) -> None:
+    made_up = MadeUpJob()
+    made_up.run(600)
+    with served(made_up, every_s=0.05) as port:
+        show(driver, port)
+        used = []
+        for minute in range(10, 61):
+            made_up.run(60)
+            shown = f"{made_up.watched.progress.history.version:,}".replace(",", " ")
+            until(partial(has_text, driver, "#doing", shown), shown, 30)
+            if minute in (10, 60):
+                used.append(memory(driver))
+        first, last = used[0], used[-1]
+        keep_figure("heap_bytes_and_nodes", *first, *last)
+        assert last[0] < first[0] + 1_000_000
+        assert last[1] < first[1] + 500
+        assert console_errors(driver) == []
+
+
+def test_a_thousand_workers_are_no_burden_for_a_browser(driver: Any) -> None:
+    made_up = MadeUpJob(1_000, members=250)
+    made_up.run(5)
+    with served(made_up) as port:
+        show(driver, port)
+        assert text(driver, "#work .verdict") == "✔1000 of 1000 workers are live"
+        assert driver.execute_script("return document.querySelectorAll('#workers tbody tr').length") < 60
+        driver.execute_script("document.getElementById('workers-place').scrollTop = 1e9")
+        until(lambda: driver.find_elements("css selector", 'button[data-open="worker/999"]'), "the last row", 30)
+        began_s = time.monotonic()
+        made_up.kill(999)
+        made_up.run(1)
+        until(lambda: "gone" in text(driver, "#workers tr.gone"), "the change", 30)
+        keep_figure("worker_of_1000_shown_after_s", time.monotonic() - began_s)
+        keep_picture(driver, "thousand")
+        assert console_errors(driver) == []

@@ -1,0 +1,44 @@
+"""The page of a job by its topics on a real broker: what was there, and what comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doll.dashboard.sources import RunningJob
+from doll.monitor.views.page import page
+from doll.records.control import encode
+from record_builders import dead_letter, term_started, update
+from statuses import live_worker, server_status
+from waiting import until
+
+pytestmark = pytest.mark.integration
+
+
+def test_records_of_the_topics_are_shown_as_they_come(make_pipeline: Callable[..., Any], tmp_path: Path) -> None:
+    job = make_pipeline()
+
+    def write(kind: str, record: Any) -> None:
+        job._producer.produce(job.config.topic(kind), encode(record), partition=0)
+        assert job._producer.flush(30) == 0
+
+    now_s = time.time()
+    write("updates", term_started(1))
+    write("updates", update(1, 1, (0, 0), time_s=now_s))
+    source = RunningJob(job.config, tmp_path)
+    assert source.read(page)["questions"]["safety"]["verdict"] == "reading the history of the job"
+    with source.followed(job.services):
+        until(lambda: source.read(page)["lists"]["updates"], "the update that was there")
+        write("updates", update(1, 2, (0, 1), time_s=now_s + 1))
+        write("metrics", server_status([live_worker(0)], version=2, durable_version=1, time_s=now_s + 1))
+        write("dead", dead_letter(0, 3))
+        until(lambda: source.read(page)["lists"]["letters"], "the letter")
+        until(lambda: source.read(lambda state: state.snapshot.durable_version) == 1, "the status")
+        shown = source.read(page)
+    assert list(shown["lists"]["updates"]) == ["1", "2"]
+    assert shown["lists"]["letters"] == {"0-3": "no JSON"}
+    assert dict(shown["questions"]["safety"]["facts"])["audit"].startswith("16 offsets in updates, 0 missing, 0 twice")
+    assert shown["questions"]["safety"]["tone"] == "good"

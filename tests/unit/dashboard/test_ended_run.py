@@ -1,0 +1,116 @@
+"""The page of a run that has ended shows what the page of the running job showed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from doll.dashboard.ended_run import ended_run
+from doll.errors import ConfigError
+from doll.ledger.dead_letters import DeadRecord, save_dead_records
+from doll.monitor.state.csv_file import CsvFile
+from doll.monitor.views.page import page
+from doll.monitor.views.page_details import detail
+from doll.monitor.views.run_report import RunOutcome, build_report
+from doll.process.files import write_json
+from doll.records.control import Finished
+from page_feed import MadeUpJob
+
+
+@pytest.fixture
+def made_up() -> MadeUpJob:
+    """A job that has ended after a minute."""
+    made_up = MadeUpJob()
+    made_up.run(59)
+    made_up.refuse(7, "no JSON")
+    made_up.kill(3)
+    made_up.run(1)
+    made_up.status(dead_reasons=(("no JSON", 1),))
+    made_up.feed(Finished(term=1, version=240, reason="samples: 30720 reached", time_s=made_up.now_s))
+    return made_up
+
+
+@pytest.fixture
+def folder(made_up: MadeUpJob, tmp_path: Path) -> Path:
+    """The folder that `doll up` would leave."""
+    progress = made_up.watched.progress
+    outcome = RunOutcome("samples: 30720 reached", 0, 60.0, restarts={"worker-3": 1}, started_at_s=made_up.now_s)
+    write_json(tmp_path / "report.json", build_report(progress, outcome, None))
+    CsvFile(tmp_path / "updates.csv", progress.history.updates).sync()
+    CsvFile(tmp_path / "evaluations.csv", progress.history.evaluations).sync()
+    save_dead_records(
+        tmp_path / "dead.json", [DeadRecord(letter) for letter in made_up.read(lambda state: [*state.letters])]
+    )
+    return tmp_path
+
+
+def test_the_page_of_a_folder_is_that_of_the_job(made_up: MadeUpJob, folder: Path) -> None:
+    live, past = made_up.read(page), page(ended_run(made_up.config, folder))
+    assert past["job"] == live["job"]
+    for name in ("learning", "work"):
+        assert past["questions"][name]["verdict"] == live["questions"][name]["verdict"]
+    for name in ("target", "held-out accuracy", "prequential loss"):
+        assert dict(past["questions"]["learning"]["facts"])[name] == dict(live["questions"]["learning"]["facts"])[name]
+    for name in ("staleness", "sent", "stability margin"):
+        assert dict(past["questions"]["work"]["facts"])[name] == dict(live["questions"]["work"]["facts"])[name]
+    assert past["curves"]["accuracy"]["held_out"].keys() == live["curves"]["accuracy"]["held_out"].keys()
+    assert past["curves"]["samples"] == live["curves"]["samples"]
+    assert past["lists"]["versions"] == {
+        version: [*row[:2], "durable"] for version, row in live["lists"]["versions"].items()
+    }
+    assert past["workers"]["3"]["state"] == "gone"
+    assert past["workers"]["2"]["market"] == "spot"
+    facts = dict(past["questions"]["safety"]["facts"])
+    assert (facts["restarts"], facts["dead letters"]) == ("worker-3 1", "1 dead letter: no JSON")
+
+
+def test_records_of_a_folder_open(made_up: MadeUpJob, folder: Path) -> None:
+    state = ended_run(made_up.config, folder)
+    letter = detail(state, "letter", [0, 7])
+    assert letter is not None
+    assert dict(letter["facts"])["content"] == '{"x": 1}'
+    update = detail(state, "update", [200])
+    assert update is not None
+    assert dict(update["facts"])["samples"] == "128"
+
+
+def test_a_run_that_was_killed_is_shown_as_far_as_it_came(made_up: MadeUpJob, folder: Path) -> None:
+    (folder / "report.json").unlink()
+    (folder / "dead.json").unlink()
+    shown = page(ended_run(made_up.config, folder))
+    assert shown["job"]["state"] == "not running"
+    assert shown["questions"]["safety"]["verdict"].startswith("no report: this run was killed")
+    assert shown["curves"]["samples"]
+
+
+def test_an_empty_folder_is_shown_as_empty(made_up: MadeUpJob, tmp_path: Path) -> None:
+    assert (
+        page(ended_run(made_up.config, tmp_path))["questions"]["learning"]["verdict"] == "waiting for the first update"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"events": 7}, {"measures": {"staleness": 1}}, {"worker_lines": [{"worker": {}}, 3]}, {"dead_reasons": [1]}],
+)
+def test_a_report_of_another_release_is_refused(made_up: MadeUpJob, folder: Path, change: dict[str, object]) -> None:
+    report = json.loads((folder / "report.json").read_text())
+    write_json(folder / "report.json", {**report, **change})
+    with pytest.raises(ConfigError, match=r"report\.json: expected a report of this release"):
+        ended_run(made_up.config, folder)
+
+
+def test_decisions_come_from_the_journal(made_up: MadeUpJob, folder: Path) -> None:
+    decision = {
+        "kind": "decision", "turn": 4, "time_s": 1.0, "elapsed_s": 30.0, "phase": "run", "binding": "guard",
+        "feasible": True,
+        "markets": ["spot"], "reasons": {"why": "0"}, "actions": ["slot 0: wait: spot is down"], "alarms": [],
+        "spent_usd": 0.5, "all_on_demand_usd": 1.0,
+    }  # fmt: skip
+    lines = ["not json", json.dumps(decision), json.dumps({"kind": "order"}), json.dumps(decision)[:20]]
+    (folder / "provision-clicks.jsonl").write_text("\n".join(lines))
+    state = ended_run(made_up.config, folder)
+    assert page(state)["lists"]["decisions"] == {"4": ["30 s", "slot 0: wait: spot is down"]}
+    bars = {bar["label"]: bar for bar in page(state)["questions"]["progress"]["bars"]}
+    assert bars["cost"]["text"] == "0.50 USD, 50 % of 1.00 all on-demand"
