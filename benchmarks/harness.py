@@ -224,9 +224,11 @@ class Bench:
         self._filled[config.job] = samples
 
     def learn(
-        self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S, observer: Observer | None = None
-    ) -> LearningResult:
-        """Run the job's parameter server and workers until its stop rule; `produce` starts its source too.
+        self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S, observer: Observer | None = None,
+        page_port: int = 0,
+    ) -> LearningResult:  # fmt: skip
+        """Run the job's parameter server and workers until its stop rule; `produce` starts its source too, and
+        `page_port` a page.
 
         Runs of one job name use the same topics, with separate checkpoint folders: each begins at the first sample.
         """
@@ -252,9 +254,11 @@ class Bench:
                 if produce:
                     time.sleep(3.0)  # as `doll up`, which waits for the workers
                     roles.append(self.start("producer", "doll.run.local.roles:producer_role", args))
+                if page_port:
+                    roles.append(self.start("page", "doll.run.local.roles:page_role", [*args, page_port], fresh))
                 updates, usage = self._collect(tail, config, roles, warm_s, observer)
                 for role in roles:
-                    if role.name != "producer":
+                    if role.name not in ("producer", "page"):
                         role.wait(10.0)
             finally:
                 for role in roles:
