@@ -32,13 +32,19 @@ class ForwardPasses:
         self._precision = precision
         self._compiled: Any = torch.compile(module) if compiles else None
 
-    def run(self, forward: Callable[[torch.nn.Module], T]) -> T:
-        """What `forward` returns of the module, which it may call more than once."""
+    def run(self, forward: Callable[[torch.nn.Module], T], undo: Callable[[], None]) -> T:
+        """What `forward` returns of the module, which it may call more than once.
+
+        Args:
+            undo: puts the module back to what it was before a pass. Compiled code that fails may have run in part, and
+                may have changed buffers, such as the statistics of batch norm.
+        """
         if self._compiled is not None:
             try:
                 with self._context():
                     return forward(self._compiled)
             except Exception as exc:  # of the compiler, of its code, or of the user's
+                undo()
                 with self._context():
                     result = forward(self._module)
                 self._compiled = None

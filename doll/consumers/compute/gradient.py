@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -126,7 +127,8 @@ class GradientComputer:
                 model.tables.reset()
             # One sample has no variance, and torch refuses it: a batch with one usable sample would end
             # the worker. Its normalisation uses the statistics so far and does not change them.
-            output, loss, inputs = self._forward(batch, use_running_stats=use_running_stats or batch.num_samples == 1)
+            uses_running_stats = use_running_stats or batch.num_samples == 1
+            output, loss, inputs = self._forward(batch, buffers, use_running_stats=uses_running_stats)
             torch.autograd.backward(loss.total)
             with torch.no_grad():
                 metrics = passes.metric_sums(self._task, trees.mapped(torch.Tensor.detach, output), inputs)
@@ -139,23 +141,25 @@ class GradientComputer:
             vector[model.num_floats :] = flat[model.num_floats :]
             return Gradient(vector, loss.value, metrics, inputs.total_weight, norm, buffer_change, rows)
         finally:
-            model.restore_buffers()
-            flat[model.num_parameters :] = buffers
-            if model.tables is not None:
-                model.tables.reset()  # the rows are not kept until the next batch
+            self._undo_pass(buffers)
 
     def loss(self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None) -> float:
         """Mean loss over the samples, each apart from the others."""
         batch = SampleBatch(x, y, weight, group)
         self._catch_up()
-        flat = self._model.flat.detach()
-        buffers = flat[self._model.num_parameters :].clone()
+        buffers = self._model.flat.detach()[self._model.num_parameters :].clone()
         try:
             with torch.no_grad():
-                return self._forward(batch, use_running_stats=True)[1].value / batch.total_weight
+                return self._forward(batch, buffers, use_running_stats=True)[1].value / batch.total_weight
         finally:
-            self._model.restore_buffers()
-            flat[self._model.num_parameters :] = buffers
+            self._undo_pass(buffers)
+
+    def _undo_pass(self, buffers: torch.Tensor) -> None:
+        """Put the buffers back as they were before a forward pass, and forget the rows that it used."""
+        self._model.restore_buffers()
+        self._model.flat.detach()[self._model.num_parameters :] = buffers
+        if self._model.tables is not None:
+            self._model.tables.reset()
 
     @contextmanager
     def stepped_by(self, gradient: Gradient, rate: float) -> Iterator[None]:
@@ -205,9 +209,9 @@ class GradientComputer:
             self.weights[floats] = before
 
     def _forward(
-        self, batch: SampleBatch, *, use_running_stats: bool
+        self, batch: SampleBatch, buffers: torch.Tensor, *, use_running_stats: bool
     ) -> tuple[Any, passes.Loss, passes.Inputs]:  # fmt: skip
-        """Output, loss, and what the task got."""
+        """Output, loss, and what the task got. `buffers`: a copy of what the module has before."""
         module = self._model.module.train()
         if use_running_stats:
             for part in module.modules():
@@ -221,7 +225,7 @@ class GradientComputer:
             output = passes.forward(self._task, module, inputs)
             return output, passes.loss(self._task, output, inputs)
 
-        return *self._passes.run(run), inputs
+        return *self._passes.run(run, partial(self._undo_pass, buffers)), inputs
 
 
 class GradientSum:

@@ -183,6 +183,46 @@ def test_where_compiled_code_fails_the_worker_goes_on_without_it(monkeypatch: py
     assert calls == [8], "compiled code is not tried again"
 
 
+class Counting(torch.nn.Module):
+    """Its code replaces a buffer instead of changing it."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = normed()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + x.mean()
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_buffers_move_once_where_compiled_code_fails_after_it_has_moved_them(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def compiled(module: torch.nn.Module) -> Any:
+        def fail(x: torch.Tensor) -> torch.Tensor:
+            calls.append(module(x))
+            raise RuntimeError("the second graph does not compile")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    _, plain = on(device, Counting())
+    model, computer = on(device, Counting(), compiles=True)
+    before = computer.weights.copy()
+    x, y = data(8)
+    expected, got = plain.compute(x, y), computer.compute(x, y)
+    assert len(calls) == 1
+    np.testing.assert_array_equal(got.values.view(np.uint32), expected.values.view(np.uint32))
+    assert got.buffer_change == expected.buffer_change > 0
+    np.testing.assert_array_equal(model.flat.detach().cpu().numpy().view(np.uint32), before.view(np.uint32))
+
+
 def test_what_fails_compiled_or_not_is_the_tasks_fault_and_compiled_code_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
