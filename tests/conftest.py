@@ -90,6 +90,24 @@ def _fast_botocore() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of an imitated S3 with an empty bucket `models`."""
+    import boto3
+    from moto import mock_aws
+
+    for name, value in (
+        ("ACCESS_KEY_ID", "AKIDTEST"),
+        ("SECRET_ACCESS_KEY", "hunter2-secret"),
+        ("DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with mock_aws():
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="models")
+        yield client
+
+
 @pytest.fixture(scope="session")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
     """A real Kafka broker on loopback. A test that stops or kills it must start it again."""

@@ -57,7 +57,7 @@ def train(
         policy: a consistency policy, by its name or as in a job file; default `doll`.
         stop: `{"samples": 10000}`, or updates, seconds, loss, accuracy: what comes first. Default: the source's end.
         init_from: the weights to begin with, as `training.init_from` of a job file: the folder of a run
-            (`run.folder`), `RUN@VERSION`, or a file.
+            (`run.folder`), `RUN@VERSION`, `s3://bucket/prefix`, or a file; `{"from": run.folder, "strict": True}`.
         settings: other keys of the job file, as `{"training.optimizer": {"name": "adam", "lr": 0.001}}`
             (docs/configuration.md).
         runs_folder: where the run's folder is made.
@@ -170,9 +170,16 @@ def _settings(
         "data.workers": workers,
         "training.policy": {"name": policy} if isinstance(policy, str) else policy and dict(policy),
         "stop": None if stop is None else dict(stop),
-        "training.init_from": str(init_from.resolve()) if isinstance(init_from, Path) else init_from,
+        "training.init_from": _without_paths(init_from),
     }
     return {**{key: value for key, value in named.items() if value is not None}, **(settings or {})}
+
+
+def _without_paths(init_from: str | Path | Mapping[str, Any] | None) -> Any:
+    """As a job file has it, also where it is read elsewhere."""
+    if isinstance(init_from, Mapping):
+        return {key: _without_paths(value) if isinstance(value, Path) else value for key, value in init_from.items()}
+    return str(init_from.resolve()) if isinstance(init_from, Path) else init_from
 
 
 def _set(content: dict[str, Any], key: str, value: Any) -> None:

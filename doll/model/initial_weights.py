@@ -1,8 +1,8 @@
 """`training.init_from`: the tensors of a file or of another model taken into a model that has not learned yet.
 
 Trainable parameters, buffers and tables are matched by their names and shapes. Of a table with another number of rows
-the rows that both have are taken. Frozen parameters are not: each process makes its own in `build_model`, and all must
-have the same.
+the rows that both have are taken; of a bounded one the ids that have rows, with their counts. Frozen parameters are
+not: each process makes its own in `build_model`, and all must have the same.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from doll.errors import ConfigError
 from doll.model.flat_model import FlatModel
+from doll.tables.bounds import Bounds, FirstRows, part_name
+from doll.tables.rows import TableShape
 
 _NAMED: Final = 6  # tensors that a message names; the report holds them all
 
@@ -31,7 +34,7 @@ class InitReport:
         missing: tensors of the model that the source does not have.
         unknown: tensors of the source that the model does not have.
         other_shape: those of both, with both shapes.
-        rows: of tables with another number of rows: what was taken.
+        rows: of tables with another number of rows, and of bounded ones with room for fewer: what was taken.
         frozen: of the model, in the source with other values.
     """
 
@@ -70,11 +73,13 @@ class InitReport:
 
 @dataclass(frozen=True)
 class Matched:
-    """Tensors of a source that fit a model: parameters and buffers, and rows of tables, by the model's names."""
+    """Tensors of a source that fit a model: parameters and buffers, rows of tables, and rows that bounded tables begin
+    with, by the model's names."""
 
     report: InitReport
     tensors: Mapping[str, torch.Tensor]
     tables: Mapping[str, torch.Tensor]
+    bounded: Mapping[str, FirstRows]
 
     def load_into(self, model: FlatModel) -> None:
         """Take them into the model, before it learns. It has its first rows (`doll.model.flat_model.build`)."""
@@ -85,6 +90,8 @@ class Matched:
         for name, rows in self.tables.items():
             if model.tables is not None:
                 model.tables.initial_rows(name)[: len(rows)] = rows.numpy()
+        if model.tables is not None:
+            model.tables.first_rows = dict(self.bounded)
 
 
 def match(
@@ -103,14 +110,28 @@ def match(
     given = _renamed(given, rename)
     own = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
     frozen = {name for name, parameter in model.module.named_parameters() if not parameter.requires_grad}
-    # Bounded tables begin without rows: which ids have some is another model's.
-    bounded = {} if model.tables is None else model.tables.bounds
-    table_shapes = {} if model.tables is None else model.tables.shapes
-    table_shapes = {name: shape for name, shape in table_shapes.items() if name not in bounded}
+    bounds = {} if model.tables is None else model.tables.bounds
+    all_shapes = {} if model.tables is None else model.tables.shapes
+    table_shapes = {name: shape for name, shape in all_shapes.items() if name not in bounds}
     aliases = _aliases(model)
     tensors: dict[str, torch.Tensor] = {}
     tables: dict[str, torch.Tensor] = {}
+    bounded: dict[str, FirstRows] = {}
     unknown, other_shape, rows, unlike = [], [], [], []
+    for name, limits in bounds.items():
+        ids, values, counts = (given.pop(part_name(name, part), None) for part in ("ids", "rows", "counts"))
+        if ids is None or values is None:
+            continue
+        width = all_shapes[name].width
+        if values.dim() != 2 or values.shape[1] != width:
+            other_shape.append(_shapes(name, values, (ids.numel(), width)))
+            continue
+        try:
+            bounded[name] = _first_rows(all_shapes[name], limits, ids, values, counts)
+        except (ValueError, TypeError) as exc:
+            raise ConfigError(f"training.init_from: {source}: bounded table {name!r}: {exc}") from exc
+        if (num_rows := len(bounded[name].ids)) < ids.numel():
+            rows.append(f"{name}: {num_rows} rows of {ids.numel()}, those of the ids that were named most often")
     for given_name, tensor in given.items():
         name = aliases.get(given_name, given_name)
         if name in table_shapes:
@@ -122,6 +143,8 @@ def match(
             if len(tensor) != num_rows:
                 rest = "the others as the task draws them" if len(tensor) < num_rows else "the file's others left out"
                 rows.append(f"{name}: {len(tables[name])} rows of {len(tensor)}, {num_rows} in the model, {rest}")
+        elif name in bounds:
+            other_shape.append(f"{name}: {tuple(tensor.shape)} in the file, a bounded table in the model")
         elif name not in own:
             unknown.append(given_name)
         elif tensor.shape != own[name].shape:
@@ -131,21 +154,22 @@ def match(
                 unlike.append(name)
         else:
             tensors[name] = tensor.to(own[name].dtype)
-    for name, tensor in [*tensors.items(), *tables.items()]:
+    values_of_bounded = {name: torch.from_numpy(first.values) for name, first in bounded.items()}
+    for name, tensor in [*tensors.items(), *tables.items(), *values_of_bounded.items()]:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ConfigError(f"training.init_from: {source}: expected finite numbers, got others in {name}")
-    seen = {*tensors, *tables, *(item.partition(":")[0] for item in other_shape)}
-    missing = [name for name in [*own, *table_shapes, *bounded] if name not in seen | frozen]
+    seen = {*tensors, *tables, *bounded, *(item.partition(":")[0] for item in other_shape)}
+    missing = [name for name in [*own, *all_shapes] if name not in seen | frozen]
     report = InitReport(
-        source=source, taken=(*tensors, *tables), missing=tuple(missing), unknown=tuple(unknown),
-        num_values=sum(tensor.numel() for tensor in [*tensors.values(), *tables.values()]),
+        source=source, taken=(*tensors, *tables, *bounded), missing=tuple(missing), unknown=tuple(unknown),
+        num_values=sum(tensor.numel() for part in (tensors, tables, values_of_bounded) for tensor in part.values()),
         other_shape=tuple(other_shape), rows=tuple(rows), frozen=tuple(unlike),
     )  # fmt: skip
     trainable = {name for name, parameter in model.module.named_parameters() if parameter.requires_grad}
-    if not tables and not trainable & tensors.keys():
+    if not tables and not bounded and not trainable & tensors.keys():
         raise ConfigError(
             f"training.init_from: {source}: expected tensors with the names and shapes of the model's trainable "
-            f"parameters ({_named(sorted(trainable | table_shapes.keys()))}), got {_named(sorted(given))}: see "
+            f"parameters ({_named(sorted(trainable | all_shapes.keys()))}), got {_named(sorted(given))}: see "
             "init_from.rename; frozen parameters are loaded by build_model()"
         )
     if strict and report.differences:
@@ -153,7 +177,30 @@ def match(
             f"training.init_from: {source}: expected all tensors to match (init_from.strict), but "
             f"{'; '.join(report.differences)}"
         )
-    return Matched(report, tensors, tables)
+    return Matched(report, tensors, tables, bounded)
+
+
+def _first_rows(
+    shape: TableShape, bounds: Bounds, ids: torch.Tensor, values: torch.Tensor, counts: torch.Tensor | None
+) -> FirstRows:
+    """What a bounded table begins with: of more ids than it has room for, those that were named most often.
+
+    Raises:
+        ValueError: they are no ids of the table with a row each.
+    """
+    numbers = ids.reshape(-1).numpy()
+    order = np.argsort(numbers, kind="stable")
+    if problem := shape.problem(numbers[order]):
+        raise ValueError(problem)
+    # A file of `doll export` has no counts: its ids have been admitted, and no more is known of them.
+    named = torch.full_like(ids, bounds.min_count) if counts is None else counts.to(torch.int64)
+    if not len(numbers) == len(values) == named.numel():
+        raise ValueError(f"expected a row and a count for each of {len(numbers)} ids, got {len(values)} rows")
+    often = named.reshape(-1).numpy()
+    if len(order) > bounds.max_rows:
+        most = np.argsort(-often[order], kind="stable")[: bounds.max_rows]
+        order = order[np.sort(most)]
+    return FirstRows(numbers[order], values.to(torch.float32).numpy()[order], often[order])
 
 
 def _renamed(given: Mapping[str, torch.Tensor], rename: Mapping[str, str]) -> dict[str, torch.Tensor]:

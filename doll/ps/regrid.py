@@ -130,8 +130,8 @@ def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Che
     why_new = _why_new(saved, wanted)
     if why_new and model.tables is not None and model.tables.bounds:
         raise ConfigError(
-            f"doll regrid: expected the same optimizer, and the same kind of pushes, for a model with bounded tables "
-            f"({', '.join(model.tables.bounds)}), whose rows are kept with their state; got {why_new}"
+            f"doll regrid: expected the same optimizer, settings of tables and kind of pushes for a model with bounded "
+            f"tables ({', '.join(model.tables.bounds)}), whose rows are kept with their state; got {why_new}"
         )
     tensors = _tensors(config, model, before, keep_state=not why_new)
     checkpoint = Checkpoint(

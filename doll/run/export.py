@@ -53,6 +53,7 @@ def export_model(
     from doll.evaluation.stored_weights import newest_weights
     from doll.model.flat_model import build
     from doll.storage.stores import checkpoint_location
+    from doll.tables.bounds import part_name
     from doll.task.base import load_task
 
     model = build(config, load_task(config), with_rows=False)
@@ -67,8 +68,8 @@ def export_model(
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.module.state_dict().items()}
     if model.tables is not None:
         for table, bounded in stored.bounded.items():
-            name = table.removesuffix("weight")
-            tensors |= {f"{name}ids": torch.from_numpy(bounded.ids), f"{name}rows": torch.from_numpy(bounded.values)}
+            parts = {"ids": bounded.ids, "rows": bounded.values}
+            tensors |= {part_name(table, part): torch.from_numpy(array) for part, array in parts.items()}
         for table, names in model.tables.names.items():
             if table in stored.bounded:
                 continue

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from doll.config.roles import CHECKPOINT_URLS
 from doll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,10 +22,13 @@ def find_source(config: JobConfig, source: str) -> tuple[Path | str, int | None]
     """The file, folder or URL that `training.init_from` names, and the version of a run; None: its newest.
 
     Raises:
-        ConfigError: there is no such file or folder.
+        ConfigError: there is no such file or folder, or a URL is of no checkpoint store.
     """
     for text, version in _readings(source):
         if "://" in text:
+            if not any(form.fullmatch(text) for _, form in CHECKPOINT_URLS.values()):
+                forms = " or ".join(form for form, _ in CHECKPOINT_URLS.values())
+                raise ConfigError(f"{INIT_FROM}: expected {forms} of a URL, got {source}")
             return text.rstrip("/"), version
         for path in (config.path(Path(text)), Path(text)):
             if path.exists():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -24,6 +25,7 @@ from doll.records.bounded import short
 from doll.storage.checkpoints import CheckpointStore, checkpoints_among
 from doll.storage.source_paths import INIT_FROM, SAFETENSORS, TORCH, find_source
 from doll.storage.stores import checkpoint_location, open_place, open_store
+from doll.tables.bounds import part_name
 
 _JOB: Final = "job.yaml"
 _WEIGHTS: Final = "weights"
@@ -79,11 +81,27 @@ def _of_checkpoints(store: CheckpointStore, location: str, version: int | None) 
         )
     try:
         arrays = checkpoint.layout.tensors(checkpoint.tensors[_WEIGHTS])
-    except (KeyError, ValueError) as exc:
-        raise CheckpointError(f"{where}: its weights are not as its layout says: {exc}") from exc
-    arrays |= {match[1]: value for name, value in checkpoint.tensors.items() if (match := _TABLE.fullmatch(name))}
+        arrays |= _rows_of_tables(checkpoint.tensors)
+    except (KeyError, ValueError, IndexError) as exc:
+        raise CheckpointError(f"{where}: its weights or tables are not as it says itself: {exc}") from exc
     tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     return _named(f"version {checkpoint.version} of {checkpoint.job}", tensors)
+
+
+def _rows_of_tables(stored: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """All rows of each table by its name; of a bounded one its ids that have rows, these, and their counts."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for tensor, values in stored.items():
+        if (match := _TABLE.fullmatch(tensor)) is None:
+            continue
+        table = match[1]
+        if (ids := stored.get(f"table.{table}.ids")) is None:
+            arrays[table] = values
+            continue
+        has_row = ids >= 0
+        parts = {"ids": ids, "rows": values, "counts": stored[f"table.{table}.counts"]}
+        arrays |= {part_name(table, part): array[has_row] for part, array in parts.items()}
+    return arrays
 
 
 def _of_safetensors(path: Path) -> dict[str, torch.Tensor]:

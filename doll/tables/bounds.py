@@ -64,3 +64,26 @@ class Bounds(NamedTuple):
     min_count: int
     ttl_updates: int | None
     initial: InitialRows
+
+
+class FirstRows(NamedTuple):
+    """Rows that a bounded table begins with, where a job begins with given weights (`training.init_from`).
+
+    Attributes:
+        ids: int64, shape (n,), strictly increasing.
+        values: float32, shape (n, width).
+        counts: int64, shape (n,): how often each id counts as named.
+    """
+
+    ids: Ids
+    values: Floats
+    counts: npt.NDArray[np.int64]
+
+
+def part_name(table: str, part: str) -> str:
+    """The tensor of a file or a source that holds the ids, the rows or the counts of a bounded table.
+
+    >>> part_name("items.weight", "ids")
+    'items.ids'
+    """
+    return table.removesuffix("weight") + part

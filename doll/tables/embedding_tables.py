@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from doll.errors import ConfigError
 from doll.tables.bounded_embedding import BOUNDED_LAYERS
-from doll.tables.bounds import Bounds
+from doll.tables.bounds import Bounds, FirstRows
 from doll.tables.rows import Floats, Ids, LookUp, Rows, TableShape, add_in_order, add_where_equal
 
 Layer: TypeAlias = torch.nn.Embedding | torch.nn.EmbeddingBag
@@ -62,6 +62,7 @@ class EmbeddingTables:
         names: of each table, all its names in the module's `state_dict()`, by the one in `shapes`.
         scales: of the initial rows of bounded tables.
         bounds: of these tables, once the job has said which (`doll.model.flat_model`).
+        first_rows: of these tables, what those begin with that do not begin without rows; the server takes them.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -84,6 +85,7 @@ class EmbeddingTables:
             if isinstance(layers[0], BOUNDED_LAYERS)
         }
         self.bounds: dict[str, Bounds] = {}
+        self.first_rows: dict[str, FirstRows] = {}
         # One layer may have several paths; each path is a name.
         paths = [(path, id(layer)) for path, layer in module.named_modules(remove_duplicate=False)]
         self.names = {

@@ -103,6 +103,13 @@ def test_a_job_keeps_its_checkpoints_in_s3(
     second_run_on_the_same_topics(tmp_path, run, job_name, env)
     exported = doll("export", run, "--out", tmp_path / "model", "--json")
     assert json.loads(exported.stdout)["version"] == 30
+    warm = ("config", "check", tmp_path / "job.yaml", "--build-model", "--json", "--set")
+    checked = doll(*warm, f"training.init_from={{from: s3://models/{job_name}@30, strict: true}}")
+    assert checked.returncode == 0, checked.stderr
+    assert json.loads(checked.stdout)["init_from"]["source"].startswith(f"version 30 of {job_name} (sha256 ")
+    refused = doll(*warm, "training.init_from=s3://models/nothing")
+    assert refused.returncode == 2
+    assert "no checkpoint in s3://models/nothing" in refused.stderr
 
 
 def second_run_on_the_same_topics(tmp_path: Path, first: Path, job: str, env: dict[str, str]) -> None:

@@ -57,6 +57,18 @@ def test_pairs_of_a_generator_become_an_audited_model(tmp_path: Path) -> None:
     assert (again.samples, again.version) == (run.samples, run.version)
     _check_model(again, held_out)
 
+    # Another run begins with its weights: one more update leaves them as good as they are.
+    warm = doll.train(
+        Blobs, _pairs(2), init_from={"from": run.folder, "strict": True}, stop={"updates": 1}, settings=_SETTINGS,
+        runs_folder=tmp_path / "warm", progress=False,
+    )  # fmt: skip
+    report = json.loads((warm.folder / "init_from.json").read_text())
+    assert (report["taken"], report["source"].partition(" (")[0]) == (
+        ["weight", "bias"], f"version {run.version} of blobs"
+    )  # fmt: skip
+    assert warm.version < 5
+    _check_model(warm, held_out)
+
 
 def _check_model(run: doll.Run, held_out: list[tuple[np.ndarray[Any, Any], int]]) -> None:
     import torch
@@ -118,6 +130,12 @@ def test_what_cannot_begin_is_refused_before_anything_starts(tmp_path: Path) -> 
         doll.train(int, _pairs(), runs_folder=tmp_path)
     with pytest.raises(doll.ConfigError, match="expected an iterable"):
         doll.train(Blobs, 7, runs_folder=tmp_path)
+    for init_from, words in (
+        (tmp_path / "none", "expected a run folder"), ("gs://bucket/x", "expected s3://bucket/prefix of a URL"),
+        ({"from": tmp_path, "strikt": True}, "strikt: unknown key"),
+    ):  # fmt: skip
+        with pytest.raises(doll.ConfigError, match=rf"training\.init_from.*{words}"):
+            doll.train(Blobs, _pairs(), init_from=init_from, runs_folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -245,7 +245,9 @@ def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
     if model.tables is not None:
         optimizers = None if config.policy.sends_steps else row_optimizers(config, model.tables.shapes)
         bounded = {
-            name: BoundedTable(name, model.tables.shapes[name], bounds, optimizers[name])
+            name: BoundedTable(
+                name, model.tables.shapes[name], bounds, optimizers[name], model.tables.first_rows.pop(name, None)
+            )
             for name, bounds in model.tables.bounds.items()
             if optimizers is not None
         }

@@ -76,6 +76,13 @@ class BoundedIds:
         """The version in which the row of each slot was changed last."""
         return self._touched[slots]
 
+    def begin_with(self, ids: Ids, counts: npt.NDArray[np.int64]) -> Slots:
+        """Give rows to these ids, `max_rows` at most and strictly increasing, as if version 0 had named them so often.
+
+        Returns their slots. No id has a row before.
+        """
+        return self._admit(ids, counts, 0)
+
     def expire(self, version: int) -> None:
         """Take the rows of ids that no update has named for more than `ttl_updates` updates."""
         ttl = self._bounds.ttl_updates

@@ -22,7 +22,7 @@ from doll.ps.tables.bounded_ids import BoundedIds, Totals
 from doll.ps.tables.row_array import RowArray
 from doll.ps.tables.table_parts import SUM_FACTOR, Answer, check_finite, stored_tensor, tensor_name
 from doll.storage.sections import RowRequest
-from doll.tables.bounds import Bounds
+from doll.tables.bounds import Bounds, FirstRows
 from doll.tables.rows import Floats, Ids, Rows, TableShape, add_in_order
 
 _FORMAT: Final = 1
@@ -31,8 +31,14 @@ _FORMAT: Final = 1
 class BoundedTable:
     """Of at most `bounds.max_rows` rows. Not thread-safe; the arrays of `tensors` are for any thread."""
 
-    def __init__(self, name: str, shape: TableShape, bounds: Bounds, optimizer: RowOptimizer) -> None:
-        """`shape`: its `num_rows` is the number of ids that there may be."""
+    def __init__(
+        self, name: str, shape: TableShape, bounds: Bounds, optimizer: RowOptimizer, first: FirstRows | None = None
+    ) -> None:
+        """
+        Args:
+            shape: its `num_rows` is the number of ids that there may be.
+            first: what it begins with; None: no id has a row.
+        """
         self.name = name
         self.shape = shape
         self._bounds = bounds
@@ -44,6 +50,10 @@ class BoundedTable:
         self._num_steps = 0
         self._version = 0
         self._pending: list[Rows] = []
+        if first is not None:
+            slots = self._ids.begin_with(first.ids, first.counts)
+            self._begin(slots)
+            self._values.write(slots, first.values)
 
     @property
     def totals(self) -> Totals:

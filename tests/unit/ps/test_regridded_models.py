@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 from doll.config import JobConfig, parse
 from doll.errors import ConfigError, FencedError
-from doll.ps.checkpointing import decode_snapshot
+from doll.model.flat_model import build, fingerprint
+from doll.ps.checkpointing import decode_snapshot, encode_snapshot
+from doll.ps.engine.assignment import first_snapshot
 from doll.ps.event_log import replay
-from doll.ps.model.updater import ModelParts
+from doll.ps.model.updater import ModelParts, make_parts
 from doll.ps.regrid import regrid
+from doll.ps.start import engine_settings
+from doll.ps.tables.bounded_table import BoundedTable
 from doll.storage.checkpoints import Checkpoint
+from doll.tables.rows import Rows
+from doll.task.base import load_task
 from logged_runs import JOB, LoggedRun
 from memory_stores import MemoryCheckpointStore
+from paths import SUPPORT
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -132,3 +139,68 @@ def test_of_a_regrid_and_a_server_that_starts_meanwhile_one_goes_on(tmp_path: Pa
     with pytest.raises(FencedError):
         regrid(parse(JOB, ["data.batch_size=8"]), store)
     assert store.versions() == before
+
+
+BAGS = f"""
+job: bags
+task: {{class: "{SUPPORT / "bag_task.py"}:Bags", args: {{bounded: true, ids: 1000000, width: 3}}}}
+data: {{workers: 2, batch_size: 4}}
+training:
+  policy: {{name: doll, group_size: 1}}
+  optimizer: {{name: adagrad}}
+  tables: {{"0": {{max_rows: 40, min_count: 3, ttl_updates: 20}}}}
+"""
+
+
+def test_a_bounded_table_goes_on_in_the_next_grid_as_if_there_were_none(tmp_path: Path) -> None:
+    """Rows, counts of ids with and without rows, and what expires when."""
+
+    def table_of(config: JobConfig) -> BoundedTable:
+        parts = make_parts(config.training, build(config, load_task(config)))
+        assert parts.tables is not None
+        return parts.tables.bounded["0.weight"]
+
+    def learn(table: BoundedTable, versions: range) -> None:
+        for version in versions:
+            rng = np.random.default_rng(version)
+            ids = np.unique(np.minimum(rng.zipf(1.4, 12), 300) * np.int64(3001))
+            table.add(Rows(ids, rng.normal(size=(len(ids), 3)).astype(np.float32)))
+            table.apply(0.1, version)
+
+    config = parse(BAGS, [])
+    model = build(config, load_task(config))
+    mark, layout = fingerprint(config, model), model.layout
+    parts = make_parts(config.training, model)
+    assert parts.tables is not None
+    table = parts.tables.bounded["0.weight"]
+    learn(table, range(1, 60))
+    store = MemoryCheckpointStore("bags", keep=100)
+    state = first_snapshot(engine_settings(config), (0, 0), policy="doll", generation=0, samples_id="", run_id="")
+    store.save(
+        Checkpoint(
+            job="bags", fingerprint=mark, term=store.claim_term(), version=59, state=encode_snapshot(state),
+            tensors=parts.tensors(), layout=layout,
+        )
+    )  # fmt: skip
+    changes = ["data.batch_size=8", "training.policy={name: bsp}", "training.tables.0.ttl_updates=25"]
+    result = regrid(parse(BAGS, changes), store)
+    assert "so is the state of the optimizer" in result.text()
+    after = newest(store)
+    for name, values in table.tensors().items():
+        np.testing.assert_array_equal(after.tensors[name], values)
+    same, other = table_of(config), table_of(parse(BAGS, changes[:2]))
+    same.load(table.tensors())
+    other.load(after.tensors)
+    for each in (table, same, other):
+        learn(each, range(60, 120))
+    assert table.totals.expired > 0 < table.totals.refused
+    assert table.totals == same.totals == other.totals
+    for name, values in table.tensors().items():
+        np.testing.assert_array_equal(other.tensors()[name], values)
+    for wrong, words in (
+        ("training.optimizer={name: adam}", "settings of tables .*training.optimizer.name: expected adagrad, got adam"),
+        ('training.tables={"0": {max_rows: 50, min_count: 3}}', r"training.tables.0.max_rows: expected 40, got 50"),
+        ("training.policy={name: essp}", "expected workers that send gradients"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            regrid(parse(BAGS, ["data.batch_size=6", wrong]), store)

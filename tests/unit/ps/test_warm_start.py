@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 from pathlib import Path
@@ -17,12 +18,16 @@ from doll.ps.checkpointing import decode_snapshot, encode_snapshot
 from doll.ps.engine.assignment import first_snapshot
 from doll.ps.model.updater import make_parts
 from doll.ps.start import Start, engine_settings
+from doll.ps.tables.bounded_table import BoundedTable, stored_bounded_rows
 from doll.ps.warm_start import begun_with, matched
+from doll.run.export import export_model
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint
 from doll.storage.file_checkpoints import FileCheckpointStore
+from doll.storage.s3_checkpoints import S3CheckpointStore
+from doll.tables.rows import Rows
 from doll.task.base import load_task
 from paths import SUPPORT
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -223,3 +228,167 @@ def test_the_first_version_has_the_weights_and_says_whose_they_are(tmp_path: Pat
     # A job goes on from its own checkpoints, so its file may change.
     assert "init_from" not in mark
     assert fingerprint(parse(JOB), model_of(parse(JOB))) == mark
+
+
+BAGS = f"""
+job: bags
+task: {{class: "{SUPPORT / "bag_task.py"}:Bags", args: {{bounded: true, ids: 1000000, width: 3}}}}
+data: {{workers: 2, batch_size: 2}}
+training:
+  policy: {{name: doll, group_size: 1}}
+  optimizer: {{name: adagrad}}
+  tables: {{"0": {{max_rows: 8, min_count: 2, ttl_updates: 3}}}}
+"""
+IDS = np.array([3, 500, 70_000, 999_999])
+TABLE = "0.weight"
+
+
+def bags(tmp_path: Path, source: object = None, *overrides: str) -> JobConfig:
+    path = tmp_path / "bags.yaml"
+    path.write_text(BAGS)
+    return load(path, ([] if source is None else [f"training.init_from={source}"]) + list(overrides))
+
+
+def named(table: BoundedTable, ids: Any, version: int) -> None:
+    ids = np.sort(np.asarray(ids, np.int64))
+    table.add(Rows(ids, np.ones((len(ids), 3), np.float32)))
+    table.apply(1.0, version)
+
+
+def bounded_of(config: JobConfig, model: FlatModel) -> BoundedTable:
+    parts = make_parts(config.training, model)
+    assert parts.tables is not None
+    return parts.tables.bounded[TABLE]
+
+
+@pytest.fixture
+def bounded(tmp_path: Path) -> Path:
+    """A run in whose bounded table the ids IDS have rows, and were named 9, 3, 4 and 5 times; 77 was named once."""
+    config = bags(tmp_path, None, "job=old", "seed=4", "training.tables.0.ttl_updates=100")
+    model = model_of(config)
+    mark = fingerprint(config, model)
+    parts = make_parts(config.training, model)
+    assert parts.tables is not None
+    table = parts.tables.bounded[TABLE]
+    for version in range(1, 10):
+        named(table, IDS[[True, version <= 3, version <= 4, version <= 5]], version)
+        if version == 2:
+            named(table, [77], version)
+    store = FileCheckpointStore(tmp_path / "old" / "checkpoints", "old")
+    state = first_snapshot(engine_settings(config), (0, 0), policy="doll", generation=0, samples_id="", run_id="")
+    store.save(
+        Checkpoint(
+            job="old", fingerprint=mark, term=store.claim_term(), version=9, state=encode_snapshot(state),
+            tensors=parts.tensors(), layout=model.layout,
+        )
+    )  # fmt: skip
+    (tmp_path / "old" / "job.yaml").write_text(dump(config))
+    return tmp_path / "old"
+
+
+def test_a_bounded_table_begins_with_the_ids_rows_and_counts_of_another(tmp_path: Path, bounded: Path) -> None:
+    config = bags(tmp_path, bounded, "seed=5")
+    model = model_of(config)
+    given = matched(config, model)
+    assert given is not None
+    assert given.report.differences == []
+    assert TABLE in given.report.taken
+    given.load_into(model)
+    table = bounded_of(config, model)
+    stored = FileCheckpointStore(bounded / "checkpoints", "old").load_newest(None)
+    assert stored is not None
+    before, after = (stored_bounded_rows(tensors, TABLE, 3) for tensors in (stored.tensors, table.tensors()))
+    assert after.ids.tolist() == before.ids.tolist()
+    np.testing.assert_array_equal(after.values, before.values)
+    tensors = table.tensors()
+    assert not tensors[f"table.{TABLE}.state.sum"].any(), "the optimizer begins again"
+    at = np.argsort(tensors[f"table.{TABLE}.ids"])
+    assert tensors[f"table.{TABLE}.counts"][at].tolist() == [9, 3, 4, 5]
+    # Whatever reads the first checkpoint goes on with the same table.
+    again = bounded_of(config, model_of(config))
+    again.load(tensors)
+    for version in range(1, 6):
+        for each in (table, again):
+            named(each, [3, 77] if version < 3 else [3], version)
+    assert table.totals == again.totals
+    rows = stored_bounded_rows(table.tensors(), TABLE, 3)
+    assert rows.ids.tolist() == [3, 77], "ids that no update has named for ttl_updates have lost their rows"
+    assert table.totals.expired == 3
+    for name, values in again.tensors().items():
+        np.testing.assert_array_equal(values, table.tensors()[name])
+
+
+def test_of_more_ids_than_there_is_room_for_the_most_frequent_ones_are_taken(tmp_path: Path, bounded: Path) -> None:
+    fewer = ['training.tables={"0": {max_rows: 2}}', "data.batch_size=1"]
+    config = bags(tmp_path, bounded, *fewer)
+    model = model_of(config)
+    given = matched(config, model)
+    assert given is not None
+    assert given.report.rows == (f"{TABLE}: 2 rows of 4, those of the ids that were named most often",)
+    given.load_into(model)
+    assert stored_bounded_rows(bounded_of(config, model).tensors(), TABLE, 3).ids.tolist() == [3, 999_999]
+    with pytest.raises(ConfigError, match=r"tables: 0\.weight: 2 rows of 4"):
+        matched(bags(tmp_path, f"{{from: {bounded}, strict: true}}", *fewer), model_of(config))
+
+
+def test_bounded_tables_take_exported_rows_and_refuse_what_is_none(tmp_path: Path, bounded: Path) -> None:
+    export_model(load(bounded / "job.yaml"), bounded, tmp_path / "out")
+    exported = tmp_path / "out" / "model.safetensors"
+    config = bags(tmp_path, exported)
+    model = model_of(config)
+    given = matched(config, model)
+    assert given is not None
+    assert given.report.differences == []
+    given.load_into(model)
+    tensors = bounded_of(config, model).tensors()
+    assert tensors[f"table.{TABLE}.ids"].tolist() == IDS.tolist()
+    assert tensors[f"table.{TABLE}.counts"].tolist() == [2, 2, 2, 2], "admitted, as min_count says"
+    weights = load_file(exported)
+    for change, words in (
+        ({"0.ids": torch.tensor([1, 2, 2, 4])}, "expected strictly increasing ids of 0 to 999999"),
+        ({"0.ids": torch.tensor([1, 2, 3, 10**6])}, "expected strictly increasing ids of 0 to 999999"),
+        ({"0.ids": torch.tensor([1, 2, 3])}, "a row and a count for each of 3 ids, got 4 rows"),
+        ({"0.ids": torch.ones(4)}, "expected ids as an int64 array"),
+        ({"0.rows": torch.full((4, 3), torch.inf)}, "expected finite numbers, got others in 0.weight"),
+    ):
+        save_file({**weights, **change}, tmp_path / "wrong.safetensors")
+        with pytest.raises(ConfigError, match=words):
+            matched(bags(tmp_path, "wrong.safetensors"), model_of(config))
+    # A row of another table has another meaning: one that is bounded here and not there begins as the task draws it.
+    dense = bags(tmp_path, exported, "task.args.bounded=false", "task.args.ids=10", "training.tables={}")
+    given = matched(dense, model_of(dense))
+    assert given is not None
+    assert (given.report.missing, set(given.report.unknown)) == ((TABLE,), {"0.ids", "0.rows"})
+    save_file({"1.bias": torch.ones(2), "0.weight": torch.ones(10, 3)}, tmp_path / "rows.safetensors")
+    given = matched(bags(tmp_path, "rows.safetensors"), model_of(config))
+    assert given is not None
+    assert given.report.other_shape == ("0.weight: (10, 3) in the file, a bounded table in the model",)
+
+
+def test_a_job_begins_with_checkpoints_in_s3(tmp_path: Path, run: Path, s3: Any) -> None:
+    source = FileCheckpointStore(run / "checkpoints", "old")
+    places = ("s3://models/team/old", "s3://models")
+    for place in places:
+        store = S3CheckpointStore(place, "old")
+        term = store.claim_term()
+        for version in (3, 7):
+            held = source.load_newest(None, version)
+            assert held is not None
+            store.save(dataclasses.replace(held, term=term))
+    for named, version in (*((place, 7) for place in places), (f"{places[0]}/@3", 3), (f"{places[0]}@3", 3)):
+        tensors, report = begun(job(tmp_path, named))
+        assert set(report.taken) == NAMES
+        assert report.source.startswith(f"version {version} of old (sha256 ")
+        assert tensors["body.0.bias"].tolist() == [version + at for at in range(4)]
+    # A run whose checkpoints are there is named by its folder.
+    (run / "job.yaml").write_text(dump(parse(JOB, ["job=old", "seed=9", f"checkpoint.folder={places[0]}"])))
+    assert begun(job(tmp_path, f"{run}@3"))[1].source.startswith("version 3 of old (sha256 ")
+    for wrong, error, words in (
+        (f"{places[0]}@4", CheckpointError, r"expected a version that is kept \(3, 7\), got 4"),
+        ("s3://models/none", ConfigError, "no checkpoint in s3://models/none: expected a run that has learned"),
+        ("s3://nowhere/x", CheckpointError, "s3://nowhere/x: .*NoSuchBucket"),
+        ("s3://Upper/x", ConfigError, r"training.init_from: expected s3://bucket/prefix of a URL, got s3://Upper/x"),
+        ("gs://models/x", ConfigError, r"training.init_from: expected s3://bucket/prefix of a URL, got gs://models/x"),
+    ):
+        with pytest.raises(error, match=words):
+            begun(job(tmp_path, wrong))

@@ -6,7 +6,7 @@ The rest is in tests/contract. Requests go to moto, which answers as S3 does, co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,23 +16,6 @@ from doll.storage.checkpoints import Checkpoint
 from doll.storage.s3_checkpoints import S3CheckpointStore
 
 URL = "s3://models/team/digits"
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    import boto3
-    from moto import mock_aws
-
-    for name, value in (
-        ("ACCESS_KEY_ID", "AKIDTEST"),
-        ("SECRET_ACCESS_KEY", "hunter2-secret"),
-        ("DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(f"AWS_{name}", value)
-    with mock_aws():
-        client = boto3.client("s3")
-        client.create_bucket(Bucket="models")
-        yield client
 
 
 def store() -> S3CheckpointStore:
