@@ -126,7 +126,8 @@ class InitFromConfig(Section):
     strict: bool = False
     """refuse whatever does not match, in place of a report of it"""
     rename: ByPattern[str] = Field(default_factory=dict)
-    """replacements of regular expressions in the source's names, as in {"^backbone\\.": "encoder."}"""
+    """replacements of regular expressions in the source's names, as in {"^backbone\\.": "encoder."}; each must be found
+    in a name"""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 

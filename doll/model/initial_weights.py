@@ -51,7 +51,7 @@ class InitReport:
     def differences(self) -> list[str]:
         """What does not match, one line each."""
         lines = (
-            ("not in the file, as the task draws them", self.missing),
+            ("not in the source, as the task draws them", self.missing),
             ("not in the model", self.unknown),
             ("of another shape", self.other_shape),
             ("tables", self.rows),
@@ -63,7 +63,7 @@ class InitReport:
         lines = [f"begins with {self.source}: {len(self.taken)} tensors taken, {self.num_values} numbers"]
         lines += self.differences
         if self.frozen:
-            lines.append(f"frozen, so as build_model() makes them, which is not as in the file: {_named(self.frozen)}")
+            lines.append(f"frozen, so as build_model() makes them, not as in the source: {_named(self.frozen)}")
         return "\n  ".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,7 +105,8 @@ def match(
         rename: replacements of regular expressions in the names of `given`, in this order.
 
     Raises:
-        ConfigError: nothing fits, or not everything where `strict`; or a number is not finite.
+        ConfigError: nothing fits, or not everything where `strict`; an expression of `rename` is found in no name; or a
+            number is not finite.
     """
     given = _renamed(given, rename)
     own = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
@@ -141,10 +142,10 @@ def match(
                 continue
             tables[name] = tensor[:num_rows].to(torch.float32)
             if len(tensor) != num_rows:
-                rest = "the others as the task draws them" if len(tensor) < num_rows else "the file's others left out"
+                rest = "the others as the task draws them" if len(tensor) < num_rows else "the source's others left out"
                 rows.append(f"{name}: {len(tables[name])} rows of {len(tensor)}, {num_rows} in the model, {rest}")
         elif name in bounds:
-            other_shape.append(f"{name}: {tuple(tensor.shape)} in the file, a bounded table in the model")
+            other_shape.append(f"{name}: {tuple(tensor.shape)} in the source, a bounded table in the model")
         elif name not in own:
             unknown.append(given_name)
         elif tensor.shape != own[name].shape:
@@ -204,18 +205,23 @@ def _first_rows(
 
 
 def _renamed(given: Mapping[str, torch.Tensor], rename: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    named: dict[str, torch.Tensor] = {}
-    for name, tensor in given.items():
-        new = name
-        for pattern, replacement in rename.items():
-            try:
-                new = re.sub(pattern, replacement, new)
-            except (re.error, IndexError) as exc:
-                raise ConfigError(f"training.init_from.rename: {pattern!r} by {replacement!r}: {exc}") from exc
-        if new in named:
+    names = {name: name for name in given}
+    for pattern, replacement in rename.items():
+        if not any(re.search(pattern, name) for name in names.values()):
+            raise ConfigError(
+                f"training.init_from.rename: expected expressions that are found in names of the source "
+                f"({_named(sorted(names.values()))}), got {pattern!r}"
+            )
+        try:
+            names = {name: re.sub(pattern, replacement, new) for name, new in names.items()}
+        except (re.error, IndexError) as exc:
+            raise ConfigError(f"training.init_from.rename: {pattern!r} by {replacement!r}: {exc}") from exc
+    renamed: dict[str, torch.Tensor] = {}
+    for name, new in names.items():
+        if new in renamed:
             raise ConfigError(f"training.init_from.rename: expected names of their own, got {new} for several tensors")
-        named[new] = tensor
-    return named
+        renamed[new] = given[name]
+    return renamed
 
 
 def _aliases(model: FlatModel) -> dict[str, str]:
@@ -228,7 +234,7 @@ def _aliases(model: FlatModel) -> dict[str, str]:
 
 
 def _shapes(name: str, tensor: torch.Tensor, own: tuple[int, ...]) -> str:
-    return f"{name}: {tuple(tensor.shape)} in the file, {own} in the model"
+    return f"{name}: {tuple(tensor.shape)} in the source, {own} in the model"
 
 
 def _named(names: tuple[str, ...] | list[str]) -> str:

@@ -126,7 +126,7 @@ def test_what_does_not_match_is_reported_and_stays_as_the_task_draws_it(tmp_path
     assert tensors["body.0.weight"].dtype == torch.float32
     assert torch.equal(tensors["body.0.bias"], own["body.0.bias"])
     assert report.unknown == ("head",)
-    assert report.other_shape == ("body.0.bias: (5,) in the file, (4,) in the model",)
+    assert report.other_shape == ("body.0.bias: (5,) in the source, (4,) in the model",)
     assert "trunk.bias" in report.missing
     assert report.rows == ("bag.weight: 6 rows of 6, 10 in the model, the others as the task draws them",)
     assert tensors["bag.weight"][:6].eq(1).all()
@@ -141,7 +141,7 @@ def test_what_does_not_match_is_reported_and_stays_as_the_task_draws_it(tmp_path
 
 def test_a_table_of_fewer_rows_takes_the_first_ones(tmp_path: Path, run: Path) -> None:
     tensors, report = begun(job(tmp_path, run, "task.args.rows=4"))
-    assert report.rows == ("bag.weight: 4 rows of 10, 4 in the model, the file's others left out",)
+    assert report.rows == ("bag.weight: 4 rows of 10, 4 in the model, the source's others left out",)
     assert torch.equal(tensors["bag.weight"], torch.arange(12.0).view(4, 3) + 7)
 
 
@@ -174,6 +174,7 @@ def test_bad_sources_are_refused_with_the_reason(tmp_path: Path, run: Path) -> N
         ("nan.safetensors", ConfigError, "expected finite numbers, got others in trunk.bias"),
         ("{from: two.safetensors, rename: {'a|b': c}}", ConfigError, "got c for several tensors"),
         ("{from: two.safetensors, rename: {'a': '\\9'}}", ConfigError, "invalid group reference"),
+        ("{from: two.safetensors, rename: {'^x': b}}", ConfigError, r"names of the source \(a, b\), got '\^x'"),
         ("torn.safetensors", ConfigError, "cannot read .* as safetensors"),
         ("torn.pt", ConfigError, "cannot read .* as a state_dict of torch"),
         ("evil.pt", ConfigError, "weights_only=True: tensors and nothing else"),
@@ -362,7 +363,7 @@ def test_bounded_tables_take_exported_rows_and_refuse_what_is_none(tmp_path: Pat
     save_file({"1.bias": torch.ones(2), "0.weight": torch.ones(10, 3)}, tmp_path / "rows.safetensors")
     given = matched(bags(tmp_path, "rows.safetensors"), model_of(config))
     assert given is not None
-    assert given.report.other_shape == ("0.weight: (10, 3) in the file, a bounded table in the model",)
+    assert given.report.other_shape == ("0.weight: (10, 3) in the source, a bounded table in the model",)
 
 
 def test_a_job_begins_with_checkpoints_in_s3(tmp_path: Path, run: Path, s3: Any) -> None:
