@@ -79,7 +79,7 @@ app.command(short_help="Serve the live page of a job, or the page of a run.", ri
 app.command(short_help="Verify that every sample is applied exactly once.", rich_help_panel=_LOOK)(inspect.audit)
 app.command(short_help="Show or create a job's Kafka topics.", rich_help_panel=_LOOK)(inspect.topics)
 app.add_typer(versions_app, name="versions", rich_help_panel=_LOOK)
-app.command(short_help="Write the model as safetensors.", rich_help_panel=_LOOK)(runs.export)
+app.command(short_help="Write the model as safetensors, ONNX or torch.export.", rich_help_panel=_LOOK)(runs.export)
 
 app.command(short_help="Run the parameter server of a job.", rich_help_panel=_ROLES)(roles.ps)
 app.command(short_help="Run worker n of a job.", rich_help_panel=_ROLES)(roles.worker)

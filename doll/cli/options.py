@@ -92,6 +92,7 @@ FreshOption = Annotated[bool, typer.Option("--fresh", help=FRESH_HELP)]
 RunsFolderOption = Annotated[
     Path, typer.Option("--parent-folder", help="Folder in which the folder of this run is created.")
 ]
+VersionOption = Annotated[str, typer.Option("--version", metavar="VERSION", help="latest, a number, or an alias.")]
 JobOption = Annotated[Path | None, typer.Option("--job", help="The job file.")]
 SetOption = Annotated[
     list[str] | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,7 @@ from doll.cli.options import (
     RunsFolderOption,
     SeedOption,
     SetOption,
+    VersionOption,
     duration,
 )
 from doll.cli.output import emit
@@ -195,20 +196,55 @@ def export(
         bool | None,
         typer.Option("--average/--weights", help="The average of training.ema, or the weights [default: the average]."),
     ] = None,
+    version: VersionOption = "latest",
+    format_: Annotated[
+        Literal["safetensors", "onnx", "torch.export"],
+        typer.Option("--format", help="The tensors, or a graph that computes: ONNX, or one of torch.export."),
+    ] = "safetensors",
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Records, a line each, to compare a graph on [default: Task.holdout(), the source]."
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="mlflow[:ADDRESS]", help="Register it in MLflow, too [address: $MLFLOW_TRACKING_URI]."),
+    ] = None,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the newest checkpoint as model.safetensors and model.json.
+    """Write a version of the model, and model.json: its tensors as model.safetensors, or a graph.
 
-    Example: doll export runs/digits-20260101-120000 --out model
+    A graph is compared with torch on held-out samples before it is written. A model that has no such form, or whose
+    outputs differ by more than 1e-5, is refused, with the operator's name.
+
+    Example: doll export runs/digits-20260101-120000 --version stable --format onnx --out model
     """
-    from doll.run.export import export_model
+    from doll.records.lines import read_file
+    from doll.run.export import ExportOptions, export_model
 
     job_target = job.target(run_folder)
     folder = out or job_target.run.model
-    exported = export_model(job_target.config, job_target.run.path, folder, average=average)
+    if to is not None:
+        from doll.run.mlflow_registry import registry_uri
+
+        to = registry_uri(to)
+    values = () if samples is None else read_file(samples)
+    options = ExportOptions(version=version, format=format_, average=average, samples=values)
+    exported = export_model(job_target.config, job_target.run.path, folder, options)
     what = f"version {exported['version']} of {exported['job']}" + (", average" if exported["average"] else "")
-    emit(as_json, exported, f"{what}: {folder / 'model.safetensors'}")
+    text = f"{what}: {folder / exported['file']}"
+    if "compared" in exported:
+        compared = exported["compared"]
+        text += f" (within {compared['largest_difference']:.2g} of torch on {compared['samples']} samples)"
+    if to is not None:
+        from doll.run.mlflow_registry import register
+        from doll.run.versions import show_version
+
+        exported["mlflow"] = register(folder, exported, show_version(job_target, str(exported["version"])), to)
+        text += f"\nMLflow: version {exported['mlflow']['version']} of {exported['mlflow']['name']}"
+    emit(as_json, exported, text)
 
 
 def _print(report: dict[str, Any], as_json: bool) -> None:

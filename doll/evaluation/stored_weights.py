@@ -11,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import JobConfig
+from doll.config.fingerprint import REGRIDDABLE, parse, refused_changes
 from doll.errors import CheckpointError
 from doll.model.flat_model import FlatModel, fingerprint
 from doll.optim.optimizer import AVERAGE, WEIGHTS
 from doll.ps.tables.bounded_table import stored_bounded_rows
 from doll.ps.tables.store import stored_rows
-from doll.storage.stores import checkpoint_location, open_store
+from doll.storage.checkpoints import Checkpoint
+from doll.storage.stores import open_store
 from doll.tables.bounds import InitialRows
 from doll.tables.rows import Floats, Ids, Rows
 
@@ -78,15 +80,34 @@ def newest_weights(
     store = open_store(config, run_folder)
     if beside is not None and beside in store.versions()[-1:]:
         return None
-    checkpoint = store.load_newest(fingerprint(config, model), version)
+    mark = fingerprint(config, model)
+    checkpoint = store.load_newest(mark if version is None else None, version)
     if checkpoint is None:
         return None
+    # An earlier version may be of another grid (`doll regrid`); its model must be this one.
+    if version is not None and (refused := refused_changes(parse(checkpoint.fingerprint), parse(mark), REGRIDDABLE)):
+        raise CheckpointError(f"{store.location}: version {version} is of another model than the job file's: {refused}")
+    return weights_of(checkpoint, model, average=average, location=store.location)
+
+
+def weights_of(
+    checkpoint: Checkpoint, model: FlatModel, *, average: bool | None = None, location: str = ""
+) -> StoredWeights:
+    """The weights and rows of a checkpoint.
+
+    Args:
+        average: as of `newest_weights`.
+        location: of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: it has no average, or what it has does not fit the model.
+    """
     is_average = AVERAGE in checkpoint.tensors if average is None else average
     name = AVERAGE if is_average else WEIGHTS
     weights = checkpoint.tensors.get(name)
     if weights is None or weights.shape != (model.flat.numel(),):
         raise CheckpointError(
-            f"{checkpoint_location(config, run_folder)}: expected {name!r} of shape ({model.flat.numel()},), got "
+            f"{location}: expected {name!r} of shape ({model.flat.numel()},), got "
             f"{'nothing' if weights is None else weights.shape} in version {checkpoint.version}"
             + ("; training.ema keeps an average" if is_average else "")
         )

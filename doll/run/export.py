@@ -1,17 +1,37 @@
-"""The trained model as files that can be read without DOLL: `model.safetensors` and `model.json`."""
+"""`doll export`: a version of the model in a form that others read: its tensors, or a graph that computes.
+
+`model.json` says which version it is and how to use it. Before any file is written, a graph is compared with torch on
+samples that the task holds out, or on others of its kind.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import doll
-from doll.errors import CheckpointError
-from doll.process.files import refuse_unwritable, replacing, write_json
+from doll.errors import CheckpointError, ConfigError
+from doll.process.files import refuse_unwritable, replacing, write_atomically, write_json
+from doll.storage.version_marks import LATEST, resolve_version
+from doll.tables.bounds import part_name
 
 if TYPE_CHECKING:
-    from doll.config import JobConfig
+    import torch
 
+    from doll.config import JobConfig
+    from doll.evaluation.stored_weights import StoredWeights
+    from doll.model.flat_model import FlatModel
+    from doll.run.portable import Graph
+    from doll.task.base import Task
+    from doll.task.batches import SampleBatch
+
+ExportFormat = Literal["safetensors", "onnx", "torch.export"]
+SAFETENSORS: Final = "safetensors"
+_FILE: Final = "model.safetensors"
+_MOST_SAMPLES: Final = 256  # that a graph is compared on
 _HOW_TO_LOAD = """\
 from pathlib import Path
 from safetensors.torch import load_file
@@ -28,42 +48,114 @@ tensors = load_file("model.safetensors")
 # of a doll.BoundedEmbedding `name`: row i, tensors["name.rows"][i], is that of id tensors["name.ids"][i]
 # ids increase; another id has the row initial_rows(SEED, "name.weight", WIDTH, SCALE).of(ids) of doll.tables.bounds
 """
+_HOW_TO_RUN: Final = {
+    "onnx": """\
+import onnxruntime
+session = onnxruntime.InferenceSession("model.onnx")
+outputs = session.run(None, dict(zip([item.name for item in session.get_inputs()], [INPUTS])))
+""",
+    "torch.export": """\
+import torch
+model = torch.export.load("model.pt2").module()
+output = model(INPUTS)
+""",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What is written.
+
+    Attributes:
+        version: `latest`, a number, or an alias.
+        format: of the file.
+        average: as of `newest_weights`.
+        samples: values of records that a graph is compared on, where the task holds none out.
+    """
+
+    version: str = LATEST
+    format: ExportFormat = SAFETENSORS
+    average: bool | None = None
+    samples: Iterable[bytes] = ()
+
+
+NEWEST: Final = ExportOptions()
 
 
 def export_model(
-    config: JobConfig, run_folder: Path, out_folder: Path, *, average: bool | None = None
+    config: JobConfig, run_folder: Path, out_folder: Path, options: ExportOptions = NEWEST
 ) -> dict[str, Any]:
-    """Write the model of the newest checkpoint to `out_folder`; returns the content of `model.json`.
+    """Write a version of the model to `out_folder`; returns the content of `model.json`.
 
     The tensors have the names of the module's `state_dict()`.
 
-    Args:
-        average: as of `newest_weights`.
-
     Raises:
-        CheckpointError: there is no checkpoint, or it belongs to another job or model.
-        ConfigError: the task cannot be loaded, or the folder cannot be written.
+        CheckpointError: there is no checkpoint (of this version), or it belongs to another job or model.
+        ConfigError: the task cannot be loaded, the folder cannot be written, or the model has no such form.
     """
     with refuse_unwritable(out_folder):  # before the model is loaded, which takes seconds
         out_folder.mkdir(parents=True, exist_ok=True)
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     from doll.evaluation.stored_weights import newest_weights
     from doll.model.flat_model import build
-    from doll.storage.stores import checkpoint_location
-    from doll.tables.bounds import part_name
+    from doll.storage.stores import checkpoint_location, open_store
     from doll.task.base import load_task
 
-    model = build(config, load_task(config), with_rows=False)
-    stored = newest_weights(config, run_folder, model, average=average)
+    version = None
+    if options.version != LATEST:
+        version = resolve_version(open_store(config, run_folder), options.version)
+    task = load_task(config)
+    model = build(config, task, with_rows=False)
+    stored = newest_weights(config, run_folder, model, version=version, average=options.average)
     if stored is None:
         raise CheckpointError(
             f"no checkpoint in {checkpoint_location(config, run_folder)}: nothing has been learned yet, or "
             "checkpoint.folder or --run-folder is wrong"
         )
+    return write_model(config, task, model, stored, out_folder, options)
+
+
+def write_model(
+    config: JobConfig, task: Task, model: FlatModel, stored: StoredWeights, out_folder: Path, options: ExportOptions
+) -> dict[str, Any]:
+    """Write `stored`, weights of `model`; see `export_model`."""
     stored.load_into(model)
+    tensors = _tensors(model, stored)
+    content: dict[str, Any] = {
+        "job": config.job,
+        "version": stored.version,
+        "average": stored.is_average,
+        "term": stored.term,
+        "task": {"class": config.task.cls, "args": config.task.args},
+        "parameters": model.num_parameters + model.num_table_values,
+        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "fingerprint": stored.fingerprint,
+        "format": options.format,
+        "file": _FILE,
+        "how_to_load": (_HOW_TO_LOAD_BOUNDED if stored.bounded else _HOW_TO_LOAD).splitlines(),
+        "doll_version": doll.__version__,
+    }
+    if options.format == SAFETENSORS:
+        _write_tensors(out_folder / _FILE, tensors, config.job, stored.version)
+    else:
+        from doll.run.portable import FILES
+
+        graph = _graph(config, task, model, stored, tensors, options)
+        file = FILES[options.format]
+        how = _HOW_TO_RUN[options.format].replace("INPUTS", ", ".join(graph.inputs))
+        content |= {
+            "file": file, "inputs": graph.inputs, "how_to_load": how.splitlines(),
+            "compared": {"samples": graph.num_samples, "largest_difference": graph.largest_difference},
+        }  # fmt: skip
+        with refuse_unwritable(out_folder / file):
+            write_atomically(out_folder / file, graph.content)
+    with refuse_unwritable(out_folder / "model.json"):
+        write_json(out_folder / "model.json", content)
+    return content
+
+
+def _tensors(model: FlatModel, stored: StoredWeights) -> dict[str, torch.Tensor]:
+    import torch
+
     # Copies: safetensors refuses tensors that share memory, and all parameters are views of one vector.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.module.state_dict().items()}
     if model.tables is not None:
@@ -75,26 +167,58 @@ def export_model(
                 continue
             rows = torch.from_numpy(stored.tables[table])
             tensors |= {name: rows if name == names[0] else rows.clone() for name in names}
-    content = {
-        "job": config.job,
-        "version": stored.version,
-        "average": stored.is_average,
-        "term": stored.term,
-        "task": {"class": config.task.cls, "args": config.task.args},
-        "parameters": model.num_parameters + model.num_table_values,
-        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
-        "fingerprint": stored.fingerprint,
-        "file": "model.safetensors",
-        "how_to_load": (_HOW_TO_LOAD_BOUNDED if stored.bounded else _HOW_TO_LOAD).splitlines(),
-        "doll_version": doll.__version__,
-    }
-    path = out_folder / "model.safetensors"
+    return tensors
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], job: str, version: int) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     with refuse_unwritable(path), replacing(path) as temporary:
         try:
-            save_file(tensors, temporary, metadata={"job": config.job, "version": str(stored.version)})
+            save_file(dict(tensors), temporary, metadata={"job": job, "version": str(version)})
         except SafetensorError as exc:  # its own error for a disk that is full
             raise OSError(f"{exc}") from exc
         temporary.chmod(0o644)  # safetensors makes it readable by its owner only
-    with refuse_unwritable(out_folder / "model.json"):
-        write_json(out_folder / "model.json", content)
-    return content
+
+
+def _graph(
+    config: JobConfig, task: Task, model: FlatModel, stored: StoredWeights, tensors: Mapping[str, torch.Tensor],
+    options: ExportOptions,
+) -> Graph:  # fmt: skip
+    from doll.run.portable import make_graph, whole_module
+
+    assert options.format != SAFETENSORS
+    if stored.bounded:
+        raise ConfigError(
+            f"--format {options.format}: the operator doll.BoundedEmbedding ({', '.join(stored.bounded)}) has no form "
+            f"in {options.format}: it makes rows of ids that it has not seen; --format safetensors writes the rows "
+            "that there are"
+        )
+    samples = _samples(config, task, options.samples)
+    return make_graph(options.format, task, whole_module(config, task, tensors), model.module.eval(), samples)
+
+
+def _samples(config: JobConfig, task: Task, values: Iterable[bytes]) -> SampleBatch:
+    """Samples that a graph is compared on: given ones, those that the task holds out, or the first of the source."""
+    from doll.producers.sources import open_streams
+    from doll.task.base import described
+    from doll.task.batches import batch_of
+
+    kept = list(itertools.islice(values, _MOST_SAMPLES))
+    try:
+        if not kept:
+            held_out = batch_of(task, task.holdout(), _MOST_SAMPLES)
+            if held_out.num_samples:
+                return held_out
+            source = open_streams(config, [0] * config.data.num_partitions)[0]
+            kept = list(itertools.islice(source, _MOST_SAMPLES))
+        samples = batch_of(task, map(task.decode, kept), _MOST_SAMPLES)
+    except Exception as exc:  # the user's code may raise anything
+        raise ConfigError(
+            f"--format: expected samples to compare with torch on: define {type(task).__name__}.holdout(), or give "
+            f"--samples FILE, a record in each line ({described(exc)})"
+        ) from exc
+    if not samples.num_samples:
+        raise ConfigError("--samples: expected at least one record that gives a sample, got none")
+    return samples

@@ -13,7 +13,7 @@ from doll.drill.replay_check import check_replay
 from doll.model.flat_model import build
 from doll.optim.optimizer import AVERAGE, WEIGHTS
 from doll.records.control import Scale, TermStarted, Update
-from doll.run.export import export_model
+from doll.run.export import ExportOptions, export_model
 from doll.task.base import load_task
 from safetensors.torch import load_file
 from stacked import stack
@@ -78,7 +78,9 @@ def test_the_model_is_that_of_a_plain_loop_through_kills(make_pipeline: Any) -> 
     assert checkpoint.tensors[WEIGHTS].tobytes() == weights.numpy().tobytes()
     assert checkpoint.tensors[AVERAGE].tobytes() == average.numpy().tobytes()
     for name, vector in (("average", average), ("weights", weights)):
-        content = export_model(job.config, job.run, job.folder / name, average=None if name == "average" else False)
+        content = export_model(
+            job.config, job.run, job.folder / name, ExportOptions(average=None if name == "average" else False)
+        )
         tensors = load_file(job.folder / name / "model.safetensors")
         assert content["average"] == (name == "average")
         assert torch.equal(torch.cat([tensors[key].flatten() for key in names(job)]), vector)

@@ -1,0 +1,123 @@
+"""Versions in a model registry of MLflow: what was exported, its lineage, and the aliases that it has here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.records.bounded import short
+
+if TYPE_CHECKING:
+    from doll.monitor.state.version_lines import VersionLine
+
+URI_ENV: Final = "MLFLOW_TRACKING_URI"
+_ARTIFACTS: Final = "model"
+_VERSION, _DIGEST, _FORMAT, _SHA256 = "doll.version", "doll.fingerprint", "doll.format", "doll.sha256"
+_MOST_CHARS: Final = 250  # of a parameter of MLflow's file store
+
+
+def registry_uri(to: str) -> str:
+    """The address in `mlflow` or `mlflow:ADDRESS`, or in the environment.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    kind, _, uri = to.partition(":")
+    uri = uri or os.environ.get(URI_ENV, "")
+    if kind != "mlflow" or not uri:
+        raise ConfigError(
+            "--to: expected mlflow:ADDRESS, such as mlflow:http://127.0.0.1:5000 or mlflow:sqlite:///models.db, or "
+            f"mlflow with ${URI_ENV} set, got {short(to)!r}"
+        )
+    return uri
+
+
+def register(folder: Path, content: Mapping[str, Any], line: VersionLine, uri: str) -> dict[str, str]:
+    """Register what `doll export` has written to `folder`, as a version of the model that has the job's name.
+
+    The same file is registered once. Aliases are set in any case, to what they are here.
+
+    Args:
+        content: of `model.json`.
+        line: what is known of the version.
+
+    Returns:
+        The name, MLflow's own number of the version, and where it is.
+
+    Raises:
+        ConfigError: MLflow is not installed.
+        ServiceUnavailableError: the registry does not answer, or refuses it.
+    """
+    try:
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+    except ImportError as exc:
+        raise ConfigError(
+            f"--to mlflow: expected the package mlflow, got {exc}: pip install 'doll-online[mlflow]'"
+        ) from exc
+    try:
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        return _register(client, folder, content, line)
+    except (MlflowException, OSError) as exc:
+        raise ServiceUnavailableError(f"MLflow at {uri}: {short(exc, 400)}") from exc
+
+
+def _register(client: Any, folder: Path, content: Mapping[str, Any], line: VersionLine) -> dict[str, str]:
+    from mlflow.exceptions import MlflowException
+
+    name = str(content["job"])
+    tags = {
+        _VERSION: str(line.version), _DIGEST: line.digest, _FORMAT: str(content["format"]),
+        _SHA256: sha256((folder / content["file"]).read_bytes()).hexdigest(),
+    }  # fmt: skip
+    with contextlib.suppress(MlflowException):  # it is there
+        client.create_registered_model(name)
+    same = [item for item in client.search_model_versions(f"name = '{name}'") if tags.items() <= item.tags.items()]
+    version = same[0] if same else _new_version(client, folder, content, line, tags)
+    for alias in line.aliases:
+        client.set_registered_model_alias(name, alias, version.version)
+    return {"name": name, "version": str(version.version), "source": str(version.source)}
+
+
+def _new_version(
+    client: Any, folder: Path, content: Mapping[str, Any], line: VersionLine, tags: Mapping[str, str]
+) -> Any:
+    name = str(content["job"])
+    experiment = client.get_experiment_by_name(name)
+    experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
+    run = client.create_run(experiment_id, run_name=f"{name} version {line.version}", tags=dict(tags)).info.run_id
+    for key, value in line.recipe.items():
+        client.log_param(run, key.replace("*", "_"), value[:_MOST_CHARS])
+    client.log_param(run, "offsets", str(line.offsets)[:_MOST_CHARS])
+    client.log_metric(run, "samples", line.samples)
+    for prefix, values in (("held_out", line.held_out), ("prequential", line.prequential)):
+        for key, number in values.items():
+            client.log_metric(run, f"{prefix}.{key}", number)
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Path(temporary) / _ARTIFACTS
+        _copy(folder, content, made)
+        client.log_artifacts(run, str(made), _ARTIFACTS)
+    client.set_terminated(run)
+    source = f"{client.get_run(run).info.artifact_uri}/{_ARTIFACTS}"
+    return client.create_model_version(name, source, run_id=run, tags=dict(tags))
+
+
+def _copy(folder: Path, content: Mapping[str, Any], made: Path) -> None:
+    """What is registered: an ONNX graph in the form that MLflow loads, else the file as it is; and `model.json`."""
+    file = folder / content["file"]
+    if content["format"] == "onnx":
+        import mlflow.onnx
+        import onnx
+
+        mlflow.onnx.save_model(onnx.load(str(file)), str(made), pip_requirements=["onnxruntime"])
+    else:
+        made.mkdir()
+        shutil.copy(file, made)
+    shutil.copy(folder / "model.json", made)
