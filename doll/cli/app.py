@@ -19,6 +19,7 @@ from doll.cli.job_files import config_app, example_app
 from doll.cli.plan import plan
 from doll.cli.profile import profile
 from doll.cli.provision import provision_app
+from doll.cli.serve import serve
 from doll.cli.simulate import simulate
 from doll.cli.spot import spot
 from doll.cli.versions import versions_app
@@ -85,6 +86,7 @@ app.command(short_help="Run the parameter server of a job.", rich_help_panel=_RO
 app.command(short_help="Run worker n of a job.", rich_help_panel=_ROLES)(roles.worker)
 app.command(short_help="Send a job's source to its topic.", rich_help_panel=_ROLES)(roles.produce)
 app.command(short_help="Measure the held-out error of a job.", rich_help_panel=_ROLES)(roles.evaluate)
+app.command(short_help="Answer requests with a job's model.", rich_help_panel=_ROLES)(serve)
 app.command(short_help="Serve a job's metrics to Prometheus.", rich_help_panel=_ROLES)(roles.prometheus)
 app.command(short_help="Query the health probe of a process.", rich_help_panel=_ROLES)(roles.health)
 

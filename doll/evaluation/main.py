@@ -14,10 +14,8 @@ import torch
 from doll import telemetry
 from doll.config import JobConfig
 from doll.evaluation.evaluator import Evaluation, Evaluator
-from doll.evaluation.stored_weights import StoredWeights, newest_weights
 from doll.kafka.publisher import Publisher
 from doll.kafka.reader import Partition, Tail
-from doll.model.flat_model import FlatModel
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import HEARTBEAT_EVERY_S
@@ -60,11 +58,7 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, af
         publisher = Publisher(config, services, acks="all")
         opened.callback(publisher.close, FLUSH_S)
 
-        def checkpointed(model: FlatModel, beside: tuple[int, int] | None) -> StoredWeights | None:
-            average = config.training.evaluates_average
-            return newest_weights(config, run_folder, model, beside=beside, average=average)
-
-        evaluator = Evaluator(config, blobs, checkpointed, run_folder, after_term=after_term)
+        evaluator = Evaluator(config, blobs, run_folder, after_term=after_term)
         tail = opened.enter_context(Tail(config, services, (config.topic("updates"),)))
         _follow(config, evaluator, tail, publisher, stop, heartbeat)
     return 0

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,12 +25,14 @@ from doll.tables.rows import Floats, Ids, Rows
 
 
 class StoredWeights(NamedTuple):
-    """Of a checkpoint: its version and weights, float32 of shape (numel,).
+    """Of a checkpoint, or of published weights: version and weights, float32 of shape (numel,).
 
     Attributes:
         tables: all rows of each table, by name, float32, shape (num_rows, width).
         bounded: of bounded tables, the rows that there are.
         is_average: the weights are the moving average (`training.ema`).
+        run_id: of the run, as in `TermStarted`; "": not known.
+        samples: usable samples that the version has learned from; -1: not known.
     """
 
     version: int
@@ -39,6 +42,8 @@ class StoredWeights(NamedTuple):
     tables: Mapping[str, Floats]
     bounded: Mapping[str, Rows]
     is_average: bool = False
+    run_id: str = ""
+    samples: int = -1
 
     def load_into(self, model: FlatModel) -> None:
         """Have `model` compute with these weights and rows."""
@@ -67,7 +72,7 @@ def newest_weights(
     beside: tuple[int, int] | None = None,
     average: bool | None = None,
 ) -> StoredWeights | None:
-    """The newest checkpoint's weights; None if there is no checkpoint yet, or its (term, version) is `beside`.
+    """The newest checkpoint's weights; None if there is none yet, or its (term, version) is not above `beside`.
 
     Args:
         version: in place of the newest, the checkpoint of this version.
@@ -78,7 +83,7 @@ def newest_weights(
             it has no average.
     """
     store = open_store(config, run_folder)
-    if beside is not None and beside in store.versions()[-1:]:
+    if beside is not None and (held := store.versions()) and held[-1] <= beside:
         return None
     mark = fingerprint(config, model)
     checkpoint = store.load_newest(mark if version is None else None, version)
@@ -118,6 +123,24 @@ def weights_of(
                 bounded[name] = stored_bounded_rows(checkpoint.tensors, name, shape.width)
             else:
                 tables[name] = stored_rows(checkpoint.tensors, name, shape)
+    run_id, samples = _run_of(checkpoint.state)
     return StoredWeights(
-        checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint, tables, bounded, is_average
-    )
+        checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint, tables, bounded, is_average, run_id,
+        samples,
+    )  # fmt: skip
+
+
+class _EngineState(msgspec.Struct):
+    """What readers of weights need of it; see `doll.ps.engine.events.EngineSnapshot`."""
+
+    run_id: str = ""
+    samples_total: int = -1
+
+
+def _run_of(state: bytes) -> tuple[str, int]:
+    """Run id and samples of a checkpoint with this engine state."""
+    try:
+        known = msgspec.msgpack.decode(state, type=_EngineState)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        known = _EngineState()
+    return known.run_id, known.samples_total

@@ -142,6 +142,12 @@ class FlatModel:
         array: npt.NDArray[np.float32] = self.host.numpy()
         array[:] = weights
 
+    def drop_gradients(self) -> None:
+        """Free the memory of gradients, of a model that only computes outputs."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self.grad = self.grad.new_empty(0)
+
     def restore_buffers(self) -> None:
         """Copy buffers that the module's code has replaced (`self.mean = ...` instead of `copy_`) into the vector."""
         for owner, name, buffer in self._buffer_views:

@@ -54,9 +54,21 @@ def read_token(path: Path) -> str:
         token = read_text(path, max_bytes=_MAX_TOKEN_BYTES).strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the token in {path}: {error}") from error
+    return checked_token(token, path)
+
+
+def checked_token(token: str, origin: object) -> str:
+    """`token`, if it can be a secret.
+
+    Args:
+        origin: of the token, for messages.
+
+    Raises:
+        ConfigError: it is too short, or cannot be in a header.
+    """
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"{path}: expected a token of at least {MIN_TOKEN_CHARS} printable ASCII characters without spaces, as "
+            f"{origin}: expected a token of at least {MIN_TOKEN_CHARS} printable ASCII characters without spaces, as "
             "from openssl rand -hex 32"
         )
     return token
@@ -67,13 +79,16 @@ def is_token(given: str, token: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
 
 
-def listen(host: str, port: int, token: str) -> socket.socket:
+def listen(host: str, port: int, token: str, *, by_certificate: bool = False) -> socket.socket:
     """A socket that listens at `host`; `port` 0 takes one that is free.
+
+    Args:
+        by_certificate: clients must have certificates, in place of a token.
 
     Raises:
         ConfigError: other machines would reach a server without a token, or the address cannot be used.
     """
-    if not token and not is_loopback(host):
+    if not (token or by_certificate or is_loopback(host)):
         raise ConfigError(
             f"--host {host}: other machines would reach this server, so expected --token-file FILE with a secret; or "
             f"leave --host out, and use a tunnel: ssh -L {port or 8080}:{LOOPBACK}:{port or 8080} THIS-MACHINE"

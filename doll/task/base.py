@@ -27,14 +27,17 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from doll.errors import ConfigError
+from doll.errors import ConfigError, SampleError
 from doll.tables.rows import LookUp, Rows
+from doll.task import trees
 from doll.task.records import Record, Records
 
 if TYPE_CHECKING:
@@ -66,6 +69,10 @@ class Sample(NamedTuple):
     group: int | str | None = None
 
 
+class _Features(msgspec.Struct, forbid_unknown_fields=True):
+    x: Any
+
+
 class Samples(NamedTuple):
     """What `Task.decode_many` makes of n records, where it has more to say than x and y.
 
@@ -88,6 +95,19 @@ class Samples(NamedTuple):
     counts: npt.NDArray[np.integer[Any]] | None = None
     weight: npt.NDArray[Any] | None = None
     group: npt.NDArray[Any] | None = None
+
+
+def x_of(decoded: Sample | list[Sample]) -> Any:
+    """x of what a record was decoded to.
+
+    Raises:
+        SampleError: it is not one sample.
+    """
+    if not isinstance(decoded, list):
+        return decoded.x
+    if len(decoded) != 1:
+        raise SampleError(f"expected a record of one sample, got one of {len(decoded)}")
+    return decoded[0].x
 
 
 class Task:
@@ -166,6 +186,44 @@ class Task:
             RetryLater: the worker is to wait, and to decode the batch again; see `decode`.
         """
         return None
+
+    def decode_features(self, record: bytes) -> Any:
+        """x of a record that need not have a target, for predictions (`POST /predict` of `doll serve`).
+
+        Default: of a JSON object with the one key `x`, what it has there; else x of what `decode` makes of the whole
+        record, target included.
+        """
+        try:
+            x = msgspec.json.decode(record, type=_Features).x
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return x_of(self.decode_record(Record(record)))
+        if not all(trees.are_numbers(leaf) for leaf in trees.parts_of(x)[0] if isinstance(leaf, list)):
+            raise SampleError("x: expected numbers, got other values")
+        return x
+
+    def predict(self, output: Any) -> Mapping[str, Any]:
+        """Optional: what `POST /predict` answers, from the model's output for n samples of one request.
+
+        Default: with `num_classes`, `class` and `probabilities` (softmax); one number for each sample is its `value`;
+        where a method of the task takes the groups of samples (a ranking), it is its `score`, and `rank` counts from 0,
+        the best one of the request; of all other models the tensors of the output.
+
+        Returns:
+            Tensors or arrays of shape (n, ...), by name.
+        """
+        import torch
+
+        if not isinstance(output, torch.Tensor):
+            leaves, structure = trees.flat(output)
+            return dict(zip(trees.dotted_names("output", structure), leaves, strict=True))
+        if self.num_classes is not None and output.shape[1:] == (self.num_classes,):
+            return {"class": output.argmax(dim=1), "probabilities": output.float().softmax(dim=1)}
+        if output.shape[1:] not in ((), (1,)):
+            return {"output": output}
+        values = output.reshape(-1)
+        if any("group" in signature(getattr(type(self), name)).parameters for name in ("forward", "loss", "losses")):
+            return {"score": values, "rank": values.argsort(descending=True).argsort()}
+        return {"value": values}
 
     def use_format(self, section: FormatSection, *, load: Callable[[str], Any], path: Callable[[Path], Path]) -> None:
         """Decode values as `data.format` says; called when a job loads the task. Only a `doll.FieldsTask` can.

@@ -33,11 +33,11 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config.format import FormatSection
-from doll.errors import SkipRecord
+from doll.errors import ConfigError, SkipRecord
 from doll.formats.opening import open_reader
 from doll.formats.reader import FieldReader, JsonReader
 from doll.task import trees
-from doll.task.base import Sample, Samples, Task
+from doll.task.base import Sample, Samples, Task, x_of
 from doll.task.records import Record, Records
 from doll.task.trees import objects, parts_of, tree_of
 
@@ -66,10 +66,12 @@ class FieldsTask(Task):
     Attributes:
         record: a `msgspec.Struct` that names the fields that are used and their types.
         reader: decodes values; whoever loads the task for a job sets that of its format.
+        targets: fields that the target alone is made of: a record for a prediction may lack them.
     """
 
     record: ClassVar[type[msgspec.Struct]]
     reader: FieldReader | None = None
+    targets: ClassVar[tuple[str, ...]] = ()
 
     def samples(self, columns: Columns) -> Samples | tuple[Any, Any]:
         """The samples of n records, n >= 1. Row i must depend on record i only.
@@ -102,12 +104,22 @@ class FieldsTask(Task):
     def decode_many(self, values: Sequence[bytes]) -> Samples | tuple[Any, Any]:
         return self._arrays(self._reader.read(values), values)
 
+    def decode_features(self, record: bytes) -> Any:
+        """As in `Task`. Whatever the format of the stream, it is a JSON object of the fields."""
+        if not self.targets:
+            return super().decode_features(record)
+        event = _features_reader(self.record, self.targets).read_one(record)
+        return x_of(self._sample(event, Records([record])))
+
     @property
     def _reader(self) -> FieldReader:
         return _json_reader(self.record) if self.reader is None else self.reader
 
     def _one(self, records: Records) -> Sample | list[Sample]:
-        made = self._arrays([self._reader.read_one(records[0])], records)
+        return self._sample(self._reader.read_one(records[0]), records)
+
+    def _sample(self, event: msgspec.Struct, records: Records) -> Sample | list[Sample]:
+        made = self._arrays([event], records)
         x, y = made[:2]
         if not isinstance(made, Samples):
             return Sample(*(trees.taken_apart(tree, 1)[0] for tree in made))
@@ -138,6 +150,36 @@ class JsonTask(FieldsTask):
 @cache
 def _json_reader(record: type[msgspec.Struct]) -> FieldReader:
     return JsonReader(record)
+
+
+@cache
+def _features_reader(record: type[msgspec.Struct], targets: tuple[str, ...]) -> FieldReader:
+    """Reads JSON objects of which these fields may be missing: something of their type stands for them."""
+    fields = msgspec.structs.fields(record)
+    if unknown := set(targets) - {field.name for field in fields}:
+        raise ConfigError(f"{record.__name__}: expected targets among its fields, got {sorted(unknown)}")
+    optional = [
+        (field.name, field.type, _stand_in(field.type))
+        if field.name in targets
+        else (field.name, field.type)
+        if field.required
+        else (field.name, field.type, _default(field))
+        for field in fields
+    ]
+    names = {field.name: field.encode_name for field in fields}
+    return JsonReader(msgspec.defstruct(record.__name__, optional, kw_only=True, rename=names))
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return msgspec.field(default_factory=field.default_factory)
+    return msgspec.field(default=field.default)
+
+
+def _stand_in(kind: Any) -> Any:
+    kind = _without_bounds(kind)
+    origin = get_origin(kind) or kind
+    return origin() if origin in (bool, int, float, str, list, dict, tuple) else None
 
 
 @cache

@@ -22,6 +22,7 @@ Tree: TypeAlias = Any
 Array: TypeAlias = npt.NDArray[Any]
 Structure: TypeAlias = optree.PyTreeSpec
 _NUMBERS: Final = frozenset((int, float, bool))
+_MAX_DEPTH: Final = 32  # dimensions of an array of numpy, at most
 
 
 class Ragged(list[Tree]):
@@ -31,6 +32,13 @@ class Ragged(list[Tree]):
 def is_container(value: Any) -> bool:
     """Whether a tree of arrays is more than one array."""
     return isinstance(value, dict | tuple | list)
+
+
+def are_numbers(items: Sequence[Any], depth: int = _MAX_DEPTH) -> bool:
+    """Whether a list from outside has numbers only, or lists of them. Of texts numpy may make arrays of any size."""
+    if _NUMBERS.issuperset(map(type, items)):
+        return True
+    return depth > 1 and all(isinstance(item, list) and are_numbers(item, depth - 1) for item in items)
 
 
 def is_tree(value: Any) -> bool:
@@ -79,6 +87,14 @@ def names(root: str, structure: Structure | None) -> list[str]:
     if structure is None:
         return [root]
     return [root + "".join(map(_index, path)) for path in structure.paths()]
+
+
+def dotted_names(root: str, structure: Structure | None) -> list[str]:
+    """What each leaf is called by programs that send or get it: `user.age`, or `x.0` in a tuple."""
+    if structure is None:
+        return [root]
+    paths = [path if path and isinstance(path[0], str) else (root, *path) for path in structure.paths()]
+    return [".".join(map(str, path)) for path in paths]
 
 
 def _index(key: Any) -> str:

@@ -101,6 +101,9 @@ class Clicks(Task):
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
 
+    def predict(self, output: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"probability": torch.sigmoid(output)}
+
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> Mapping[str, float]:
         return {"accuracy": float(((output > 0) == target).double().mean())}
 

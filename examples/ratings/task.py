@@ -108,6 +108,9 @@ class MatrixFactorization(Task):
         # Its gradient alone: the loss that is reported, compared with a goal and plotted is that of the ratings.
         return error + (penalty - penalty.detach())
 
+    def predict(self, output: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"rating": output[:, 0]}
+
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> Mapping[str, float]:
         return {"squared_error": float(_squared_error(output, target))}
 

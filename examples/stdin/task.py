@@ -25,6 +25,7 @@ class Churn(JsonTask):
     record = Event
     input_shape = (3,)
     num_classes = 2
+    targets = ("left",)  # a record for a prediction may lack it
 
     def build_model(self):
         return torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))

@@ -88,6 +88,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube_cluster.K
         {"provisioner": {"enabled": False}, "producer": {"enabled": True}},
         {"server": {"standby": False, "fresh": True}, "metrics": {"enabled": False}, "evaluator": {"enabled": False}},
         {"checkpoints": {"existingClaim": "shared"}, "networkPolicy": {"enabled": False}},
+        {"serve": {"enabled": True, "args": ["--split", "stable=95,latest=5"]}},
     ],
 )
 def test_the_api_server_takes_it(tmp_path: Path, cluster: kube_cluster.KubeCluster, changes: dict[str, Any]) -> None:
@@ -134,6 +135,12 @@ def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
     monitored = rendered(tmp_path, metrics={"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}})
     (monitor,) = named(monitored, "ServiceMonitor").values()
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    served = rendered(tmp_path, serve={"enabled": True, "args": ["--processes", "2"]})
+    (container,) = named(served, "Deployment")["digits-serve"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["serve", "--host", "0.0.0.0", "--processes", "2"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
+    for kind in ("Service", "NetworkPolicy"):
+        assert "digits-serve" in named(served, kind)
     workers = named(rendered(tmp_path, provisioner={"enabled": False}, workers={"replicas": 7}), "Deployment")
     assert workers["digits-worker"]["spec"]["replicas"] == 7
     assert "digits-provisioner" not in workers
@@ -144,6 +151,7 @@ def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
     [
         ({"job": {"job": "digits"}}, "checkpoint"),
         ({"workers": {"replicas": -1}}, "replicas"),
+        ({"serve": {"scheme": "http"}}, "scheme"),
         ({"worker": {}}, "worker"),
         ({"env": {"A": 1}}, "env"),
     ],

@@ -63,9 +63,7 @@ def config(tmp_path: Path) -> JobConfig:
 
 def test_a_machine_that_does_not_see_the_checkpoints_says_so_once(config: JobConfig, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
-    evaluator = Evaluator(
-        config, MemoryBlobs(), lambda model, beside: newest_weights(config, folder, model, beside=beside), folder
-    )
+    evaluator = Evaluator(config, MemoryBlobs(), folder)
     with structlog.testing.capture_logs() as logs:
         assert evaluator.evaluate_newest() is None
         assert logs == [], "no update, no checkpoint"
@@ -95,9 +93,7 @@ def test_the_average_is_evaluated_at_checkpoints(config: JobConfig, tmp_path: Pa
             tensors=optimizer.tensors(),
         )
     )
-    evaluator = Evaluator(
-        config, MemoryBlobs(), lambda model, beside: newest_weights(config, tmp_path, model, beside=beside), tmp_path
-    )
+    evaluator = Evaluator(config, MemoryBlobs(), tmp_path)
     evaluator.feed([record_builders.update(1, 1)])
     evaluation = evaluator.evaluate_newest()
     assert (evaluation is not None) == evaluates_average, "without one it reads published weights"
@@ -105,7 +101,7 @@ def test_the_average_is_evaluated_at_checkpoints(config: JobConfig, tmp_path: Pa
         (row,) = read_rows(tmp_path / "evaluations.csv")
         assert row.items() >= {"accuracy": evaluation.error.accuracy, "version": 1, "void": 0}.items()
         assert row["margin"] == pytest.approx(evaluation.error.metrics["margin"], rel=1e-5)
-        again = Evaluator(config, MemoryBlobs(), lambda model, beside: None, tmp_path)
+        again = Evaluator(config, MemoryBlobs(), tmp_path)
         assert again.history.evaluations.row(0)["margin"] == row["margin"]
     both = [newest_weights(config, tmp_path, model, average=average) for average in (None, True, False)]
     assert [stored is not None and stored.is_average for stored in both] == [True, True, False]

@@ -69,6 +69,11 @@ containers:
     {{- if .healthHost }}
     ports: [{name: metrics, containerPort: {{ .healthPort }}}]
     {{- end }}
+    {{- if .httpScheme }}
+    ports: [{name: http, containerPort: 8000}]
+    readinessProbe: {httpGet: {path: /v2/health/ready, port: http, scheme: {{ .httpScheme }}}, periodSeconds: 5, timeoutSeconds: 5}
+    lifecycle: {preStop: {exec: {command: [sleep, "5"]}}} # until no service sends requests here any more
+    {{- end }}
     securityContext:
       allowPrivilegeEscalation: false
       readOnlyRootFilesystem: true

@@ -1,0 +1,187 @@
+"""Gives the versions of a job's model as they come: from blobs while the job runs, else from checkpoints.
+
+Evaluator and model server read versions here. Rows of tables, and the moving average of the weights (`training.ema`),
+are in checkpoints only, so where there are some, checkpoints are read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from doll.config import JobConfig
+from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
+from doll.evaluation.stored_weights import StoredWeights, newest_weights
+from doll.ledger.lineage import Change, Lineage, UpdatesRecord
+from doll.model.flat_model import FlatModel
+from doll.records.control import AnyRecord, TermStarted
+from doll.storage.blobs import Blobs, decode_blob, decode_latest, latest_key, scope_of, weights_key
+
+_CHECKPOINTS_EVERY_S: Final = 0.5
+BLOBS: Final = "blobs"
+CHECKPOINTS: Final = "checkpoints"
+
+
+class Place(NamedTuple):
+    """Where a version stands: a later term's versions are newer, also where their number is lower."""
+
+    term: int
+    version: int
+
+
+def place_of(stored: StoredWeights) -> Place:
+    """That of these weights."""
+    return Place(stored.term, stored.version)
+
+
+class WeightFollower:
+    """Reads versions when it is asked to. Not thread-safe.
+
+    Args:
+        blobs: where weights are published; None: nowhere that this process reaches.
+        run_folder: of the checkpoints, unless `checkpoint.folder` is set.
+        model: of the job; it says what weights must be like, and is not changed.
+        average: the moving average in place of the weights; None: where checkpoints have one.
+        after_term: terms up to this one belong to earlier runs.
+
+    Attributes:
+        blobs: may be replaced, when the job has other services.
+        run_id: of the newest term; whatever is in a blob store is named by it. "": not known.
+        unavailable: why `newest` may miss versions, by what does not answer (`BLOBS`, `CHECKPOINTS`).
+    """
+
+    def __init__(
+        self, config: JobConfig, blobs: Blobs | None, run_folder: Path, model: FlatModel, *,
+        average: bool | None = None, after_term: int = 0, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.blobs = blobs
+        self.run_id = ""
+        self.unavailable: dict[str, str] = {}
+        self.has_average = config.training.ema is not None if average is None else average
+        self.reads_checkpoints = model.tables is not None or self.has_average
+        self._config = config
+        self._run_folder = run_folder
+        self._model = model
+        self._average = average
+        self._after_term = after_term
+        self._clock = clock
+        self._lineage = Lineage()
+        self._look_at_s = float("-inf")
+
+    def feed(self, record: AnyRecord) -> None:
+        """Process a record of `updates`: it may say that another run, or another term, has begun."""
+        if not isinstance(record, UpdatesRecord) or record.term <= self._after_term:
+            return
+        change = self._lineage.feed(record)
+        if isinstance(record, TermStarted) and change is not Change.FENCED:
+            self.run_id = record.run_id
+
+    def newest(self, beside: Place | None = None) -> StoredWeights | None:
+        """The newest version, where it is newer than `beside`; None also where nothing answers (see `unavailable`)."""
+        is_published = False
+        if not self.reads_checkpoints and self.blobs is not None:
+            try:
+                place = self.published_place()
+                is_published = place is not None
+                is_new = place is not None and (beside is None or place > beside)
+                stored = self.published_version(*place) if place is not None and is_new else None
+            except (ServiceUnavailableError, BlobError) as exc:
+                self.unavailable[BLOBS] = str(exc)
+            else:
+                self.unavailable.pop(BLOBS, None)
+                if stored is not None:
+                    return stored
+        if is_published or self._clock() < self._look_at_s:
+            return None
+        self._look_at_s = self._clock() + _CHECKPOINTS_EVERY_S
+        try:
+            stored = self.checkpointed(beside)
+        except CheckpointError as exc:
+            self.unavailable[CHECKPOINTS] = str(exc)
+            return None
+        self.unavailable.pop(CHECKPOINTS, None)
+        return stored
+
+    def of_version(self, version: int) -> StoredWeights:
+        """This version.
+
+        Raises:
+            CheckpointError: it is neither published nor kept.
+        """
+        if not self.reads_checkpoints and self.blobs is not None and (term := self._lineage.newest_term):
+            try:
+                stored = self.published_version(term, version)
+            except (ServiceUnavailableError, BlobError):
+                stored = None  # a checkpoint may have it
+            if stored is not None:
+                return stored
+        stored = self.checkpointed(version=version)
+        if stored is None:
+            raise CheckpointError(f"no checkpoint of version {version} yet")
+        return stored
+
+    def published_place(self) -> Place | None:
+        """The newest version of this run in the blob store; None where there is none.
+
+        Raises:
+            ServiceUnavailableError: the blob store does not answer.
+            BlobError: what it has is no pointer to weights.
+        """
+        if self.blobs is None or (pointer := self.blobs.get(latest_key(self._scope))) is None:
+            return None
+        latest = decode_latest(pointer)
+        # The store still has what an earlier run, or a server before this term, has published.
+        if latest.term < self._lineage.newest_term or not self.is_current(latest.term):
+            return None
+        return Place(latest.term, latest.version)
+
+    def published(self, beside: Place | None = None) -> StoredWeights | None:
+        """The newest published weights; None where there are none, or they are those of `beside`.
+
+        Raises:
+            ServiceUnavailableError, BlobError: as `published_place`.
+        """
+        place = self.published_place()
+        return None if place is None or place == beside else self.published_version(*place)
+
+    def published_version(self, term: int, version: int) -> StoredWeights | None:
+        """The weights of this version in the blob store; None where they are not there (any more).
+
+        They may be a view of shared memory, which must be dropped soon.
+
+        Raises:
+            ServiceUnavailableError: the blob store does not answer.
+            BlobError: the blob is damaged, or of another model.
+        """
+        data = None if self.blobs is None else self.blobs.get(weights_key(self._scope, term, version))
+        if data is None:
+            return None
+        weights = decode_blob(data, job=self._scope, kind="w", version=version, numel=self._model.flat.numel())
+        return StoredWeights(version, weights, term, "", {}, {}, run_id=self.run_id)
+
+    def checkpointed(self, beside: Place | None = None, version: int | None = None) -> StoredWeights | None:
+        """The newest checkpoint's weights, or those of `version`; None where there is none newer than `beside`, or the
+        newest one is of an earlier run.
+
+        Raises:
+            CheckpointError: it cannot be read, is not of this job and model, or there is none of `version`.
+        """
+        stored = newest_weights(
+            self._config, self._run_folder, self._model, version=version, beside=beside, average=self._average
+        )
+        if stored is None or not self.is_current(stored.term):
+            return None
+        if stored.run_id and (not self.run_id or stored.term >= self._lineage.newest_term):
+            self.run_id = stored.run_id
+        return stored
+
+    def is_current(self, term: int) -> bool:
+        """Whether versions of this term belong to the current run."""
+        return term > self._after_term and self._lineage.is_current(term)
+
+    @property
+    def _scope(self) -> str:
+        """What the blobs of this run are named by."""
+        return scope_of(self._config.job, self.run_id)

@@ -1,0 +1,360 @@
+"""The HTTP side of a server: the Open Inference Protocol V2, `POST /predict`, health and metrics.
+
+Whatever a client sends, it gets an answer with a status and a reason in JSON (`{"error": ...}`), and nothing ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
+
+import doll
+from doll.errors import RetryLater, SampleError, SkipRecord
+from doll.process.http_access import host_name, is_loopback, is_token
+from doll.records.bounded import MalformedError, short
+from doll.serving.answer_log import AnswerLog
+from doll.serving.batcher import Batcher, QueueFullError
+from doll.serving.connections import Access
+from doll.serving.metrics import CONTENT_TYPE, ServeMetrics
+from doll.serving.model_copies import Lane, ServedVersion
+from doll.serving.predictor import Answer
+from doll.serving.protocol import LENGTH_HEADER, OutputTensor, decode_request, encode_answer
+from doll.serving.tensors import Features, Signature
+from doll.task import trees
+from doll.task.base import Task, described
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_JSON: Final = "application/json"
+_HEALTH: Final = "/v2/health/"  # without a token: a load balancer has none
+_LONGEST_REASON: Final = 2000
+_LONGEST_ID: Final = 200
+_DISCARD_S: Final = 2.0
+_BODIES: Final = 8  # as large as they may be, in memory at once
+_HELD: Final = "doll.held_bytes"  # of this request, in its scope
+_LATER: Final = {"Retry-After": "1"}
+
+
+class Refusal(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, reason: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.headers = headers
+
+
+class ServeApp:
+    """The endpoints of one process.
+
+    Args:
+        name: of the model.
+        newest_samples: usable samples in the newest version that is known; -1: not known.
+        max_body_bytes: of a request.
+        time_limit_s: in which a body must come, and in which it must be answered then.
+        answers: where answers are logged; None: nowhere.
+        access: who may ask.
+    """
+
+    def __init__(
+        self, task: Task, signature: Signature, lanes: Sequence[Lane], batcher: Batcher, metrics: ServeMetrics, *,
+        name: str, newest_samples: Callable[[], int], max_body_bytes: int, time_limit_s: float,
+        access: Access, answers: AnswerLog | None = None,
+    ) -> None:  # fmt: skip
+        self._task = task
+        self._signature = signature
+        self._lanes = lanes
+        self._shares = [lane.share for lane in lanes]
+        self._answers = answers
+        self._batcher = batcher
+        self._metrics = metrics
+        self._name = name
+        self._newest_samples = newest_samples
+        self._max_body_bytes = max_body_bytes
+        self._time_limit_s = time_limit_s
+        self._access = access
+        self._held_bytes = 0  # of bodies, in all requests
+        model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+        routes = [
+            *(Route(f"{path}/infer", self._infer, methods=["POST"]) for path in (model, version)),
+            Route("/predict", self._predict, methods=["POST"]),
+            *(Route(f"{path}/ready", self._model_ready) for path in (model, version)),
+            *(Route(path, self._model_metadata) for path in (model, version)),
+            Route("/v2/health/live", self._live),
+            Route("/v2/health/ready", self._ready),
+            Route("/v2", self._server_metadata),
+            Route("/metrics", self._page),
+        ]
+        self._router = Router(routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, whatever becomes of it."""
+        started_s = time.perf_counter()
+        status = 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        scope["app"] = self  # then routing raises where there is no such path, and does not answer by itself
+        scope[_HELD] = 0
+        try:
+            self._refuse_strangers(scope)
+            await self._router(scope, receive, counted)
+        except ClientDisconnect:
+            return
+        except Exception as exc:
+            if status:  # the answer has begun: the connection ends
+                raise
+            await _response_to(exc, scope)(scope, receive, counted)
+        finally:
+            self._held_bytes -= scope[_HELD]
+        self._metrics.answered(status, time.perf_counter() - started_s)
+
+    def _refuse_strangers(self, scope: Scope) -> None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if self._access.token:
+            if scope["path"].startswith(_HEALTH):
+                return
+            scheme, _, given = _header(headers, b"authorization").partition(" ")
+            if scheme.lower() != "bearer" or not is_token(given.strip(), self._access.token):
+                reason = "expected the header Authorization: Bearer TOKEN"
+                raise Refusal(401, reason, {"WWW-Authenticate": "Bearer"})
+        elif not self._access.by_certificate and not _names_this_machine(host := _header(headers, b"host")):
+            raise Refusal(421, f"expected localhost or 127.0.0.1 as Host, got {host!r:.60}: others need a token")
+
+    # --- answers
+
+    async def _infer(self, request: Request) -> Response:
+        lane = self._lane(request)
+        body = await self._body(request)
+        with _refusing():
+            wanted, tensors = decode_request(body, request.headers.get(LENGTH_HEADER))
+            answer = await self._computed(lane, self._signature.of_tensors(tensors))
+            self._require_version(request, lane, answer)
+            names = trees.dotted_names("output", answer.structure)
+            outputs = list(map(OutputTensor, names, answer.leaves))
+            version = str(answer.version.place.version)
+            if self._answers is not None:
+                wanted.id = wanted.id or _new_id()
+                content = {output.name: output.array.tolist() for output in outputs}
+                self._answers.write(wanted.id, answer.version, content)
+            data, length = encode_answer(wanted, self._name, version, outputs, self._facts(lane, answer.version))
+        if length is None:
+            return Response(data, media_type=_JSON)
+        return Response(data, headers={LENGTH_HEADER: str(length)}, media_type="application/octet-stream")
+
+    async def _predict(self, request: Request) -> Response:
+        lane = self._lane(request)
+        body = await self._body(request)
+        with _refusing():
+            features = self._signature.of_records([self._features(record) for record in _records(body)])
+            answer = await self._computed(lane, features)
+            predictions = _rows(self._predicted(answer), features.num_samples)
+        content = {"model": self._name, "version": answer.version.place.version, "predictions": predictions}
+        if self._answers is not None:
+            request_id = request.headers.get("x-request-id", "")[:_LONGEST_ID] or _new_id()
+            self._answers.write(request_id, answer.version, predictions)
+            content["id"] = request_id
+        return _json(content | self._facts(lane, answer.version))
+
+    def _features(self, record: bytes) -> Any:
+        try:
+            return self._task.decode_features(record)
+        except (SampleError, SkipRecord):
+            raise
+        except RetryLater as exc:
+            raise Refusal(503, f"the task cannot decode records now: {exc}", _LATER) from exc
+        except Exception as exc:  # the user's code may raise anything
+            raise SampleError(f"{type(exc).__name__}: {exc}") from exc
+
+    def _predicted(self, answer: Answer) -> Mapping[str, Any]:
+        output = trees.tree_of(answer.structure, [torch.from_numpy(leaf) for leaf in answer.leaves])
+        try:
+            return self._task.predict(output)
+        except Exception as exc:  # the user's code may raise anything
+            raise SampleError(f"the task does not predict from this output: {described(exc)}") from exc
+
+    async def _computed(self, lane: Lane, features: Features) -> Answer:
+        try:
+            async with asyncio.timeout(self._time_limit_s):
+                return await self._batcher.submit(lane, features)
+        except TimeoutError:
+            raise Refusal(503, f"not computed within {self._time_limit_s:g} s", _LATER) from None
+        except QueueFullError as exc:
+            raise Refusal(429, f"{exc}: send fewer at a time, or start more processes", _LATER) from None
+        except LookupError:
+            raise Refusal(503, f"no version can answer: {lane.problem}", _LATER) from None
+
+    def _facts(self, lane: Lane, version: ServedVersion) -> dict[str, Any]:
+        """What each answer says of the version that it is from."""
+        newest = self._newest_samples()
+        is_known = newest >= 0 and version.samples >= 0
+        facts: dict[str, Any] = {
+            "term": version.place.term,
+            "age_s": round(max(0.0, time.time() - version.made_s), 3),
+            "samples_behind": max(0, newest - version.samples) if is_known else None,
+            "stale": bool(lane.stale),
+        }
+        return facts | {"stale_because": lane.stale} if lane.stale else facts
+
+    def _lane(self, request: Request) -> Lane:
+        """Which lane answers: that of the version in the path, else one of all by its share."""
+        name, wanted = (request.path_params.get(key) for key in ("name", "version"))
+        if name not in (self._name, None):
+            raise Refusal(404, f"expected the model {self._name}, got {name!r:.60}")
+        if wanted is None:
+            return self._lanes[0] if len(self._lanes) == 1 else random.choices(self._lanes, self._shares)[0]
+        for lane in self._lanes:
+            if wanted == lane.wanted or (lane.place is not None and wanted == str(lane.place.version)):
+                return lane
+        raise Refusal(404, f"expected one of the versions {', '.join(self._versions())}, got {wanted!r:.60}")
+
+    def _require_version(self, request: Request, lane: Lane, answer: Answer) -> None:
+        """Refuse an answer of another version than a request names by number."""
+        wanted = request.path_params.get("version", lane.wanted)
+        if wanted not in (lane.wanted, str(answer.version.place.version)):
+            now = ", ".join(self._versions())
+            raise Refusal(404, f"version {wanted!r:.60} was replaced meanwhile: expected one of {now}")
+
+    def _versions(self) -> list[str]:
+        served = {str(lane.place.version) for lane in self._lanes if lane.place is not None}
+        return sorted({*served, *(lane.wanted for lane in self._lanes)})
+
+    async def _body(self, request: Request) -> bytearray:
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise Refusal(415, "expected a body that is not compressed", {"Connection": "close"})
+        body, length = bytearray(), request.headers.get("content-length", "")
+        limit = self._max_body_bytes
+        is_too_long = length.isdecimal() and int(length[:18]) > limit
+        try:
+            async with asyncio.timeout(_DISCARD_S if is_too_long else self._time_limit_s):
+                async for chunk in request.stream():
+                    if not is_too_long:
+                        self._hold(len(chunk), request.scope)
+                        body += chunk
+                        is_too_long = len(body) > limit
+        except TimeoutError:
+            if not is_too_long:
+                reason = f"expected the body within {self._time_limit_s:g} s"
+                raise Refusal(408, reason, {"Connection": "close"}) from None
+        if is_too_long:  # what came of it was read: a client that still sends would not see the answer
+            raise Refusal(413, f"expected a body of at most {limit} bytes", {"Connection": "close"})
+        return body
+
+    def _hold(self, count: int, scope: MutableMapping[str, Any]) -> None:
+        """A request has got so many bytes more."""
+        if self._held_bytes + count > _BODIES * self._max_body_bytes:
+            reason = f"other requests have {self._held_bytes} bytes in memory: send fewer at a time"
+            raise Refusal(429, reason, {**_LATER, "Connection": "close"})
+        self._held_bytes += count
+        scope[_HELD] += count
+
+    # --- what there is
+
+    async def _live(self, request: Request) -> Response:
+        return _json({"live": True})
+
+    async def _ready(self, request: Request) -> Response:
+        reasons = {lane.wanted: lane.problem for lane in self._lanes if lane.copy is None}
+        return _json({"ready": False, "reasons": reasons}, 503) if reasons else _json({"ready": True})
+
+    async def _model_ready(self, request: Request) -> Response:
+        lane = self._lane(request)
+        if lane.copy is None:
+            return _json({"name": self._name, "ready": False, "reason": lane.problem}, 503)
+        return _json({"name": self._name, "ready": True})
+
+    async def _server_metadata(self, request: Request) -> Response:
+        return _json({"name": "doll", "version": doll.__version__, "extensions": ["binary_tensor_data"]})
+
+    async def _model_metadata(self, request: Request) -> Response:
+        self._lane(request)
+        tensors = {"inputs": self._signature.inputs, "outputs": self._signature.outputs}
+        infos = {key: [info._asdict() for info in each] for key, each in tensors.items()}
+        return _json({"name": self._name, "versions": self._versions(), "platform": "doll", **infos})
+
+    async def _page(self, request: Request) -> Response:
+        return Response(self._metrics.page(), media_type=CONTENT_TYPE)
+
+
+def _header(headers: list[tuple[bytes, bytes]], name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in headers if key == name), "")
+
+
+@lru_cache(64)
+def _names_this_machine(host: str) -> bool:
+    """Whether a `Host` header is none that a page of a foreign web site would send."""
+    return not host or is_loopback(host_name(host))
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, _JSON)
+
+
+def _response_to(error: Exception, scope: Scope) -> Response:
+    """What a client gets for an error."""
+    match error:
+        case Refusal():
+            return _json({"error": str(error)[:_LONGEST_REASON]}, error.status, error.headers)
+        case HTTPException():
+            what = f"{scope['method']} {scope['path']}"[:200]
+            return _json({"error": f"{error.detail}: {what}"}, error.status_code, error.headers)
+    log.error("request_failed", path=scope["path"][:200], exc_info=error)
+    return _json({"error": "the server has failed; its log says why"}, 500)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What is wrong with a request becomes a refusal."""
+    try:
+        yield
+    except MalformedError as exc:
+        raise Refusal(400, str(exc)) from exc
+    except (SampleError, SkipRecord) as exc:
+        raise Refusal(422, str(exc)) from exc
+
+
+def _records(body: bytearray) -> list[bytes]:
+    """The records in the body of `POST /predict`: a JSON object, or a list of records."""
+    try:
+        if body.lstrip()[:1] != b"[":
+            return [bytes(msgspec.json.decode(body, type=msgspec.Raw))]
+        records = [bytes(record) for record in msgspec.json.decode(body, type=list[msgspec.Raw])]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise MalformedError(f"expected a record in JSON, or a list of records: {short(exc)}") from None
+    if not records:
+        raise SampleError("expected at least one record, got an empty list")
+    return records
+
+
+def _rows(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """One prediction for each sample."""
+    lists = {}
+    for name, column in columns.items():
+        lists[name] = column.tolist() if isinstance(column, torch.Tensor) else np.asarray(column).tolist()
+        if not isinstance(lists[name], list) or len(lists[name]) != count:
+            raise SampleError(f"Task.predict: expected {count} values of {name!r}, one for each sample")
+    return [{name: column[at] for name, column in lists.items()} for at in range(count)]

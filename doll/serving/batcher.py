@@ -1,0 +1,133 @@
+"""Requests of all connections are computed together: whatever has come while the batch before was computed.
+
+Nothing waits for more requests to come. A batch of a model that takes less time than a change of threads is computed
+on the event loop's own thread, else on another one, so that the loop goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any, Final, NamedTuple
+
+from doll.errors import SampleError
+from doll.serving.model_copies import Lane
+from doll.serving.predictor import Answer
+from doll.serving.tensors import Features
+
+Compute = Callable[[Lane, Sequence[Features]], Sequence[Answer | SampleError]]
+INLINE_S: Final = 0.001
+_SMOOTHING: Final = 0.1  # of the mean time of a batch
+
+
+class QueueFullError(Exception):
+    """More requests wait than may wait."""
+
+
+class _Waiting(NamedTuple):
+    features: Features
+    answer: asyncio.Future[Answer]
+
+
+class Batcher:
+    """One queue for each lane and kind of request, served in turn. Of one event loop.
+
+    Args:
+        compute: answers a batch; called by one thread at a time.
+        max_samples: of a batch, unless one request alone has more.
+        max_waiting: requests that may wait.
+        on_batch: told how many samples a batch had, and the seconds that it took.
+    """
+
+    def __init__(
+        self, compute: Compute, executor: Executor, *, max_samples: int, max_waiting: int,
+        on_batch: Callable[[int, float], object] = lambda samples, seconds: None,
+    ) -> None:  # fmt: skip
+        self._compute = compute
+        self._executor = executor
+        self._max_samples = max_samples
+        self._max_waiting = max_waiting
+        self._on_batch = on_batch
+        self._queues: dict[tuple[Lane, Any], deque[_Waiting]] = {}
+        self._is_busy = False
+        self._batch_s = 10 * INLINE_S  # mean; the first batches go to the other thread
+        self.num_waiting = 0
+
+    async def submit(self, lane: Lane, features: Features) -> Answer:
+        """The answer of `lane`.
+
+        Raises:
+            QueueFullError: too many requests wait.
+            SampleError: the model does not answer this request; the message says why.
+            LookupError: no version has been read yet.
+        """
+        if self.num_waiting >= self._max_waiting:
+            raise QueueFullError(f"{self.num_waiting} requests wait already")
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(features, loop.create_future())
+        self._queues.setdefault((lane, features.kind), deque()).append(waiting)
+        self.num_waiting += 1
+        if not self._is_busy:
+            self._is_busy = True
+            loop.call_soon(self._next, loop)  # behind what else this round of the loop reads
+        return await waiting.answer
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Compute the next batch, if requests wait."""
+        lane, batch = self._take()
+        if lane is None:
+            self._is_busy = False
+            return
+        features = [waiting.features for waiting in batch]
+        is_usual = sum(item.num_samples for item in features) <= self._max_samples
+        if is_usual and self._batch_s < INLINE_S:
+            self._finish(loop, batch, *self._timed(lane, features))
+        else:
+            future = loop.run_in_executor(self._executor, self._timed, lane, features)
+            future.add_done_callback(lambda done: self._finish(loop, batch, *done.result()))
+
+    def _take(self) -> tuple[Lane | None, list[_Waiting]]:
+        """The first requests of the queue whose turn it is; none where none wait."""
+        batch: list[_Waiting] = []
+        count = 0
+        for key in list(self._queues):
+            queue = self._queues.pop(key)
+            while queue and (not batch or count + queue[0].features.num_samples <= self._max_samples):
+                waiting = queue.popleft()
+                self.num_waiting -= 1
+                if not waiting.answer.done():  # nobody waits for it any more
+                    batch.append(waiting)
+                    count += waiting.features.num_samples
+            if queue:
+                self._queues[key] = queue  # behind the others
+            if batch:
+                return key[0], batch
+        return None, batch
+
+    def _timed(self, lane: Lane, features: Sequence[Features]) -> tuple[Sequence[Any] | Exception, float]:
+        started_s = time.perf_counter()
+        try:
+            answers: Sequence[Any] | Exception = self._compute(lane, features)
+        except Exception as exc:  # each request is told; the server goes on
+            answers = exc
+        return answers, time.perf_counter() - started_s
+
+    def _finish(
+        self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Waiting], answers: Sequence[Any] | Exception,
+        took_s: float,
+    ) -> None:  # fmt: skip
+        self._batch_s += _SMOOTHING * (took_s - self._batch_s)
+        self._on_batch(sum(waiting.features.num_samples for waiting in batch), took_s)
+        if isinstance(answers, Exception):
+            answers = [answers] * len(batch)
+        for waiting, answer in zip(batch, answers, strict=True):
+            if waiting.answer.done():
+                continue
+            if isinstance(answer, Exception):
+                waiting.answer.set_exception(answer)
+            else:
+                waiting.answer.set_result(answer)
+        loop.call_soon(self._next, loop)

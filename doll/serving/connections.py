@@ -1,0 +1,154 @@
+"""Who may ask a server, and how many connections it keeps: none of them for long without a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import ssl
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from doll.credentials import secret
+from doll.errors import ConfigError
+from doll.process.http_access import checked_token, read_token
+
+TOKEN_ENV: Final = "DOLL_SERVE_TOKEN"
+CERT_ENV: Final = "DOLL_SERVE_CERT"
+KEY_ENV: Final = "DOLL_SERVE_KEY"
+CLIENT_CA_ENV: Final = "DOLL_SERVE_CLIENT_CA"
+
+IDLE_S: Final = 30.0
+_MAX_CONNECTIONS: Final = 8192
+_MAX_HEAD_BYTES: Final = 65_536  # the parser has no limit of its own
+_OTHER_FILES: Final = 256  # that a process has open beside connections
+
+
+class Access(NamedTuple):
+    """Who may ask a server.
+
+    Attributes:
+        token: that a request must have; "": none is asked for.
+        by_certificate: clients must have certificates.
+        tls: settings of uvicorn; empty: connections are not encrypted.
+    """
+
+    token: str = ""
+    by_certificate: bool = False
+    tls: Mapping[str, Any] = {}
+
+
+def find_access(token_file: Path | None = None) -> Access:
+    """What the environment says, or a file with the token in place of the environment's.
+
+    Raises:
+        ConfigError: a file cannot be used, or the token is no secret.
+    """
+    token = secret(TOKEN_ENV) or ""
+    if token_file is not None:
+        token = read_token(token_file)
+    elif token:
+        token = checked_token(token, TOKEN_ENV)
+    cert, key, ca = (os.environ.get(name) or None for name in (CERT_ENV, KEY_ENV, CLIENT_CA_ENV))
+    if cert is None and (key or ca):
+        raise ConfigError(f"{CERT_ENV}: expected a PEM file with the server's certificate, got none")
+    for path in filter(None, (cert, key, ca)):
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"{path}: expected a PEM file that can be read")
+    tls: dict[str, Any] = {} if cert is None else {"ssl_certfile": cert, "ssl_keyfile": key}
+    if ca is not None:
+        tls |= {"ssl_ca_certs": ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return Access(token, ca is not None, tls)
+
+
+def _refusal(status: str, reason: str) -> bytes:
+    body = f'{{"error": "{reason}"}}'
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+_FULL: Final = _refusal("503 Service Unavailable", "too many connections")
+_LONG_HEAD: Final = _refusal(
+    "431 Request Header Fields Too Large", f"expected headers of at most {_MAX_HEAD_BYTES} bytes"
+)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Beyond as many as may be, a connection is told so and closed."""
+
+    max_connections = _MAX_CONNECTIONS
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.idle_since_s = self.loop.time()
+        self.in_head = False
+        self.head_bytes = 0
+        if len(self.connections) > self.max_connections:
+            transport.write(_FULL)
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.in_head:
+            self.head_bytes += len(data)
+            if self.head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.transport.write(_LONG_HEAD)
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.in_head = True
+        self.head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self.in_head = False
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.idle_since_s = self.loop.time()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.idle_since_s = self.loop.time()
+
+    def close_if_idle(self, now_s: float) -> None:
+        """Close a connection whose next request does not come, or comes a byte at a time, or that reads no answer."""
+        is_idle = self.cycle is None or self.cycle.response_complete or self.flow.write_paused
+        if is_idle and now_s - self.idle_since_s > IDLE_S:
+            self.transport.abort()
+
+
+class BoundedServer(uvicorn.Server):
+    """A server whose owner handles signals, and that closes idle connections."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: the owner sets `should_exit`."""
+        yield
+
+    async def close_idle(self, every_s: float = 1.0) -> None:
+        """Until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(every_s)
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, BoundedProtocol):
+                    connection.close_if_idle(loop.time())
+
+
+def allow_many_files() -> None:
+    """Let this process have as many connections as it may have, within the system's limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_CONNECTIONS + _OTHER_FILES
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    if soft != resource.RLIM_INFINITY:
+        BoundedProtocol.max_connections = max(1, min(_MAX_CONNECTIONS, soft - _OTHER_FILES))

@@ -1,0 +1,221 @@
+"""Keeps the versions that a server answers with: one thread reads the job's topics, another one reads weights.
+
+Neither ends while something does not answer: the last good version stays, and each lane says why it may be stale.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Final
+
+from doll.config import JobConfig
+from doll.errors import CheckpointError, ConfigError, SampleError, ServiceUnavailableError
+from doll.evaluation.stored_weights import StoredWeights
+from doll.evaluation.weight_follower import BLOBS, CHECKPOINTS, WeightFollower
+from doll.kafka.reader import Partition, Reader
+from doll.ledger.lineage import UpdatesRecord
+from doll.services import Services
+from doll.serving.job_facts import JobFacts
+from doll.serving.model_copies import Lane, ModelCopies, ModelCopy
+from doll.storage.stores import open_blobs, open_store
+from doll.storage.version_marks import LATEST, resolve_version
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+POLL_S: Final = 0.02
+_AWAY_S: Final = 0.5  # pause while something does not answer
+_MARKS_EVERY_S: Final = 0.25
+_BLOBS_TIMEOUT_S: Final = 2.0
+_RECONNECT_S: Final = 2.0
+_READ_S: Final = 0.2
+_LOOKUP_S: Final = 5.0
+_END_S: Final = 1.0
+_MAX_SHARE: Final = 0.25  # of a processor that reading versions may take
+
+
+class Following:
+    """Loads versions into `copies`; a context manager.
+
+    Args:
+        find_services: the job's services now; None where none are known. A run that is resumed has others.
+        has_ended: whether the job has ended, as far as its run folder says.
+        check: as of `ModelCopies.load`.
+        on_swap: told that a lane has got another version.
+    """
+
+    def __init__(
+        self, config: JobConfig, run_folder: Path, copies: ModelCopies, *,
+        find_services: Callable[[], Services | None], has_ended: Callable[[], bool],
+        check: Callable[[ModelCopy], None], on_swap: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._copies = copies
+        self._find_services = find_services
+        self._has_ended = has_ended
+        self._check = check
+        self._on_swap = on_swap
+        self._store = open_store(config, run_folder)
+        self._follower = WeightFollower(config, None, run_folder, copies.model)
+        self.facts = JobFacts(2 * config.ps.lease_s, time.monotonic())
+        self._records: deque[UpdatesRecord] = deque()  # read, and not seen by the follower yet
+        self._kafka_problem = "Kafka has not answered yet"
+        self._services: Services | None = None  # that the follower's blobs are of
+        self._reconnect_at_s = float("-inf")
+        self._look_at_s = dict.fromkeys(copies.lanes, float("-inf"))
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True)
+            for target in (self._read_topics, self._read_versions)
+        ]
+
+    def __enter__(self) -> Following:
+        # First what checkpoints have: it is served at once, and says which run this is.
+        self._refresh_all()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(_END_S)  # a client may wait for an answer
+        self._use_services(None)
+
+    # --- versions
+
+    def _read_versions(self) -> None:
+        pause_s = POLL_S
+        while not self._stop.wait(pause_s):
+            began_s = time.thread_time()
+            while self._records:
+                self._follower.feed(self._records.popleft())
+            if time.monotonic() >= self._reconnect_at_s:
+                self._reconnect_at_s = time.monotonic() + _RECONNECT_S
+                self._use_services(self._find_services())
+            self._refresh_all()
+            busy_s = time.thread_time() - began_s
+            is_away = self._follower.unavailable or any(lane.problem for lane in self._copies.lanes)
+            pause_s = max(_AWAY_S if is_away else POLL_S, busy_s / _MAX_SHARE)
+
+    def _use_services(self, services: Services | None) -> None:
+        """Read blobs where these services are."""
+        if services == self._services:
+            return
+        if (blobs := self._follower.blobs) is not None:
+            self._follower.blobs = None
+            blobs.close()  # type: ignore[attr-defined]  # of the stores that `open_blobs` opens
+        self._services = services
+        if services is not None and services.redis:
+            # No address is an error for workers; a server goes on with checkpoints.
+            with suppress(ConfigError, ServiceUnavailableError):
+                self._follower.blobs = open_blobs(
+                    self._config, services, give_up=lambda: True, timeout_s=_BLOBS_TIMEOUT_S
+                )
+
+    def _refresh_all(self) -> None:
+        now_s = time.monotonic()
+        for lane in self._copies.lanes:
+            if lane.wanted == LATEST or now_s >= self._look_at_s[lane]:
+                self._look_at_s[lane] = now_s + _MARKS_EVERY_S
+                self._refresh(lane)
+            lane.stale = self._staleness(lane, now_s)
+            if (copy := lane.copy) is not None and (made := self.facts.made(copy.version.place)) is not None:
+                copy.version.made_s, copy.version.samples = made
+
+    def _refresh(self, lane: Lane) -> None:
+        """Load what `lane` wants, if it is another version than it has; say why not."""
+        try:
+            stored = self._newer(lane)
+            if stored is not None:
+                self._load(lane, stored)
+            problem = ""
+            if lane.copy is None:
+                problem = self._follower.unavailable.get(CHECKPOINTS) or "no version has been learned yet"
+        except Exception as exc:  # of the user's code too: the last good version is served on
+            problem = str(exc) or type(exc).__name__
+        if problem != lane.problem:
+            lane.problem = problem
+            if problem:
+                log.warning("version_not_served", wanted=lane.wanted, reason=problem, serving=lane.place)
+
+    def _newer(self, lane: Lane) -> StoredWeights | None:
+        """The version that `lane` wants; None where it has it."""
+        if lane.wanted == LATEST:
+            return self._follower.newest(lane.place)
+        is_number = lane.wanted.isdecimal()
+        if is_number and lane.place is not None:
+            return None
+        version = int(lane.wanted) if is_number else resolve_version(self._store, lane.wanted)
+        return None if lane.place is not None and lane.place.version == version else self._follower.of_version(version)
+
+    def _load(self, lane: Lane, stored: StoredWeights) -> None:
+        try:
+            copy = self._copies.load(lane, stored, self._check)
+        except SampleError as exc:
+            raise CheckpointError(f"version {stored.version} is not served: {exc}") from exc
+        if len(self._copies.lanes) > 1 or lane.wanted != LATEST:
+            log.info("version_served", wanted=lane.wanted, version=copy.version.place.version)
+        self._on_swap()
+
+    def _staleness(self, lane: Lane, now_s: float) -> str:
+        if lane.wanted.isdecimal() or self._has_ended() or self.facts.is_finished:
+            return ""
+        if lane.wanted != LATEST:
+            return lane.problem
+        unavailable = self._follower.unavailable
+        reasons = [self._kafka_problem or self.facts.silence(now_s), unavailable.get(BLOBS), lane.problem]
+        if self._follower.reads_checkpoints:
+            reasons.append(unavailable.get(CHECKPOINTS))
+        return "; ".join(reason for reason in reasons if reason)
+
+    # --- topics
+
+    def _read_topics(self) -> None:
+        while not self._stop.is_set():
+            services = self._find_services()
+            if services is None:
+                self._kafka_problem = "no address of Kafka is known"
+            elif not self._has_ended():
+                try:
+                    self._read_topics_of(services)
+                except Exception as exc:  # this thread goes on, whatever the client raises
+                    self._kafka_problem = str(exc) or type(exc).__name__
+            self._stop.wait(_RECONNECT_S)
+
+    def _read_topics_of(self, services: Services) -> None:
+        """Read until this server stops, or the job has other services.
+
+        Raises:
+            ServiceUnavailableError: Kafka does not answer at first.
+        """
+        updates, metrics = (Partition(self._config.topic(kind)) for kind in ("updates", "metrics"))
+        knows_run = bool(self._follower.run_id)
+
+        def start(partition: Partition, low: int, high: int) -> int:
+            if partition == metrics:
+                return high
+            # A checkpoint has said which run this is: the last record says how far it is. Else the history says both.
+            return max(low, high - 1) if knows_run else low
+
+        check_at_s = 0.0
+        reader = Reader(self._config, services, "serve", (updates, metrics), start, lookup_timeout_s=_LOOKUP_S)
+        with closing(reader):
+            self._kafka_problem = ""
+            while not self._stop.is_set():
+                for entry in reader.poll(_READ_S):
+                    self.facts.feed(entry.record, time.monotonic())
+                    if isinstance(entry.record, UpdatesRecord):
+                        self._records.append(entry.record)
+                if time.monotonic() < check_at_s:
+                    continue
+                check_at_s = time.monotonic() + _RECONNECT_S
+                answers = reader.partition_ends(updates.topic, 1) is not None
+                self._kafka_problem = "" if answers else f"Kafka at {services.kafka} does not answer"
+                if not answers and self._find_services() not in (services, None):
+                    return

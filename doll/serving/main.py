@@ -1,0 +1,284 @@
+"""The processes of a model server: one, or several that accept from one socket.
+
+Several are forked from a parent that has loaded torch and serves nothing. It starts again what ends, and takes all of
+them along when it ends, however it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+import uvicorn
+import uvloop
+
+from doll import telemetry
+from doll.config import JobConfig
+from doll.errors import ConfigError
+from doll.local.processes import describe_exit, die_with_parent
+from doll.model.flat_model import build
+from doll.process.health import Heartbeat, heartbeat_of
+from doll.process.http_access import LOOPBACK, address_of, listen
+from doll.process.platform import CAN_FORK
+from doll.process.signals import stop_requested
+from doll.services import Services
+from doll.serving.answer_log import AnswerLog
+from doll.serving.app import ServeApp
+from doll.serving.batcher import Batcher
+from doll.serving.connections import IDLE_S, Access, BoundedProtocol, BoundedServer, allow_many_files, find_access
+from doll.serving.following import Following
+from doll.serving.metrics import ServeMetrics
+from doll.serving.model_copies import Lane, ModelCopies
+from doll.serving.predictor import Predictor
+from doll.serving.tensors import Signature
+from doll.task.base import load_task
+
+log = telemetry.get_logger(__name__)
+
+_LOOK_S: Final = 0.2
+_RESTART_S: Final = 1.0  # after a process has ended, so that one that cannot begin does not take all time
+_OBSERVE_S: Final = 1.0
+_END_S: Final = 10.0  # that a process may take beside its last answers
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a server serves.
+
+    Attributes:
+        wanted: versions that answer, by number, alias or `latest`, and the percentage of requests that each gets.
+        name: of the model.
+        max_batch: samples that the model gets at once, at most.
+        max_queue: requests that may wait, in each process.
+        time_limit_s: for the body of a request to come, and for its answer to be computed.
+        grace_s: that requests have to be answered when the server is told to end.
+        log_topic: gets the answers; "": none does.
+        token_file: of the token that requests must have; None: the environment may have one.
+    """
+
+    wanted: dict[str, float]
+    name: str
+    host: str = LOOPBACK
+    port: int = 8000
+    processes: int = 1
+    max_batch: int = 64
+    max_queue: int = 1024
+    max_body_bytes: int = 16_000_000
+    time_limit_s: float = 10.0
+    grace_s: float = 10.0
+    log_topic: str = ""
+    token_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class ServedJob:
+    """What is served.
+
+    Attributes:
+        find_services, has_ended: as of `Following`.
+    """
+
+    config: JobConfig
+    run_folder: Path
+    find_services: Callable[[], Services | None]
+    has_ended: Callable[[], bool]
+
+
+def run_serve(job: ServedJob, options: ServeOptions, *, say: Callable[[str], object] = lambda text: None) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code, 0. Needs the main thread.
+
+    Args:
+        say: told the address, once it is listened on.
+
+    Raises:
+        ConfigError: the task or the address cannot be used, anybody could reach the server, or there cannot be several
+            processes.
+    """
+    access = find_access(options.token_file)
+    if options.processes > 1 and not CAN_FORK:
+        raise ConfigError("--processes: expected 1: a process that has loaded torch can be forked on Linux only")
+    torch.set_num_threads(1)
+    load_task(job.config)  # what is wrong with it is said before anything starts
+    metrics = ServeMetrics(job.config.job, options.processes)
+    with (
+        listen(options.host, options.port, access.token, by_certificate=access.by_certificate) as listener,
+        heartbeat_of("serve", job.config) as heartbeat,
+    ):
+        address = address_of(listener)
+        say(address.replace("http:", "https:") if access.tls else address)
+        serve = partial(serve_here, job, options, access, listener, metrics)
+        if options.processes == 1:
+            with stop_requested() as stop:
+                serve(stop, heartbeat)
+            return 0
+        return _serve_in_processes(options.processes, serve, metrics, heartbeat, options.grace_s + _END_S)
+
+
+def serve_here(
+    job: ServedJob, options: ServeOptions, access: Access, listener: socket.socket, metrics: ServeMetrics,
+    stop: threading.Event, heartbeat: Heartbeat | None,
+) -> None:  # fmt: skip
+    """Serve in this process."""
+    allow_many_files()
+    config = job.config
+    task = load_task(config)
+    signature = Signature(task)
+    lanes = [Lane(name, share) for name, share in options.wanted.items()]
+    copies = ModelCopies(partial(build, config, task, with_rows=False), lanes)
+    predictor = Predictor(task, signature, copies, options.max_batch)
+    following = Following(
+        config, job.run_folder, copies, find_services=job.find_services, has_ended=job.has_ended,
+        check=predictor.check, on_swap=metrics.swapped,
+    )  # fmt: skip
+    with contextlib.ExitStack() as opened:
+        executor = opened.enter_context(ThreadPoolExecutor(1, "compute"))
+        opened.enter_context(following)
+        answers = opened.enter_context(_answer_log(job, options, metrics)) if options.log_topic else None
+        batcher = Batcher(
+            predictor.answer, executor, max_samples=options.max_batch, max_waiting=options.max_queue,
+            on_batch=metrics.computed,
+        )  # fmt: skip
+        app = ServeApp(
+            task, signature, copies.lanes, batcher, metrics, name=options.name,
+            newest_samples=lambda: following.facts.samples, max_body_bytes=options.max_body_bytes,
+            time_limit_s=options.time_limit_s, access=access, answers=answers,
+        )  # fmt: skip
+        uvicorn_config = uvicorn.Config(
+            app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, proxy_headers=False, timeout_keep_alive=int(IDLE_S),
+            timeout_graceful_shutdown=max(1, round(options.grace_s)), **access.tls,
+        )  # fmt: skip
+
+        def observe() -> None:
+            metrics.observe(copies, following.facts.samples, batcher.num_waiting)
+            if heartbeat is not None:
+                heartbeat.beat("loop")
+                missing = [f"version {lane.wanted}: {lane.problem}" for lane in copies.lanes if lane.copy is None]
+                heartbeat.set_waiting_for("; ".join(missing))
+
+        if heartbeat is not None:
+            heartbeat.expect("loop")
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve_until(BoundedServer(uvicorn_config), listener, stop, observe))
+
+
+def _answer_log(job: ServedJob, options: ServeOptions, metrics: ServeMetrics) -> AnswerLog:
+    """
+    Raises:
+        ConfigError: no address of Kafka is known.
+    """
+    services = job.find_services()
+    if services is None:
+        raise ConfigError("--log-answers: expected kafka.address in the job file, got none")
+    return AnswerLog(job.config, services, options.log_topic, options.name, metrics.unlogged)
+
+
+async def _serve_until(
+    server: BoundedServer, listener: socket.socket, stop: threading.Event, observe: Callable[[], None]
+) -> None:  # fmt: skip
+    """Serve until `stop` is set, then answer what has begun."""
+
+    async def watch() -> None:
+        observe_at_s = 0.0
+        while not stop.is_set():
+            if time.monotonic() >= observe_at_s:
+                observe_at_s = time.monotonic() + _OBSERVE_S
+                observe()
+            await asyncio.sleep(_LOOK_S)
+        server.should_exit = True
+
+    tasks = [asyncio.create_task(watch()), asyncio.create_task(server.close_idle())]
+    try:
+        # A copy: uvicorn closes it, and other processes accept from the other one.
+        await server.serve(sockets=[listener.dup()])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --- several processes
+
+
+def _serve_in_processes(
+    count: int, serve: Callable[[threading.Event, Heartbeat | None], None], metrics: ServeMetrics, heartbeat: Heartbeat,
+    grace_s: float,
+) -> int:  # fmt: skip
+    """Keep `count` processes until SIGTERM or SIGINT, or until one finds the job not to be served."""
+    parent = os.getpid()
+    running: dict[int, int] = {}  # process id -> number of its row
+    heartbeat.expect("loop")
+    heartbeat.set_waiting_for("")
+    with stop_requested() as stop:
+        due_s = dict.fromkeys(range(count), 0.0)
+        while not stop.is_set():
+            heartbeat.beat("loop")
+            for number in [number for number, at_s in due_s.items() if time.monotonic() >= at_s]:
+                del due_s[number]
+                if not (pid := os.fork()):
+                    _child(parent, number, serve, metrics)
+                running[pid] = number
+            for pid, code in _ended(running):
+                number = running.pop(pid)
+                if code == ConfigError.exit_code:
+                    _end(running, grace_s)
+                    return code
+                log.error("process_ended", process=number, pid=pid, exit=describe_exit(code), action="started again")
+                due_s[number] = time.monotonic() + _RESTART_S
+            stop.wait(_LOOK_S)
+    _end(running, grace_s)
+    return 0
+
+
+def _end(running: dict[int, int], grace_s: float) -> None:
+    """End these children, if need be by SIGKILL."""
+    deadline_s = time.monotonic() + grace_s
+    while running:
+        number = signal.SIGTERM if time.monotonic() < deadline_s else signal.SIGKILL
+        for pid in running:
+            os.kill(pid, number)  # again and again: one that has just begun does not handle it yet
+        time.sleep(_LOOK_S)
+        for pid, _ in _ended(running):
+            del running[pid]
+
+
+def _child(
+    parent: int, number: int, serve: Callable[[threading.Event, Heartbeat | None], None], metrics: ServeMetrics
+) -> None:  # fmt: skip
+    """The life of a forked process, which does not return."""
+    code = 1
+    try:
+        die_with_parent(parent)
+        metrics.use_row(number)
+        with stop_requested() as stop:
+            serve(stop, None)
+        code = 0
+    except ConfigError as exc:
+        sys.stderr.write(f"doll: {exc}\n")
+        code = exc.exit_code
+    except Exception as exc:
+        log.error("process_failed", process=number, exc_info=exc)
+    finally:
+        os._exit(code)
+
+
+def _ended(pids: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Those of these children that have ended, with their exit codes."""
+    for pid in list(pids):
+        with contextlib.suppress(ChildProcessError):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                yield pid, os.waitstatus_to_exitcode(status)

@@ -1,0 +1,114 @@
+"""What a server has answered, counted; and its pages for Prometheus, for all processes of one port together.
+
+The numbers of all processes are in memory that they share, a row for each: whichever process is asked tells of all.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+
+from doll.serving.model_copies import ModelCopies
+
+CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
+_CODES: Final = (200, 400, 401, 404, 405, 408, 413, 415, 421, 422, 429, 500, 503)
+_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_COUNTS: Final = {
+    "samples": "Samples that were answered.", "batches": "Batches that were computed.",
+    "compute_seconds": "Time in which batches were computed.", "swaps": "Versions that took the place of another one.",
+    "unlogged_answers": "Answers that Kafka did not take.",
+}  # fmt: skip
+_GAUGES: Final = {
+    "version": "Version that answers requests.", "version_age_seconds": "Time since its update.",
+    "samples_behind": "Samples that a newer version has learned, and this one has not.",
+    "stale": "1: a newer version may not have been seen.", "waiting_requests": "Requests that wait to be computed.",
+}  # fmt: skip
+_COLUMNS: Final = {
+    name: at
+    for at, name in enumerate(
+        [*map(str, _CODES), *_COUNTS, *(f"le{at}" for at in range(len(_BOUNDS_S) + 1)), "seconds", *_GAUGES]
+    )
+}
+
+
+class ServeMetrics(Collector):
+    """Counters of the processes of one port. Make it before they are forked; each counts in the row of its number."""
+
+    def __init__(self, job: str, processes: int) -> None:
+        self._job = job
+        size = processes * len(_COLUMNS)
+        self._rows = np.frombuffer(mmap.mmap(-1, 8 * size), np.float64, size).reshape(processes, len(_COLUMNS))
+        self._own = self._rows[0]
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def use_row(self, process: int) -> None:
+        """This is the process of this number."""
+        self._own = self._rows[process]
+
+    def answered(self, code: int, seconds: float) -> None:
+        """A request was answered with this status."""
+        self._own[_COLUMNS.get(str(code), _COLUMNS["500"])] += 1
+        self._own[_COLUMNS[f"le{bisect_left(_BOUNDS_S, seconds)}"]] += 1
+        self._own[_COLUMNS["seconds"]] += seconds
+
+    def computed(self, samples: int, seconds: float) -> None:
+        """A batch was computed."""
+        self._own[_COLUMNS["samples"]] += samples
+        self._own[_COLUMNS["batches"]] += 1
+        self._own[_COLUMNS["compute_seconds"]] += seconds
+
+    def swapped(self) -> None:
+        """A version took the place of another one."""
+        self._own[_COLUMNS["swaps"]] += 1
+
+    def unlogged(self) -> None:
+        """An answer could not be logged."""
+        self._own[_COLUMNS["unlogged_answers"]] += 1
+
+    def observe(self, copies: ModelCopies, newest_samples: int, waiting: int) -> None:
+        """Set the gauges of this process; of several lanes, those of the first one."""
+        lane = copies.lanes[0]
+        own, at = self._own, _COLUMNS
+        if (copy := lane.copy) is not None:
+            version = copy.version
+            own[at["version"]] = version.place.version
+            own[at["version_age_seconds"]] = max(0.0, time.time() - version.made_s)
+            own[at["samples_behind"]] = max(0, newest_samples - version.samples) if version.samples >= 0 else 0
+        own[at["stale"]] = bool(lane.stale)
+        own[at["waiting_requests"]] = waiting
+
+    def page(self) -> bytes:
+        """For Prometheus."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        """As Prometheus' client library asks for it."""
+        total = dict(zip(_COLUMNS, self._rows.sum(axis=0).tolist(), strict=True))
+        requests = CounterMetricFamily("doll_serve_requests", "Requests, by status.", labels=["job_name", "code"])
+        for code in _CODES:
+            requests.add_metric([self._job, str(code)], total[str(code)])
+        yield requests
+        for name, text in _COUNTS.items():
+            counter = CounterMetricFamily(f"doll_serve_{name}", text, labels=["job_name"])
+            counter.add_metric([self._job], total[name])
+            yield counter
+        counts = np.cumsum([total[f"le{at}"] for at in range(len(_BOUNDS_S) + 1)]).tolist()
+        buckets = list(zip([*map(str, _BOUNDS_S), "+Inf"], counts, strict=True))
+        latency = HistogramMetricFamily("doll_serve_request_seconds", "Time to answer.", labels=["job_name"])
+        latency.add_metric([self._job], buckets, total["seconds"])
+        yield latency
+        for name, text in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"doll_serve_{name}", text, labels=["job_name", "process"])
+            for process, row in enumerate(self._rows):
+                gauge.add_metric([self._job, str(process)], float(row[_COLUMNS[name]]))
+            yield gauge

@@ -1,0 +1,147 @@
+"""Requests that have come while a batch was computed are the next batch."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from doll.errors import SampleError
+from doll.serving.batcher import INLINE_S, Batcher, QueueFullError
+from doll.serving.model_copies import Lane
+from doll.serving.tensors import Features
+
+pytestmark = pytest.mark.slow  # loads torch
+LANE = Lane("latest")
+
+
+def features(value: float, count: int = 1, kind: Any = ()) -> Features:
+    return Features(np.full((count, 1), value), count, kind)
+
+
+class Computed:
+    """Echoes what it gets; holds its first batch until `go`. The sizes of the batches are kept."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[float]] = []
+        self.threads: list[str] = []
+        self.go = threading.Event()
+        self.began = threading.Event()
+
+    def __call__(self, lane: Lane, batch: Sequence[Features]) -> list[Any]:
+        self.batches.append([float(item.x[0, 0]) for item in batch])
+        self.threads.append(threading.current_thread().name)
+        self.began.set()
+        assert self.go.wait(60)
+        return [SampleError("seven") if item.x[0, 0] == 7 else float(item.x[0, 0]) for item in batch]
+
+
+def run(scenario: Callable[[Batcher, Computed], Any], *, max_waiting: int = 100) -> Computed:
+    computed = Computed()
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1, "compute") as executor:
+            await scenario(Batcher(computed, executor, max_samples=4, max_waiting=max_waiting), computed)
+
+    asyncio.run(main())
+    return computed
+
+
+async def begun(batcher: Batcher, computed: Computed, *values: float) -> list[asyncio.Task[Any]]:
+    """The first request is being computed, and the others wait."""
+    tasks = [asyncio.create_task(batcher.submit(LANE, features(values[0])))]
+    await asyncio.get_running_loop().run_in_executor(None, computed.began.wait, 60)
+    tasks += [asyncio.create_task(batcher.submit(LANE, features(value))) for value in values[1:]]
+    await asyncio.sleep(0)
+    return tasks
+
+
+def test_what_waits_is_computed_together_up_to_the_limit() -> None:
+    async def scenario(batcher: Batcher, computed: Computed) -> None:
+        tasks = await begun(batcher, computed, 1, 2, 3, 4, 5, 6)
+        computed.go.set()
+        assert await asyncio.gather(*tasks) == [1, 2, 3, 4, 5, 6]
+
+    assert run(scenario).batches == [[1], [2, 3, 4, 5], [6]]
+
+
+def test_one_request_may_have_more_samples_than_a_batch() -> None:
+    async def scenario(batcher: Batcher, computed: Computed) -> None:
+        computed.go.set()
+        assert await batcher.submit(LANE, features(1, count=100)) == 1
+
+    assert run(scenario).batches == [[1]]
+
+
+def test_kinds_and_lanes_take_turns() -> None:
+    async def scenario(batcher: Batcher, computed: Computed) -> None:
+        (first,) = await begun(batcher, computed, 0)
+        other = Lane("stable")
+        wanted = [(LANE, "a", 1), (LANE, "a", 2), (LANE, "b", 3), (other, "a", 4), (LANE, "a", 5)]
+        tasks = [asyncio.create_task(batcher.submit(lane, features(value, kind=kind))) for lane, kind, value in wanted]
+        await asyncio.sleep(0)
+        computed.go.set()
+        assert await asyncio.gather(first, *tasks) == [0, 1, 2, 3, 4, 5]
+
+    assert run(scenario).batches == [[0], [1, 2, 5], [3], [4]]
+
+
+def test_each_request_gets_its_own_error() -> None:
+    async def scenario(batcher: Batcher, computed: Computed) -> None:
+        tasks = await begun(batcher, computed, 1, 7, 2)
+        computed.go.set()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [answer if isinstance(answer, float) else str(answer) for answer in answers] == [1, "seven", 2]
+
+    run(scenario)
+
+
+def test_what_cannot_be_computed_ends_no_other_request() -> None:
+    async def scenario(batcher: Batcher, computed: Computed) -> None:
+        computed.go.set()
+        with pytest.raises(IndexError):
+            await batcher.submit(LANE, Features(np.empty((0, 0)), 1, ()))
+        assert await batcher.submit(LANE, features(2)) == 2
+
+    run(scenario)
+
+
+def test_a_full_queue_refuses() -> None:
+    async def scenario(batcher: Batcher, computed: Computed) -> None:
+        tasks = await begun(batcher, computed, 1, 2, 3)
+        with pytest.raises(QueueFullError, match="2 requests wait already"):
+            await batcher.submit(LANE, features(4))
+        computed.go.set()
+        assert await asyncio.gather(*tasks) == [1, 2, 3]
+        assert batcher.num_waiting == 0
+
+    run(scenario, max_waiting=2)
+
+
+def test_a_request_whose_client_has_gone_is_not_computed() -> None:
+    async def scenario(batcher: Batcher, computed: Computed) -> None:
+        tasks = await begun(batcher, computed, 1, 2, 3)
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        computed.go.set()
+        assert await tasks[2] == 3
+
+    assert run(scenario).batches == [[1], [3]]
+
+
+def test_a_model_that_takes_no_time_is_computed_by_the_loop_itself() -> None:
+    async def scenario(batcher: Batcher, computed: Computed) -> None:
+        computed.go.set()
+        for _ in range(1000):
+            await batcher.submit(LANE, features(1))
+            if batcher._batch_s < INLINE_S:
+                break
+        await batcher.submit(LANE, features(1))
+        assert computed.threads[0].startswith("compute")
+        assert computed.threads[-1] == "MainThread"
+
+    run(scenario)
