@@ -126,6 +126,14 @@ class Decision:
         return tuple(instance for instance in self.instances if instance.is_alive)
 
     @property
+    def running(self) -> list[str]:
+        """The market of each slot's worker, "" where none is ready."""
+        markets: dict[int, str] = {
+            instance.slot: instance.market for instance in self.alive if instance.id in self.ready
+        }
+        return [markets.get(slot, "") for slot in range(len(self.markets))]
+
+    @property
     def actions(self) -> tuple[ActionResult, ...]:
         """The results without the waits."""
         return tuple(result for result in self.results if not isinstance(result.action, Wait))
@@ -195,6 +203,7 @@ class Decision:
             "updates_done": self.updates_done,
             "target_updates": self.target_updates,
             "markets": [market or "" for market in self.markets],
+            "running": self.running,
             "reasons": _by_text(dict(enumerate(self.reasons))),
             "actions": [result.text() for result in self.actions],
             "waits": _by_text({wait.slot: wait.why for wait in waits}),

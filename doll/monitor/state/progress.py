@@ -13,6 +13,7 @@ from doll.ledger.balance import Range, named
 from doll.ledger.offset_ranges import Span
 from doll.monitor.state.history import History
 from doll.monitor.state.limit_text import limit_text
+from doll.monitor.state.newest_updates import NewestUpdates
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.prequential import Means
 from doll.monitor.state.rates import (
@@ -182,6 +183,7 @@ class ProgressModel:
         self._slow_workers: set[int] = set()
         self._waiting: dict[int, str] = {}  # for what a worker waits to decode records
         self._lost: dict[int, list[Span]] = {}
+        self._newest = NewestUpdates()
         self.next_offsets: dict[int, int] = {}  # per partition: one above the last offset in an update
         self.served_by: dict[int, int] = {}  # per partition: the worker whose batch was in an update last
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
@@ -206,10 +208,13 @@ class ProgressModel:
             self._status = None
             self._measures.clear()
             self._gone_since_s.clear()
+            self._newest = NewestUpdates()
             self._worker_rates = WorkerRates()
         if isinstance(record, TermStarted) and record.resumed_version == 0:
             self.next_offsets = dict(enumerate(record.origins))
         elif isinstance(record, Update):
+            if record.version == self.history.version:
+                self._newest.add(record)
             for member in record.members:
                 self.next_offsets[member.partition] = member.hi
                 self.served_by[member.partition] = member.worker
@@ -219,6 +224,11 @@ class ProgressModel:
                     self.add_lost(member.partition, lo, hi)
         if self.history.restarts > restarts:
             self.add_event(f"parameter server resumed from version {self.history.version}", None)
+
+    @property
+    def newest_updates(self) -> Sequence[Update]:
+        """The newest ones with their batches, oldest first."""
+        return self._newest.updates
 
     def _measured(self, record: Metric) -> None:
         self._metrics[record.source] = record.values

@@ -16,6 +16,7 @@ from doll.config import JobConfig
 from doll.monitor.state.continuity import Continuity
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.history import History
+from doll.monitor.state.market_history import MarketHistory
 from doll.monitor.state.progress import JobSnapshot, ProgressModel
 from doll.process.metric_names import PROVISIONER
 from doll.provisioner.planning.planner import slot_ranges
@@ -29,9 +30,8 @@ from doll.records.control import (
     TermStarted,
     Update,
 )
+from doll.storage.version_marks import VersionMarks
 
-MAX_UPDATES: Final = 200
-MAX_MEMBERS: Final = 20_000  # batches of these updates: one of a job with 1,000 workers may have as many
 MAX_LETTERS: Final = 200
 MAX_PAYLOAD_BYTES: Final = 1_024  # of a dead letter
 MAX_DECISIONS: Final = 200
@@ -47,18 +47,22 @@ class Decisions:
     Attributes:
         newest: empty before the first.
         notable: those that did something, or changed what is wanted or what a person must do.
+        market: machines, prices and costs over time.
     """
 
     newest: Mapping[str, Any] = field(default_factory=dict)
     notable: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_DECISIONS))
+    market: MarketHistory = field(default_factory=MarketHistory)
 
     def add(self, decision: Mapping[str, Any]) -> None:
         """The next one. Where a journal and a topic have the same decision, it is one."""
+        self.market.feed(decision)
         if decision.get("turn") == self.newest.get("turn"):
             self.newest = {**decision, **self.newest}
             return
         changes = ("phase", "binding", "markets", "alarms")
-        if decision["actions"] or any(decision.get(key) != self.newest.get(key) for key in changes):
+        acts_anew = decision["actions"] and decision["actions"] != self.newest.get("actions")  # and tries nothing again
+        if acts_anew or any(decision.get(key) != self.newest.get(key) for key in changes):
             self.notable.append(decision)
         self.newest = decision
 
@@ -77,6 +81,14 @@ class Decisions:
 
 
 @dataclass(frozen=True)
+class KeptVersions:
+    """The versions that are in a job's checkpoints, and their names."""
+
+    versions: frozenset[int]
+    marks: VersionMarks
+
+
+@dataclass(frozen=True)
 class PageState:
     """What a page is made of, of a job that runs or of a run that has ended.
 
@@ -89,6 +101,7 @@ class PageState:
         updates, letters, events: the newest ones, oldest first.
         last_events: of each worker.
         next_offsets, served_by: as of `ProgressModel`.
+        kept: of its checkpoints, read where a version is opened; None: not read, or they cannot be.
         problem: why the page may not show the newest state; "" where it does.
     """
 
@@ -107,6 +120,7 @@ class PageState:
     last_events: Mapping[int, Event] = field(default_factory=dict)
     next_offsets: Mapping[int, int] = field(default_factory=dict)
     served_by: Mapping[int, int] = field(default_factory=dict)
+    kept: KeptVersions | None = None
     problem: str = ""
 
 
@@ -129,8 +143,6 @@ class WatchedJob:
 
     def _begin(self) -> None:
         self._continuity = Continuity()
-        self._updates: deque[Update] = deque()
-        self._members = 0
         self._letters: deque[DeadLetter] = deque(maxlen=MAX_LETTERS)
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._workers: dict[int, tuple[bool, int]] = {}  # whether it is live, and its restarts
@@ -159,16 +171,8 @@ class WatchedJob:
                 self._note_workers(record)
             case TermStarted() | Update() | Finished() if record.term > self._after_term:
                 self._continuity.feed(record)
-                if isinstance(record, Update) and record.version == history.version:
-                    self._keep(record)
             case _:
                 pass
-
-    def _keep(self, update: Update) -> None:
-        self._updates.append(update)
-        self._members += len(update.members)
-        while len(self._updates) > MAX_UPDATES or (self._members > MAX_MEMBERS and len(self._updates) > 1):
-            self._members -= len(self._updates.popleft().members)
 
     def _note_workers(self, status: ServerStatus) -> None:
         """Events of workers that have come, gone, or been replaced since the last status."""
@@ -181,7 +185,7 @@ class WatchedJob:
             replaced = before is not None and worker.restarts > before[1]
             text = ("replaced by a new process" if replaced else "live") if worker.is_live else "gone"
             changed.setdefault(text, []).append(worker.worker)
-            self._last_events[worker.worker] = (status.time_s, text)
+            self._last_events[worker.worker] = (status.time_s, text.partition(" ")[0])
         for text, workers in changed.items():
             subject = f"worker{'s' * (len(workers) > 1)} {slot_ranges(workers)}"
             self._events.append((status.time_s, f"{subject}: {text}"))
@@ -199,7 +203,7 @@ class WatchedJob:
             is_live=not has_ended,
             continuity=self._continuity,
             silent_s={} if has_ended else self._heartbeats.silent(unix_s),
-            updates=self._updates,
+            updates=progress.newest_updates,
             letters=self._letters,
             events=self._events,
             last_events=self._last_events,

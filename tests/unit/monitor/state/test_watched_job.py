@@ -1,6 +1,6 @@
 """What a page keeps of a job: the newest records, bounded, and events with their times."""
 
-from doll.monitor.state import watched_job
+from doll.monitor.state import newest_updates, watched_job
 from doll.monitor.state.watched_job import Decisions, PageState
 from doll.records.control import Finished
 from page_feed import MadeUpJob
@@ -36,16 +36,16 @@ def test_workers_that_come_and_go_are_events() -> None:
 
 def test_of_updates_the_newest_are_kept() -> None:
     made_up = MadeUpJob(workers=2, members=2)
-    made_up.run(watched_job.MAX_UPDATES // 4 + 3)
+    made_up.run(newest_updates.MAX_UPDATES // 4 + 3)
     updates = state_of(made_up).updates
-    assert len(updates) == watched_job.MAX_UPDATES
-    assert updates[-1].version == watched_job.MAX_UPDATES + 12
+    assert len(updates) == newest_updates.MAX_UPDATES
+    assert updates[-1].version == newest_updates.MAX_UPDATES + 12
 
 
 def test_of_large_updates_fewer_are_kept() -> None:
     made_up = MadeUpJob(workers=4, members=4)
     made_up.run(1)
-    many = update(1, 5, *[(0, batch) for batch in range(watched_job.MAX_MEMBERS + 1)])
+    many = update(1, 5, *[(0, batch) for batch in range(newest_updates.MAX_MEMBERS + 1)])
     made_up.feed(many)
     assert [item.version for item in state_of(made_up).updates] == [5]
 
@@ -118,3 +118,12 @@ def test_decisions_of_the_topic_have_their_numbers_and_reasons() -> None:
         "spot is cheaper and the slack can bear its loss": "0-4",
         "without it the work would not be done in time": "5-7",
     }
+
+
+def test_a_launch_that_is_tried_again_and_again_is_one_decision() -> None:
+    decisions = Decisions()
+    plain = {"phase": "run", "binding": "none", "markets": ["spot"], "alarms": []}
+    tried = ["slot 0: launch incarnation 2 spot: no capacity"]
+    for turn, actions in enumerate([tried, tried, [], tried, ["slot 0: launch incarnation 2 spot: i-1"]]):
+        decisions.add({**plain, "turn": turn, "actions": actions})
+    assert [item["turn"] for item in decisions.notable] == [0, 3, 4]

@@ -1,0 +1,93 @@
+"""Machines, prices and costs over time, from the decisions of a provisioner. Bounded; pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+MAX_SPANS: Final = 100  # of each slot
+MAX_POINTS: Final = 480
+
+
+@dataclass
+class Span:
+    """A time in which a slot's worker ran on one market; seconds on the job's clock.
+
+    Attributes:
+        end_s: None while it runs.
+    """
+
+    begin_s: float
+    market: str
+    end_s: float | None = None
+
+
+class MarketPoint(NamedTuple):
+    """One decision; what is not known is NaN."""
+
+    at_s: float
+    spent_usd: float
+    all_on_demand_usd: float
+    spot_usd_per_h: float
+    on_demand_usd_per_h: float
+
+
+class MarketHistory:
+    """What became of each slot, and what it cost.
+
+    Attributes:
+        points: with their numbers, of which every second one is dropped where there are too many.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.spans: list[deque[Span]] = []
+        self.points: dict[int, MarketPoint] = {}
+        self._step = 1
+        self._number = -1
+        self._newest_s = -math.inf
+
+    def feed(self, decision: Mapping[str, Any]) -> None:
+        """The next decision, or what another source says of the same one.
+
+        The journal says on which market each worker runs; the topic only which one is wanted.
+        """
+        at_s = float(decision.get("elapsed_s", math.nan))
+        if math.isnan(at_s):
+            return
+        if at_s < self._newest_s:  # a job that has begun again
+            self._begin()
+        if at_s > self._newest_s:
+            self._number += 1
+            self._newest_s = at_s
+        self._add_point(decision, at_s)
+        for slot, market in enumerate(decision.get("running", decision["markets"])):
+            self._note(slot, market, at_s)
+
+    def _add_point(self, decision: Mapping[str, Any], at_s: float) -> None:
+        if self._number % self._step:
+            return
+        numbers = (float(decision.get(name, math.nan)) for name in MarketPoint._fields[1:])
+        self.points[self._number] = MarketPoint(at_s, *numbers)
+        if len(self.points) > MAX_POINTS:
+            self._step *= 2
+            self.points = {number: point for number, point in self.points.items() if number % self._step == 0}
+
+    def _note(self, slot: int, market: str, at_s: float) -> None:
+        while slot >= len(self.spans):
+            self.spans.append(deque(maxlen=MAX_SPANS))
+        spans = self.spans[slot]
+        last = spans[-1] if spans and spans[-1].end_s is None else None
+        if last is not None and last.market == market:
+            return
+        if last is not None:
+            last.end_s = at_s
+            if last.begin_s == at_s:
+                spans.pop()
+        if market:
+            spans.append(Span(at_s, market))
