@@ -37,6 +37,7 @@ def compare(
     ] = False,
     service: options.ServiceOption = None,
     runs_folder: options.RunsFolderOption = Path("runs"),
+    page: options.PageOption = True,
     as_json: options.JsonOption = False,
 ) -> None:
     """Run one job under several consistency policies, in turn on the same stream, and compare them.
@@ -44,7 +45,8 @@ def compare(
     Each policy is a whole doll up: the same samples, at the same times, from the same seed. A table shows for each
     how long and how many samples it took to the loss, the bytes that it sent, how stale its weights were, how long
     workers were blocked, and what it cost (plan.on_demand_usd_per_h). comparison.png and comparison.json are in the
-    folder that it prints, with the run folder of each policy.
+    folder that it prints, with the run folder of each policy. It also prints the address of a page that shows the
+    runs side by side; later doll dashboard FOLDER does.
 
     Options of a policy follow its name, as in --policies doll:group_size=8,bsp,asp. The policy that the job file names
     keeps its options there. Give the job a limit in samples, so that all learn from the same part of the stream.
@@ -71,7 +73,7 @@ def compare(
         )  # fmt: skip
     else:
         comparison, code = compare_live(
-            job_file, overrides, choices, runs_folder, loss=loss, say=_say
+            job_file, overrides, choices, runs_folder, loss=loss, say=_say, page=page
         )  # fmt: skip
     emit(as_json, comparison.to_dict(), comparison.text())
     raise typer.Exit(code)

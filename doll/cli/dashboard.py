@@ -24,18 +24,25 @@ def dashboard(
 ) -> None:
     """Serve the live page of a job: whether it learns, is on time and on budget, is safe, and who works.
 
-    It only reads: the job's topics while they answer, else the folder of the run. It ends on Ctrl-C. doll up prints the
-    address of a page that it serves itself.
+    It only reads: the job's topics while they answer, else the folder of the run. Of a folder with several runs, such
+    as that of doll compare, it shows them side by side. It ends on Ctrl-C. doll up prints the address of a page that it
+    serves itself.
 
     Example: doll dashboard runs/digits-20260101-120000
     """
+    from doll.dashboard.runs_folder import is_runs_folder
     from doll.process.http_access import address_of, listen, read_token
-    from doll.run.page import serve_target
+    from doll.run.page import serve_runs, serve_target
 
     token = "" if token_file is None else read_token(token_file)
-    target = job.target(run_folder)
+    target = None if job.job is not None and is_runs_folder(job.job) else job.target(run_folder)
     with listen(host, port, token) as listener:
-        note = "" if not token else " (it asks for the token)"
-        serve_target(
-            target, listener, token, lambda text: typer.echo(f"{text}: {address_of(listener)}{note}", err=True)
-        )
+        note = " (it asks for the token)" if token else ""
+
+        def say(text: str) -> None:
+            typer.echo(f"{text}: {address_of(listener)}{note}", err=True)
+
+        if target is not None:
+            serve_target(target, listener, token, say)
+        elif job.job is not None:
+            serve_runs(job.job, listener, token, say)

@@ -18,6 +18,7 @@ from doll.monitor.state.decision_log import DecisionLog
 from doll.monitor.state.history import History
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.progress import DeadLetterCounts, JobSnapshot, WorkerLine
+from doll.monitor.state.updates_file import saved_updates
 from doll.monitor.state.watched_job import MAX_EVENTS, MAX_LETTERS, Decisions, Event, PageState
 from doll.process.files import read_json
 from doll.records.control import DeadLetter
@@ -34,6 +35,7 @@ def ended_run(config: JobConfig, folder: Path) -> PageState:
     report = read_json(path) if path.exists() else {}
     try:
         history = History.of_rows(_rows(folder / "updates.csv"), _rows(folder / "evaluations.csv"))
+        updates = saved_updates(folder)
         decisions = Decisions()
         for decision in DecisionLog(folder, config.job).read():
             decisions.add(decision)
@@ -45,8 +47,11 @@ def ended_run(config: JobConfig, folder: Path) -> PageState:
             now_s=history.last_time_s,
             is_live=False,
             report=report,
+            updates=updates,
             letters=_letters(folder / "dead.json"),
             events=list(_events(report, history))[-MAX_EVENTS:],
+            next_offsets={member.partition: member.hi for update in updates for member in update.members},
+            served_by={member.partition: member.worker for update in updates for member in update.members},
             problem="" if report else "no report: this run was killed, or its Kafka does not answer",
         )
     except (KeyError, TypeError, ValueError, AttributeError, msgspec.MsgspecError) as error:

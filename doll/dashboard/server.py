@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.resources
 import mimetypes
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import unquote_plus
 
@@ -26,12 +28,15 @@ from starlette.routing import Route
 
 from doll.dashboard.access import COOKIE, LOGIN, Access, cookie_of
 from doll.dashboard.merge_patch import merge_patch
+from doll.dashboard.runs_folder import RunsFolder
 from doll.dashboard.sources import JobSource
+from doll.errors import DollError
 from doll.monitor.views.page import page
-from doll.monitor.views.page_details import KINDS, detail
+from doll.monitor.views.page_details import KINDS, Detail, detail
 from doll.process.http_access import is_token
 
 EVERY_S: Final = 1.0
+FOLDER_EVERY_S: Final = 5.0  # of runs side by side, whose files are read again
 MAX_STREAMS: Final = 64
 NICENESS: Final = 10  # watching must not slow learning down
 _QUEUED: Final = 8  # events for a browser that does not read them; then it gets the whole state again
@@ -41,18 +46,25 @@ _GRACE_S: Final = 1
 
 
 class Streams:
-    """The browsers that follow a job, and what they have been sent."""
+    """The browsers that follow a page, and what they have been sent.
 
-    def __init__(self, source: JobSource, every_s: float) -> None:
-        self._source = source
+    Args:
+        read: the state as plain values; called in another thread.
+        every_s: how often changes are sent.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, Any]], every_s: float) -> None:
+        self._read = read
         self._every_s = every_s
         self._queues: set[asyncio.Queue[bytes | None]] = set()
         self._sent: dict[str, Any] = {}
         self._turn = asyncio.Lock()
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._queues) >= MAX_STREAMS
+    def response(self) -> Response:
+        """The answer to a browser that wants to follow."""
+        if len(self._queues) >= MAX_STREAMS:
+            return PlainTextResponse(f"{MAX_STREAMS} browsers follow this page already\n", 503, {"Retry-After": "60"})
+        return StreamingResponse(self.events(), media_type="text/event-stream")
 
     async def events(self) -> AsyncIterator[bytes]:
         """The events for one browser, until it goes."""
@@ -99,7 +111,7 @@ class Streams:
             _replace(queue, None)
 
     async def _state(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self._source.read, page)
+        return await asyncio.to_thread(self._read)
 
 
 def _replace(queue: asyncio.Queue[bytes | None], item: bytes | None) -> None:
@@ -112,32 +124,123 @@ def _event(name: str, value: Any) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(value))
 
 
-def _application(source: JobSource, streams: Streams, token: str) -> Access:
-    files = _files()
+class JobPage:
+    """The page of a job, or of a run that has ended.
 
-    async def index(request: Request) -> Response:
-        return files["index.html"]
+    Attributes:
+        streams: that are told what changes.
+    """
 
-    async def file(request: Request) -> Response:
-        return files.get(request.path_params["name"], PlainTextResponse("no such file\n", 404))
+    def __init__(self, source: JobSource, every_s: float = EVERY_S) -> None:
+        self.streams = Streams(lambda: source.read(page), every_s)
+        self._source = source
 
-    async def events(request: Request) -> Response:
-        if streams.is_full:
-            return PlainTextResponse(f"{MAX_STREAMS} browsers follow this job already\n", 503, {"Retry-After": "60"})
-        return StreamingResponse(streams.events(), media_type="text/event-stream")
+    def routes(self) -> list[Route]:
+        """Of an application that has this page alone."""
 
-    async def opened(request: Request) -> Response:
-        kind, key = request.path_params["kind"], request.path_params["key"].split("-")
-        if kind not in KINDS or not all(part.isascii() and part.isdecimal() and len(part) <= 18 for part in key):
+        async def own(request: Request) -> JobPage:
+            return self
+
+        return _job_routes("/", own)
+
+    def close(self) -> None:
+        self.streams.close()
+
+    async def opened(self, kind: str, key: str) -> Response:
+        """What a click opens."""
+        numbers = key.split("-")
+        if kind not in KINDS or not all(part.isascii() and part.isdecimal() and len(part) <= 18 for part in numbers):
             return JSONResponse({"error": f"expected one of {', '.join(KINDS)}, and its number"}, 404)
-        found_detail = await asyncio.to_thread(source.read, lambda state: detail(state, kind, [*map(int, key)]))
-        if found_detail is None:
+        opened = await asyncio.to_thread(self._open, kind, [*map(int, numbers)])
+        if opened is None:
             return JSONResponse({"error": f"there is no such {kind}, or it is not kept any more"}, 404)
-        return Response(msgspec.json.encode(found_detail), media_type="application/json")
+        return Response(msgspec.json.encode(opened), media_type="application/json")
 
+    def _open(self, kind: str, key: list[int]) -> Detail | None:
+        kept = self._source.kept_versions() if kind == "version" else None
+        return self._source.read(lambda state: detail(replace(state, kept=kept), kind, key))
+
+
+class RunsPage:
+    """The page of several runs side by side, and the pages of those that have ended.
+
+    Attributes:
+        streams: that are told what changes.
+    """
+
+    def __init__(self, folder: RunsFolder, every_s: float = FOLDER_EVERY_S) -> None:
+        self.streams = Streams(folder.page, every_s)
+        self._folder = folder
+        self._pages: dict[str, JobPage] = {}
+
+    def routes(self) -> list[Route]:
+        """Of an application that has these pages alone."""
+
+        async def index(request: Request) -> Response:
+            return _files()["runs.html"]
+
+        async def events(request: Request) -> Response:
+            return self.streams.response()
+
+        return [Route("/events", events), *_job_routes("/runs/{run}/", self._page_of), Route("/", index), FILE_ROUTE]
+
+    def close(self) -> None:
+        for streams in (self.streams, *(opened.streams for opened in self._pages.values())):
+            streams.close()
+
+    async def _page_of(self, request: Request) -> JobPage | None:
+        name = request.path_params["run"]
+        if name not in self._pages:
+            source = await asyncio.to_thread(self._folder.opened, name)
+            if source is None:
+                return None
+            self._pages.setdefault(name, JobPage(source))
+        return self._pages[name]
+
+
+async def _file(request: Request) -> Response:
+    return _files().get(request.path_params["name"], PlainTextResponse("no such file\n", 404))
+
+
+FILE_ROUTE: Final = Route("/{name}", _file)
+
+
+def _job_routes(prefix: str, page_of: Callable[[Request], Awaitable[JobPage | None]]) -> list[Route]:
+    """The routes of the pages below `prefix`."""
+
+    def found(answer: Callable[[JobPage, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                shown = await page_of(request)
+            except DollError as error:
+                return PlainTextResponse(f"{error}\n", 404)
+            if shown is None:
+                return PlainTextResponse("there is no such run, or it has not ended\n", 404)
+            return await answer(shown, request)
+
+        return endpoint
+
+    async def index(shown: JobPage, request: Request) -> Response:
+        return _files()["index.html"]
+
+    async def events(shown: JobPage, request: Request) -> Response:
+        return shown.streams.response()
+
+    async def opened(shown: JobPage, request: Request) -> Response:
+        return await shown.opened(request.path_params["kind"], request.path_params["key"])
+
+    return [
+        Route(prefix, found(index)),
+        Route(f"{prefix}events", found(events)),
+        Route(f"{prefix}api/{{kind}}/{{key}}", found(opened)),
+        Route(f"{prefix}{{name}}", _file),
+    ]
+
+
+def _application(shown: JobPage | RunsPage, token: str) -> Access:
     async def log_in(request: Request) -> Response:
         if request.method != "POST":
-            return files["login.html"]
+            return _files()["login.html"]
         given = await _form_token(request)
         if not token or not is_token(given, token):
             return PlainTextResponse("this is not the token of this page\n", 401)
@@ -147,19 +250,13 @@ def _application(source: JobSource, streams: Streams, token: str) -> Access:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(streams.send_changes())
+        task = asyncio.create_task(shown.streams.send_changes())
         yield
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
-    routes = [
-        Route("/", index),
-        Route("/events", events),
-        Route("/api/{kind}/{key}", opened),
-        Route(LOGIN, log_in, methods=["GET", "POST"]),
-        Route("/{name}", file),
-    ]
+    routes = [Route(LOGIN, log_in, methods=["GET", "POST"]), *shown.routes()]
     return Access(Starlette(routes=routes, lifespan=lifespan), token)
 
 
@@ -174,6 +271,7 @@ async def _form_token(request: Request) -> str:
     return unquote_plus(value.decode("ascii", "replace")) if name == b"token" else ""
 
 
+@functools.cache
 def _files() -> dict[str, Response]:
     """The files of the front end by name. They are kept in memory: no request names a file on the disk."""
     files = {}
@@ -190,26 +288,25 @@ class PageServer(uvicorn.Server):
 
     Args:
         token: that a reader must know; "": whoever reaches the loopback interface may read.
-        every_s: how often changes are sent.
     """
 
-    def __init__(self, source: JobSource, *, token: str = "", every_s: float = EVERY_S) -> None:
-        self._streams = Streams(source, every_s)
+    def __init__(self, shown: JobPage | RunsPage, *, token: str = "") -> None:
+        self._shown = shown
         super().__init__(
             uvicorn.Config(
-                _application(source, self._streams, token), log_config=None, access_log=False, server_header=False,
+                _application(shown, token), log_config=None, access_log=False, server_header=False,
                 lifespan="on", ws="none", timeout_graceful_shutdown=_GRACE_S,
             )
         )  # fmt: skip
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._streams.close()
+        self._shown.close()
         await super().shutdown(sockets)
 
 
-def serve_page(source: JobSource, listener: socket.socket, *, token: str = "") -> None:
+def serve_page(shown: JobPage | RunsPage, listener: socket.socket, *, token: str = "") -> None:
     """Serve a page at a socket until SIGTERM or SIGINT, at a low priority. Needs the main thread."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has ended
-        PageServer(source, token=token).run(sockets=[listener])
+        PageServer(shown, token=token).run(sockets=[listener])

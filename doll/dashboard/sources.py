@@ -14,9 +14,10 @@ from doll.config import JobConfig
 from doll.errors import DollError
 from doll.kafka.reader import Tail
 from doll.monitor.state.decision_log import DecisionLog
-from doll.monitor.state.watched_job import PageState, WatchedJob
+from doll.monitor.state.watched_job import KeptVersions, PageState, WatchedJob
 from doll.records.bounded import short
 from doll.services import Services
+from doll.storage.stores import open_store
 
 log = telemetry.get_logger(__name__)
 T = TypeVar("T")
@@ -34,17 +35,24 @@ class JobSource(Protocol):
     def read(self, view: Callable[[PageState], T]) -> T:
         """What a view makes of the state; nothing changes meanwhile."""
 
+    def kept_versions(self) -> KeptVersions | None:
+        """The versions in its checkpoints as they are now; None where these cannot be read."""
+
 
 class EndedRun:
     """The state of a run that has ended."""
 
     is_live = False
 
-    def __init__(self, state: PageState) -> None:
+    def __init__(self, state: PageState, folder: Path) -> None:
         self._state = state
+        self._folder = folder
 
     def read(self, view: Callable[[PageState], T]) -> T:
         return view(self._state)
+
+    def kept_versions(self) -> KeptVersions | None:
+        return _kept_versions(self._state.config, self._folder)
 
 
 class RunningJob:
@@ -54,6 +62,7 @@ class RunningJob:
 
     def __init__(self, config: JobConfig, folder: Path, *, after_term: int = 0) -> None:
         self._config = config
+        self._folder = folder
         self._job = WatchedJob(config, time.monotonic(), after_term=after_term)
         self._decisions = DecisionLog(folder, config.job)
         self._lock = threading.Lock()
@@ -62,6 +71,9 @@ class RunningJob:
     def read(self, view: Callable[[PageState], T]) -> T:
         with self._lock:
             return view(self._job.state(time.monotonic(), time.time(), problem=self._problem))
+
+    def kept_versions(self) -> KeptVersions | None:
+        return _kept_versions(self._config, self._folder)
 
     @contextmanager
     def followed(self, services: Services) -> Iterator[None]:
@@ -110,3 +122,12 @@ class RunningJob:
                 continue
             away_s = now_s - answered_s
             self._problem = f"Kafka has not answered for {away_s:.0f} s" if away_s > _AWAY_S else ""
+
+
+def _kept_versions(config: JobConfig, folder: Path) -> KeptVersions | None:
+    try:
+        store = open_store(config, folder)
+        return KeptVersions(frozenset(version for _, version in store.versions()), store.read_marks())
+    except DollError as error:
+        log.warning("checkpoints_not_read", reason=str(error))
+        return None

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,33 @@ def result(process: subprocess.Popen[bytes], folder: Path) -> tuple[int, dict[st
     return code, printed
 
 
+def assert_the_page_shows_the_first_run(folder: Path) -> None:
+    """While the second one is under way, the page has the first one, done, and opens it."""
+    said = folder / "err"
+    until(lambda: "page: " in said.read_text(errors="replace"), "the address of the page")
+    port = int(said.read_text(errors="replace").partition("page: http://127.0.0.1:")[2].split()[0])
+    runs: dict[str, Any] = {}
+
+    def is_done() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/events", timeout=60) as stream:
+                stream.readline()
+                runs.update(json.loads(stream.readline().removeprefix(b"data: "))["runs"])
+        except urllib.error.URLError:  # it begins
+            return False
+        return any(run["tone"] == "good" for run in runs.values())
+
+    until(is_done, lambda: f"the first run, got {runs}, and {said.read_text()}")
+    name = next(name for name, run in runs.items() if run["tone"] == "good")
+    assert runs[name]["label"] == "bsp"
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/runs/{name}/", timeout=60) as answer:
+        assert b"Is it learning?" in answer.read()
+
+
 def test_two_policies_learn_from_the_same_stream(tmp_path: Path) -> None:
-    code, printed = result(start(tmp_path, "--policies", "bsp,doll:group_size=1"), tmp_path)
+    process = start(tmp_path, "--policies", "bsp,doll:group_size=1")
+    assert_the_page_shows_the_first_run(tmp_path)
+    code, printed = result(process, tmp_path)
     assert code == 0, (tmp_path / "err").read_text()
     assert printed["loss"] == "prequential", "this task has no held-out samples"
     bsp, doll = printed["policies"]

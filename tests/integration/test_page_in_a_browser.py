@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from browser import axe_source, chromium, console_errors, memory, prefer, resize, serious_findings
-from page_feed import MadeUpJob, served
+from doll.dashboard.runs_folder import RunsFolder
+from page_feed import MadeUpJob, leave_run, served
 from waiting import until
 
 pytestmark = pytest.mark.integration
@@ -145,6 +146,40 @@ def test_nothing_keeps_people_out(driver: Any, made_up: MadeUpJob, scheme: str, 
         assert serious_findings(driver, axe) == []
         assert driver.execute_script("return document.documentElement.scrollWidth") <= 400
         keep_picture(driver, f"narrow-{scheme}")
+
+
+def test_the_market_shows_who_ran_where(driver: Any, made_up: MadeUpJob) -> None:
+    with served(made_up) as port:
+        show(driver, port)
+        assert text(driver, "#market-title") == "The market"
+        assert "5 spot, 3 on-demand, of 8" in text(driver, "#market .facts")
+        shown = driver.find_element("css selector", "#timeline canvas").size
+        assert shown["width"] > 200
+        assert shown["height"] > 100
+        driver.execute_script("document.getElementById('market').scrollIntoView()")
+        keep_picture(driver, "market")
+        assert console_errors(driver) == []
+
+
+def test_runs_stand_side_by_side_and_a_click_opens_one(
+    driver: Any, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    for seed, policy in enumerate(("bsp", "asp", "doll")):
+        made_up = MadeUpJob(4, members=seed + 1, seed=seed)
+        made_up.run(60)
+        leave_run(made_up, tmp_path / policy)
+    with served(RunsFolder(tmp_path)) as port:
+        show(driver, port)
+        assert [row.text for row in driver.find_elements("css selector", "#runs a")] == ["bsp", "asp", "doll"]
+        assert "held-out" in text(driver, "#seconds-title")
+        keep_picture(driver, "runs")
+        assert pytestconfig.cache is not None
+        assert serious_findings(driver, axe_source(pytestconfig.cache.mkdir("axe"))) == []
+        driver.find_element("link text", "asp").click()
+        until(partial(has_text, driver, "#state", "ended"), "the page of the run", 30)
+        driver.find_element("link text", "all runs").click()
+        until(partial(has_text, driver, "#runs-title", "Runs"), "the runs again", 30)
+        assert console_errors(driver) == []
 
 
 def test_it_is_small(driver: Any, made_up: MadeUpJob) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doll.dashboard import sources
 from doll.dashboard.sources import RunningJob
+from doll.local.kafka_broker import LocalKafka
 from doll.monitor.views.page import page
 from doll.records.control import encode
 from record_builders import dead_letter, term_started, update
@@ -42,3 +44,30 @@ def test_records_of_the_topics_are_shown_as_they_come(make_pipeline: Callable[..
     assert shown["lists"]["letters"] == {"0-3": "no JSON"}
     assert dict(shown["questions"]["safety"]["facts"])["audit"].startswith("16 offsets in updates, 0 missing, 0 twice")
     assert shown["questions"]["safety"]["tone"] == "good"
+
+
+def test_a_page_outlives_a_restart_of_the_broker(
+    make_pipeline: Callable[..., Any], broker: LocalKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_ASK_EVERY_S", 0.5)
+    monkeypatch.setattr(sources, "_AWAY_S", 2.0)
+    job = make_pipeline()
+    source = RunningJob(job.config, tmp_path)
+
+    def problem() -> str:
+        return source.read(lambda state: state.problem)
+
+    try:
+        with source.followed(job.services):
+            until(lambda: not problem(), "the history")
+            broker.kill()
+            until(lambda: problem().startswith("Kafka has not answered for"), "the page to say so", 60)
+            broker.start()
+            job._producer.produce(job.config.topic("updates"), encode(term_started(1)), partition=0)
+            job._producer.produce(job.config.topic("updates"), encode(update(1, 1, (0, 0))), partition=0)
+            assert job._producer.flush(60) == 0
+            until(lambda: source.read(page)["lists"]["updates"], "the update after the restart", 60)
+            until(lambda: not problem(), "the page to go on", 60)
+    finally:
+        if broker.pid is None:
+            broker.start()

@@ -8,12 +8,19 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from doll.config import JobConfig, parse
-from doll.dashboard.server import PageServer
+from doll.dashboard.runs_folder import RunsFolder
+from doll.dashboard.server import JobPage, PageServer, RunsPage
 from doll.dashboard.sources import JobSource
-from doll.monitor.state.watched_job import PageState, WatchedJob
+from doll.ledger.dead_letters import DeadRecord, save_dead_records
+from doll.monitor.state.csv_file import CsvFile
+from doll.monitor.state.updates_file import save_updates
+from doll.monitor.state.watched_job import KeptVersions, PageState, WatchedJob
+from doll.monitor.views.run_report import RunOutcome, build_report
+from doll.process.files import write_json
 from doll.process.http_access import LOOPBACK, listen
 from doll.records.control import (
     DeadLetter,
@@ -25,6 +32,7 @@ from doll.records.control import (
     TermStarted,
     Update,
 )
+from doll.run.folder import RunFolder
 from statuses import gone_worker, live_worker, server_status
 from waiting import until
 
@@ -73,6 +81,9 @@ class MadeUpJob:
         with self._lock:
             elapsed_s = self.now_s - self._start_s
             return view(self.watched.state(elapsed_s, self.now_s))
+
+    def kept_versions(self) -> KeptVersions | None:
+        return None
 
     def feed(self, record: Any) -> None:
         with self._lock:
@@ -237,11 +248,26 @@ class MadeUpJob:
         self.feed(Metric(source="evaluator", values=values, time_s=self.now_s))
 
 
+def leave_run(made_up: MadeUpJob, folder: Path, **outcome: Any) -> None:
+    """The folder that `doll up` leaves of a job that has ended."""
+    progress = made_up.watched.progress
+    folder.mkdir(parents=True, exist_ok=True)
+    RunFolder(folder).write_job(made_up.config)
+    report = RunOutcome("samples: 30720 reached", 0, 60.0, started_at_s=made_up.now_s, **outcome)
+    write_json(folder / "report.json", build_report(progress, report, None))
+    CsvFile(folder / "updates.csv", progress.history.updates).sync()
+    CsvFile(folder / "evaluations.csv", progress.history.evaluations).sync()
+    save_updates(folder, progress.newest_updates)
+    letters = made_up.read(lambda state: [*state.letters])
+    save_dead_records(folder / "dead.json", [DeadRecord(letter) for letter in letters])
+
+
 @contextmanager
-def served(source: JobSource, *, token: str = "", every_s: float = 0.1) -> Iterator[int]:
-    """The page of `source` on a real server within the context; its port."""
+def served(source: JobSource | RunsFolder, *, token: str = "", every_s: float = 0.1) -> Iterator[int]:
+    """The page of a job, or of runs, on a real server within the context; its port."""
+    shown = RunsPage(source, every_s) if isinstance(source, RunsFolder) else JobPage(source, every_s)
     with listen(LOOPBACK, 0, token) as listener:
-        server = PageServer(source, token=token, every_s=every_s)
+        server = PageServer(shown, token=token)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

@@ -1,8 +1,8 @@
-// The two curves: error over time, and samples over time. uPlot draws them; lines differ in dashes, not only in colour.
+// Curves: error, samples, costs and prices over time. uPlot draws them; lines differ in dashes, not only in colour.
 
 import { clock } from "./dom.js";
 
-const points = (curve) => {
+export const points = (curve) => {
   const rows = Object.values(curve ?? {}).sort((a, b) => a[0] - b[0]);
   return [rows.map((row) => row[0]), rows.map((row) => row[1])];
 };
@@ -10,8 +10,9 @@ const points = (curve) => {
 const number = (value) =>
   Math.abs(value) >= 1e6 ? `${+(value / 1e6).toPrecision(3)} M` : Math.abs(value) >= 1e4 ? `${+(value / 1e3).toPrecision(3)} k` : `${+value.toPrecision(4)}`;
 
-class Chart {
+export class Chart {
   constructor(place) {
+    this.isTime = true;
     this.place = place;
     new ResizeObserver(() => this.resize()).observe(place);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw(true));
@@ -48,10 +49,10 @@ class Chart {
       width: Math.max(80, this.place.clientWidth), height: this.height(),
       scales: { x: { time: false, range: (u, min, max) => this.ranges.x(min, max) }, y: { range: (u, min, max) => this.ranges.y(min, max) } },
       axes: [
-        { ...axis, size: 26, space: 60, values: (u, values) => values.map(clock) },
+        { ...axis, size: 26, space: 60, values: (u, values) => values.map(this.isTime ? clock : number) },
         { ...axis, size: 46, values: (u, values) => values.map(number) },
       ],
-      legend: { live: false }, cursor: { drag: { x: false, y: false } },
+      legend: { live: false, show: series.length > 0 }, cursor: { drag: { x: false, y: false } },
       series: [{}, ...(series.length ? series : [{}])],
     };
     this.plot = new uPlot(options, this.data(), this.place);
@@ -67,6 +68,8 @@ class Chart {
 }
 
 const wide = (min, max) => (min === max ? [min - 0.5, max + 0.5] : [min, max]);
+
+export const fromZero = { x: (min, max) => [0, Math.max(max ?? 1, 1)], y: (min, max) => [0, 1.05 * (max || 1)] };
 
 export class ErrorChart extends Chart {
   render(curves, measure) {
@@ -97,6 +100,46 @@ export class SamplesChart extends Chart {
     const lines = [{ label: "learned", curve: learned, color: "--blue" }];
     if (deadline && target) lines.push({ label: "pace needed", curve: [[0, deadline], [0, target]], color: "--vermillion", dash: [6, 3] });
     else if (target) lines.push({ label: "target", curve: [[0, learned[0].at(-1) ?? 1], [target, target]], color: "--ink", dash: [2, 3] });
-    this.show(lines, { x: (min, max) => [0, Math.max(max ?? 1, 1)], y: (min, max) => [0, 1.05 * Math.max(max ?? 1, 1)] });
+    this.show(lines, fromZero);
+  }
+}
+
+export class CostChart extends Chart {
+  render(curves) {
+    const lines = [
+      { label: "spent", curve: points(curves.spent_usd), color: "--blue" },
+      { label: "all on-demand", curve: points(curves.all_on_demand_usd), color: "--vermillion", dash: [6, 3] },
+    ];
+    this.show(lines, fromZero);
+  }
+}
+
+export class PriceChart extends Chart {
+  render(curves) {
+    const lines = [
+      { label: "spot, USD/h", curve: points(curves.spot_usd_per_h), color: "--blue" },
+      { label: "on-demand", curve: points(curves.on_demand_usd_per_h), color: "--vermillion", dash: [6, 3] },
+    ];
+    this.show(lines, fromZero);
+  }
+}
+
+// One line per run. Five colours and four dashes: twenty runs look different.
+const RUN_COLORS = ["--blue", "--vermillion", "--green", "--orange", "--ink"];
+const RUN_DASHES = [[], [6, 3], [2, 3], [10, 3, 2, 3]];
+
+export class RunsChart extends Chart {
+  constructor(place, isTime) {
+    super(place);
+    this.isTime = isTime;
+  }
+
+  render(curves, labels, x, target) {
+    const lines = Object.entries(curves).map(([name, run], at) => ({
+      label: labels[name], curve: points(run[x]), color: RUN_COLORS[at % RUN_COLORS.length], dash: RUN_DASHES[at % RUN_DASHES.length],
+    }));
+    const last = Math.max(0, ...lines.map((line) => line.curve[0].at(-1) ?? 0));
+    if (target !== undefined && last) lines.push({ label: `loss ${target}`, curve: [[0, last], [target, target]], color: "--dim", dash: [2, 3] });
+    this.show(lines, fromZero);
   }
 }

@@ -3,6 +3,7 @@
 import { ErrorChart, SamplesChart } from "./charts.js";
 import { listen } from "./details.js";
 import { byId, element, fillFacts, fillTable, ifChanged, setText, timeOfDay } from "./dom.js";
+import { Market } from "./market.js";
 import { follow } from "./state.js";
 import { Workers } from "./workers.js";
 
@@ -14,6 +15,7 @@ const LISTS = {
 };
 const ICONS = { good: "✔", warn: "▲", bad: "✖", none: "…" };
 const workers = new Workers();
+const market = new Market();
 const errors = new ErrorChart(byId("error-chart"));
 const samples = new SamplesChart(byId("samples-chart"));
 let chosen = ""; // measure; "": accuracy where there is one
@@ -91,6 +93,7 @@ follow(
       samples.render(state.curves);
     }
     if (changed.has("workers") || changed.has("job")) workers.render(state.workers, state.job.now_s);
+    if (changed.has("market")) market.render(state.market);
     if (changed.has("lists")) renderLists(state.lists);
     document.body.dataset.ready = "true";
   },
@@ -105,4 +108,5 @@ for (const name of ["accuracy", "loss"]) {
     if (latest) renderErrors();
   });
 }
+byId("all-runs").hidden = !location.pathname.startsWith("/runs/");
 listen();

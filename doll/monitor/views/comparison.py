@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.amounts import usd
+from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.monitor.state.csv_file import read_rows
 from doll.monitor.state.formats import aligned, clock, known, number, of
@@ -24,6 +25,7 @@ from doll.theory.cost import SECONDS_PER_HOUR
 Series = npt.NDArray[np.float64]
 LossKind = Literal["held-out", "prequential"]
 
+NO_REPORT: Final = "it left no report"
 WINDOW: Final = 50  # updates of the prequential mean
 COLUMNS: Final = (
     "policy", "time to loss", "samples to loss", "time", "samples", "updates", "loss", "gradients", "weights",
@@ -101,8 +103,24 @@ class PolicyRun:
     losses: Mapping[LossKind, LossCurve] = field(default_factory=dict)
     folder: str = ""
 
+    @property
+    def name(self) -> str:
+        """Of its folder; of a run that has none, its label."""
+        return Path(self.folder).name or self.label
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has no report, and may still run."""
+        return self.outcome == NO_REPORT
+
     def loss(self, kind: LossKind) -> LossCurve:
         return self.losses.get(kind, NO_LOSSES)
+
+
+def workers_usd_per_h(config: JobConfig) -> float:
+    """Price of all workers; NaN where the job has none."""
+    price = config.plan.on_demand_usd_per_h
+    return math.nan if price is None else config.data.workers * config.machines_per_worker * price
 
 
 def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
@@ -120,7 +138,7 @@ def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
         curve = losses["prequential"]
         updates, samples = (int(column[-1]) if len(column) else 0 for column in (curve.versions, curve.samples))
         return PolicyRun(
-            label, "it left no report", ok=False, updates=updates, samples=samples, losses=losses, folder=str(folder)
+            label, NO_REPORT, ok=False, updates=updates, samples=samples, losses=losses, folder=str(folder)
         )
     error, audit = report.get("error"), report.get("audit")
     seconds, measures = report.get("training_seconds"), report.get("measures")
@@ -208,22 +226,24 @@ class Comparison:
 
     def text(self) -> str:
         """The table, with what its columns mean."""
-        columns = zip(COLUMNS, *map(self._cells, self.runs), strict=True)
+        columns = zip(COLUMNS, *map(self.cells, self.runs), strict=True)
         known_columns = [column for column in columns if set(column[1:]) != {"-"}]
-        lines = [self._headline(), *aligned(list(zip(*known_columns, strict=True)))] if self.runs else []
+        lines = [self.headline(), *aligned(list(zip(*known_columns, strict=True)))] if self.runs else []
         lines += [f"{run.label}: {'' if run.ok else 'failed: '}{_in_short(run.outcome)}" for run in self.runs]
         if self.missing:
             lines.append(f"not run: {', '.join(self.missing)}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
-    def _headline(self) -> str:
+    def headline(self) -> str:
+        """What the times are for."""
         if not known(self.target_loss):
             return f"{self.job}: no loss"
         why = "" if self.target is not None else ", the best that every policy reached"
         return f"{self.job}: time and samples to a {self.kind} loss of {number(self.target_loss)}{why}"
 
-    def _cells(self, run: PolicyRun) -> tuple[str, ...]:
+    def cells(self, run: PolicyRun) -> tuple[str, ...]:
+        """What the columns of `COLUMNS` say of a run; "-" for what is not known."""
         reached, summary = self.reached(run), run.summary
         return (
             run.label,

@@ -20,6 +20,7 @@ from doll.ledger.balance import named
 from doll.monitor.state.formats import clock, known, number, of
 from doll.monitor.state.progress import WorkerLine, skipped_text
 from doll.monitor.state.watched_job import PageState
+from doll.monitor.views.page_market import market
 from doll.monitor.views.plots import moving_mean
 from doll.monitor.views.text import table_lines, verdict
 from doll.process.metric_names import worker_of
@@ -30,6 +31,12 @@ Fact = tuple[str, str]  # what it is, and its value
 
 MAX_POINTS: Final = 240  # of a curve, up to twice as many; more points than pixels only take time
 LISTED: Final = 50  # of each list
+QUESTIONS: Final = {
+    "learning": "Is it learning?",
+    "progress": "Is it on time and on budget?",
+    "safety": "Is it safe?",
+    "work": "Who works?",
+}
 _SLOW_S: Final = 2.0  # a forecast is "late" if it is this many standard deviations before the deadline, or later
 
 
@@ -44,6 +51,7 @@ def page(state: PageState) -> dict[str, Any]:
             "work": _work(state),
         },
         "curves": _curves(state),
+        "market": market(state),
         "workers": {str(line.worker): _worker(line, state) for line in state.snapshot.workers},
         "lists": {
             "events": [[_rounded(at_s, 1) or 0, text] for at_s, text in reversed(_newest(state.events))],
@@ -321,7 +329,7 @@ def _work(state: PageState) -> dict[str, Any]:
         ("staleness", "" if policy is None else policy.staleness_text),
         ("blocked", "" if policy is None else policy.blocked_text + policy.void_text),
         ("sent", "" if policy is None else f"gradients {policy.bytes_text}, weights {policy.weights_text}"),
-        ("stages", "" if pipeline is None else f"{pipeline.stages} of each worker"),
+        ("stages", "" if pipeline is None else f"{pipeline.stages} of each worker; a click on a worker names them"),
         *(("table", line.removeprefix("table ")) for line in table_lines(snapshot)),
     ]
     if not state.is_live:
@@ -340,7 +348,7 @@ def _worker(line: WorkerLine, state: PageState) -> dict[str, Any]:
         "since_s": _rounded(line.since_s, 1),
         "market": line.market.replace("_", "-"),
         "partitions": line.partitions,
-        "computing": _rounded(100 * line.computing, 0),
+        "computing": _share(line.computing),
         "waiting_s": _significant(line.waiting_s),
         "lag": line.lag_records,
         "rate": _significant(line.rate_per_s),
@@ -363,8 +371,14 @@ def _rounded(value: float, decimals: int) -> float | None:
     return round(value, decimals) if decimals else round(value)
 
 
-def _significant(value: float) -> float | None:
-    return float(f"{value:.3g}") if known(value) else None
+def _share(value: float) -> float | None:
+    """In percent: two digits below ten."""
+    percent = 100 * value
+    return _significant(percent, 2) if known(percent) and percent < 10 else _rounded(percent, 0)
+
+
+def _significant(value: float, digits: int = 3) -> float | None:
+    return float(f"{value:.{digits}g}") if known(value) else None
 
 
 # --- curves and versions
@@ -376,13 +390,13 @@ def _curves(state: PageState) -> dict[str, Any]:
     updates, evaluations = history.updates, history.evaluations
     at_s, held_s = updates.valid("time_s") - start_s, evaluations.valid("time_s") - start_s
     weight, window = updates.valid("weight"), history.prequential.window
-    curves: dict[str, Any] = {"samples": _points(at_s, updates.valid("samples_total"))}
+    curves: dict[str, Any] = {"samples": points(at_s, updates.valid("samples_total"))}
     for name in ("loss", "accuracy"):
         column = f"prequential_{name}"
         means = moving_mean(updates.valid(column), weight, window) if column in updates.names else np.zeros(0)
         curves[name] = {
-            "prequential": _points(at_s, means),
-            "held_out": _points(held_s, evaluations.valid(name)),
+            "prequential": points(at_s, means),
+            "held_out": points(held_s, evaluations.valid(name)),
         }
     stop, plan = state.config.stop, state.config.plan
     marks = {
@@ -394,7 +408,7 @@ def _curves(state: PageState) -> dict[str, Any]:
     return {**curves, "marks": {name: value for name, value in marks.items() if value is not None}}
 
 
-def _points(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> dict[str, list[float]]:
+def points(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> dict[str, list[float]]:
     """Some of the points by their number, which stay the same while more come, until half of them are left out."""
     rows = np.flatnonzero(np.isfinite(y))
     step = 1

@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from doll.amounts import duration_range, usd, usd_range
+from doll.config.pipeline import PipelineConfig
 from doll.monitor.state.formats import clock, known, number, of
-from doll.monitor.state.watched_job import PageState
+from doll.monitor.state.watched_job import KeptVersions, PageState
 from doll.monitor.views.text import worker_state
 from doll.records.control import Update
 
@@ -47,9 +48,6 @@ def _worker(state: PageState, number_: int) -> Detail | None:
     if line is None:
         return None
     at_s, event = state.last_events.get(number_, (math.nan, ""))
-    pipeline = state.config.worker.pipeline
-    devices = [] if pipeline is None or not pipeline.devices else pipeline.devices[number_ % len(pipeline.devices)]
-    stages = "" if pipeline is None else f"{pipeline.stages}: {', '.join(item.device for item in devices) or 'cpu'}"
     facts = {
         "state": worker_state(line),
         "last event": f"{event}, {_time(at_s)}" if event else "",
@@ -66,11 +64,22 @@ def _worker(state: PageState, number_: int) -> Detail | None:
         "batches not durable": "" if line.retained_batches is None else str(line.retained_batches),
         "slow": line.slow,
         "waits for": line.waiting_for,
-        "stages": stages,
+        **_stages(state.config.worker.pipeline, number_),
     }
     served = sorted(partition for partition, worker in state.served_by.items() if worker == number_)
     rows = [[str(partition), of(state.next_offsets.get(partition, 0), None)] for partition in served[:MAX_ROWS]]
     return _detail(f"Worker {number_}", facts, columns=["partition", "learned below offset"], rows=rows)
+
+
+def _stages(pipeline: PipelineConfig | None, worker: int) -> dict[str, str]:
+    """Device and layers of each stage of a worker, as the job file has them."""
+    if pipeline is None:
+        return {}
+    chosen = "layers by the profile" if pipeline.profile is not None else "about as many parameters as the others"
+    layers = [", ".join(names) for names in pipeline.layers or []] or [chosen] * pipeline.stages
+    devices = [device.device for device in pipeline.devices_of(worker)]
+    stages = enumerate(zip(devices, layers, strict=True), 1)
+    return {f"stage {stage}": f"{device}: {names}" for stage, (device, names) in stages}
 
 
 def _update(state: PageState, version: int) -> Detail | None:
@@ -81,7 +90,8 @@ def _update(state: PageState, version: int) -> Detail | None:
     if update is None:
         facts = _row_facts(row or {})
         return _detail(
-            f"Update {version}", {**facts, "offsets": "in the topic updates; the page keeps the newest only"}
+            f"Update {version}",
+            {**facts, "offsets": "in the topic updates; a page keeps those of the newest updates only"},
         )
     facts = {
         "samples": of(update.n_samples, None),
@@ -187,11 +197,25 @@ def _version(state: PageState, version: int) -> Detail | None:
     facts = {
         "held-out loss": number(evaluation["loss"]) if evaluation else "not evaluated",
         "held-out accuracy": number(evaluation["accuracy"]) if evaluation and known(evaluation["accuracy"]) else "",
-        "durable": "" if durable is None else "in a checkpoint, or a later one" if version <= durable else "not yet",
+        "durable": "" if durable is None else "in a checkpoint, or a later one is" if version <= durable else "not yet",
+        **_kept(state.kept, version),
         **_row_facts(row or {}),
-        "export": "doll export writes the newest checkpoint",
+        "to do": f"doll versions show RUN {version} has its lineage; doll versions pin RUN {version} keeps it",
     }
     return _detail(f"Version {version}", facts)
+
+
+def _kept(kept: KeptVersions | None, version: int) -> dict[str, str]:
+    """Whether it can be used, and its names."""
+    if kept is None:
+        return {}
+    aliases = kept.marks.aliases_of(version)
+    return {
+        "kept": ("yes, pinned" if version in kept.marks.pins else "yes")
+        if version in kept.versions
+        else "not any more",
+        "aliases": ", ".join(aliases),
+    }
 
 
 KINDS: Final[Mapping[str, tuple[int, Callable[..., Detail | None]]]] = {

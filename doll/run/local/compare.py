@@ -6,6 +6,7 @@ its own, so that no run meets another. What has run is on disk after each of the
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -15,10 +16,11 @@ from typing import Final
 from doll.config import JobConfig, StdinSource
 from doll.errors import ConfigError, DollError
 from doll.monitor.views import comparison_plot
-from doll.monitor.views.comparison import Comparison, PolicyRun, read_run
+from doll.monitor.views.comparison import Comparison, PolicyRun, read_run, workers_usd_per_h
 from doll.process.files import write_json
 from doll.process.signals import Interrupts
 from doll.run.folder import display_path, new_folder
+from doll.run.local.page import page_of_runs
 from doll.run.local.running import INTERRUPTED
 from doll.run.local.up import check_runnable, run_up
 from doll.run.policy_choice import PolicyChoice, jobs_of
@@ -36,6 +38,7 @@ def compare_live(
     *,
     loss: float | None,
     say: Callable[[str], None],
+    page: bool = False,
 ) -> tuple[Comparison, int]:
     """Run the job at `path` under each policy; the comparison, and the exit code.
 
@@ -44,6 +47,7 @@ def compare_live(
 
     Args:
         loss: to reach; a run ends there. None: the job's `stop.loss`.
+        page: serve the page of the runs while they run.
 
     Returns:
         Exit code 0: every run ended by its stop rule and passed its audit; else that of the first that did not, or 1
@@ -65,8 +69,9 @@ def compare_live(
     def comparison() -> Comparison:
         return Comparison(job, tuple(runs), target, labels, notes)
 
+    write_json(folder / "comparison.json", comparison().to_dict())
     try:
-        with Interrupts():
+        with Interrupts(), page_of_runs(folder, say) if page else contextlib.nullcontext():
             for number, (choice, config) in enumerate(zip(choices, configs, strict=True), 1):
                 say(f"policy {number} of {len(choices)}: {choice.label}")
                 own = own_job(config, choice.name, number, folder)
@@ -95,7 +100,7 @@ def _run(config: JobConfig, label: str, folder: Path) -> tuple[PolicyRun, int]:
     except DollError as error:
         return PolicyRun(label, str(error), ok=False), error.exit_code
     (own_folder,) = folder.glob(f"{config.job}-*")
-    return read_run(label, own_folder, usd_per_h=_usd_per_h(config)), code
+    return read_run(label, own_folder, usd_per_h=workers_usd_per_h(config)), code
 
 
 def check_comparable(config: JobConfig) -> None:
@@ -170,9 +175,3 @@ def _notes(config: JobConfig) -> list[str]:
             "stop.samples ends all at the same point of the stream"
         ]
     return []
-
-
-def _usd_per_h(config: JobConfig) -> float:
-    """Price of all workers; NaN where the job has no price."""
-    price = config.plan.on_demand_usd_per_h
-    return float("nan") if price is None else config.data.workers * config.machines_per_worker * price

@@ -145,13 +145,13 @@ class JobProcess:
 
     def page(self, port: int) -> int:
         """Serve the page of the job on loopback."""
-        from doll.dashboard.server import serve_page
+        from doll.dashboard.server import JobPage, serve_page
         from doll.dashboard.sources import RunningJob
         from doll.process.http_access import LOOPBACK, listen
 
         job = RunningJob(self.config, self.run_folder, after_term=self.after_term)
         with listen(LOOPBACK, port, token="") as listener, job.followed(self.services):
-            serve_page(job, listener)
+            serve_page(JobPage(job), listener)
         return 0
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from doll.config import load
 from doll.dashboard.ended_run import ended_run
+from doll.dashboard.sources import EndedRun
 from doll.errors import ConfigError
-from doll.ledger.dead_letters import DeadRecord, save_dead_records
-from doll.monitor.state.csv_file import CsvFile
 from doll.monitor.views.page import page
 from doll.monitor.views.page_details import detail
-from doll.monitor.views.run_report import RunOutcome, build_report
 from doll.process.files import write_json
 from doll.records.control import Finished
-from page_feed import MadeUpJob
+from doll.storage.checkpoints import Checkpoint
+from doll.storage.stores import open_store
+from page_feed import MadeUpJob, leave_run
 
 
 @pytest.fixture
@@ -34,14 +37,7 @@ def made_up() -> MadeUpJob:
 @pytest.fixture
 def folder(made_up: MadeUpJob, tmp_path: Path) -> Path:
     """The folder that `doll up` would leave."""
-    progress = made_up.watched.progress
-    outcome = RunOutcome("samples: 30720 reached", 0, 60.0, restarts={"worker-3": 1}, started_at_s=made_up.now_s)
-    write_json(tmp_path / "report.json", build_report(progress, outcome, None))
-    CsvFile(tmp_path / "updates.csv", progress.history.updates).sync()
-    CsvFile(tmp_path / "evaluations.csv", progress.history.evaluations).sync()
-    save_dead_records(
-        tmp_path / "dead.json", [DeadRecord(letter) for letter in made_up.read(lambda state: [*state.letters])]
-    )
+    leave_run(made_up, tmp_path, restarts={"worker-3": 1})
     return tmp_path
 
 
@@ -73,6 +69,13 @@ def test_records_of_a_folder_open(made_up: MadeUpJob, folder: Path) -> None:
     update = detail(state, "update", [200])
     assert update is not None
     assert dict(update["facts"])["samples"] == "128"
+    assert update == made_up.read(lambda live: detail(live, "update", [200]))
+    worker = detail(state, "worker", [2])
+    assert worker is not None
+    assert worker["rows"][0][0] == "2"
+    old = detail(state, "update", [3])
+    assert old is not None
+    assert dict(old["facts"])["offsets"].startswith("in the topic updates")
 
 
 def test_a_run_that_was_killed_is_shown_as_far_as_it_came(made_up: MadeUpJob, folder: Path) -> None:
@@ -114,3 +117,22 @@ def test_decisions_come_from_the_journal(made_up: MadeUpJob, folder: Path) -> No
     assert page(state)["lists"]["decisions"] == {"4": ["30 s", "slot 0: wait: spot is down"]}
     bars = {bar["label"]: bar for bar in page(state)["questions"]["progress"]["bars"]}
     assert bars["cost"]["text"] == "0.50 USD, 50 % of 1.00 all on-demand"
+
+
+def _checkpoint(term: int, version: int) -> Checkpoint:
+    tensors = {"weights": np.zeros(2, np.float32)}
+    return Checkpoint(job="clicks", fingerprint="f1", term=term, version=version, state=b"", tensors=tensors)
+
+
+def test_a_version_has_its_names_and_says_whether_it_is_kept(made_up: MadeUpJob, folder: Path) -> None:
+    store = open_store(load(folder / "job.yaml"), folder)
+    term = store.claim_term()
+    for version in (232, 236):
+        store.save(_checkpoint(term, version))
+    store.change_marks(lambda marks: marks.with_pin(232).with_alias("stable", 232))
+    source = EndedRun(ended_run(made_up.config, folder), folder)
+    kept = source.kept_versions()
+    shown = source.read(lambda state: [detail(replace(state, kept=kept), "version", [v]) for v in (232, 236, 240)])
+    facts = [dict(item["facts"]) for item in shown if item is not None]
+    assert [item["kept"] for item in facts] == ["yes, pinned", "yes", "not any more"]
+    assert [item.get("aliases") for item in facts] == ["stable", None, None]

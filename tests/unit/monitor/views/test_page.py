@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from doll.config import parse
 from doll.dashboard.merge_patch import merge_patch
 from doll.monitor.state.watched_job import PageState
 from doll.monitor.views.page import MAX_POINTS, page
 from doll.monitor.views.page_details import detail
 from doll.records.control import Finished
-from page_feed import MadeUpJob
+from page_feed import JOB, MadeUpJob
 from record_builders import update
 
 
@@ -195,7 +197,7 @@ def test_a_version_opens(made_up: MadeUpJob) -> None:
     shown = made_up.read(lambda state: opened(state, "version", 480))
     assert shown["durable"] == "not yet"
     assert shown["held-out accuracy"].startswith("0.93")
-    assert made_up.read(lambda state: opened(state, "version", 400))["durable"] == "in a checkpoint, or a later one"
+    assert made_up.read(lambda state: opened(state, "version", 400))["durable"] == "in a checkpoint, or a later one is"
 
 
 @pytest.mark.parametrize(
@@ -211,3 +213,12 @@ def test_a_version_opens(made_up: MadeUpJob) -> None:
 )
 def test_what_is_not_there_opens_nothing(made_up: MadeUpJob, kind: str, key: list[int]) -> None:
     assert made_up.read(lambda state: detail(state, kind, key)) is None
+
+
+def test_a_worker_that_is_a_pipeline_names_its_stages(made_up: MadeUpJob) -> None:
+    pipeline = {"stages": 2, "devices": ["cuda:0", "cpu"], "layers": [["conv", "norm"], ["head"]]}
+    config = parse(JOB, [f"worker.pipeline={json.dumps(pipeline)}", "training.policy={name: wsp}"])
+    opened = made_up.read(lambda state: detail(replace(state, config=config), "worker", [2]))
+    assert opened is not None
+    facts_ = dict(opened["facts"])
+    assert (facts_["stage 1"], facts_["stage 2"]) == ("cuda:0: conv, norm", "cpu: head")

@@ -1,0 +1,118 @@
+"""Runs side by side: those that `doll compare` has left in its folder, or any others in one folder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Final
+
+from doll.config import load
+from doll.dashboard.ended_run import ended_run
+from doll.dashboard.sources import EndedRun
+from doll.errors import ConfigError, DollError
+from doll.monitor.views.comparison import Comparison, PolicyRun, read_run, workers_usd_per_h
+from doll.monitor.views.comparison_page import comparison_page
+from doll.process.files import read_json
+
+MAX_RUNS: Final = 50  # the newest
+_COMPARISON: Final = "comparison.json"
+_JOB: Final = "job.yaml"
+_FILES: Final = ("report.json", "updates.csv", "evaluations.csv")
+
+
+def is_runs_folder(folder: Path) -> bool:
+    """Whether a folder has runs in it, or will have those of a comparison, and is no run itself."""
+    return not (folder / _JOB).exists() and ((folder / _COMPARISON).is_file() or any(folder.glob(f"*/{_JOB}")))
+
+
+class RunsFolder:
+    """The runs in a folder; what has not changed is not read again. One thread at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, tuple[Any, str, PolicyRun]] = {}
+        self._opened: dict[str, EndedRun] = {}
+
+    def page(self) -> dict[str, Any]:
+        """What the page of the runs shows; where they cannot be compared, why."""
+        try:
+            return comparison_page(self.comparison())
+        except DollError as error:
+            return comparison_page(Comparison(self._folder.name, (), notes=(str(error),)))
+
+    def comparison(self) -> Comparison:
+        """The runs as they are now, the earliest first.
+
+        Raises:
+            ConfigError: `comparison.json` is not as this release writes it.
+        """
+        plain = self._plain()
+        try:
+            rows = [(Path(row["folder"]).name, str(row["policy"])) for row in plain.get("policies", ())]
+            not_run = [*map(str, plain.get("not_run", ()))]
+            target = float(plain["target_loss"]) if plain.get("target_given") else None
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self._folder / _COMPARISON}: expected a comparison of this release ({type(error).__name__}: {error})"
+            ) from error
+        paths = sorted(self._folder.glob(f"*/{_JOB}"), key=_age)
+        labels = dict(rows)
+        # A run that failed at its start has no folder in the table, and one that is under way no row.
+        others = iter([*(policy for name, policy in rows if not name), *not_run])
+        for path in paths:
+            if path.parent.name not in labels:
+                labels[path.parent.name] = next(others, path.parent.name)
+        read = [self._run(path.parent, labels[path.parent.name]) for path in paths[-MAX_RUNS:]]
+        notes = [*map(str, plain.get("notes", ()))]
+        if not plain and len({job for job, _ in read}) > 1:  # a loss of one job says nothing of another
+            target = math.nan
+        if len(paths) > MAX_RUNS:
+            notes.append(f"{len(paths) - MAX_RUNS} older runs are left out")
+        job = str(plain.get("job", self._folder.name))
+        return Comparison(job, [run for _, run in read], target, [*(policy for _, policy in rows), *not_run], notes)
+
+    def opened(self, name: str) -> EndedRun | None:
+        """The run in the folder of this name, once it has ended; None where there is none.
+
+        Raises:
+            ConfigError: its report cannot be read.
+        """
+        if name not in self._opened:
+            folder = next((path.parent for path in self._folder.glob(f"*/{_JOB}") if path.parent.name == name), None)
+            if folder is None or not (folder / _FILES[0]).exists():
+                return None
+            self._opened[name] = EndedRun(ended_run(load(folder / _JOB), folder), folder)
+        return self._opened[name]
+
+    def _plain(self) -> dict[str, Any]:
+        path = self._folder / _COMPARISON
+        return read_json(path) if path.exists() else {}
+
+    def _run(self, folder: Path, label: str) -> tuple[str, PolicyRun]:
+        """Its job, and the run."""
+        stamp = (label, *(_stamp(folder / name) for name in _FILES))
+        kept = self._read.get(folder)
+        if kept is None or kept[0] != stamp:
+            self._read[folder] = kept = (stamp, *_read(folder, label))
+        return kept[1:]
+
+
+def _read(folder: Path, label: str) -> tuple[str, PolicyRun]:
+    try:
+        config = load(folder / _JOB)
+        return config.job, read_run(label, folder, usd_per_h=workers_usd_per_h(config))
+    except DollError as error:
+        return "", PolicyRun(label, str(error), ok=False, folder=str(folder))
+
+
+def _age(path: Path) -> float:
+    stamp = _stamp(path)
+    return stamp[0] if stamp else 0.0
+
+
+def _stamp(path: Path) -> tuple[float, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime, status.st_size

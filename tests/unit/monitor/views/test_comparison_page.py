@@ -1,0 +1,33 @@
+"""Runs side by side as plain values."""
+
+from __future__ import annotations
+
+import numpy as np
+from doll.monitor.views.comparison import Comparison, LossCurve, PolicyRun
+from doll.monitor.views.comparison_page import comparison_page
+
+
+def run(label: str, *losses: float, outcome: str = "updates: reached", ok: bool = True) -> PolicyRun:
+    steps = np.arange(len(losses), dtype=np.float64)
+    curve = LossCurve(seconds=steps, samples=8 * steps, versions=steps, loss=np.array(losses))
+    return PolicyRun(label, outcome, ok, seconds=3.0, samples=24, updates=len(losses), losses={"held-out": curve})
+
+
+def test_a_column_of_which_nothing_is_known_is_left_out() -> None:
+    shown = comparison_page(Comparison("x", [run("bsp", 3.0, 2.0), run("asp", 4.0, 1.0)]))
+    assert shown["columns"] == [
+        "policy", "time to loss", "samples to loss", "time", "samples", "updates", "loss", "outcome",
+    ]  # fmt: skip
+    assert shown["target"] == 2.0
+    assert shown["curves"]["asp"]["samples"] == {"0": [0.0, 4.0], "1": [8.0, 1.0]}
+    assert shown["runs"]["bsp"]["tone"] == "good"
+
+
+def test_without_a_run_there_is_a_page_too() -> None:
+    shown = comparison_page(Comparison("x", (), wanted=["bsp"]))
+    assert (shown["headline"], shown["runs"], shown["missing"]) == ("no run yet", {}, ["bsp"])
+
+
+def test_of_an_error_the_first_line_is_shown() -> None:
+    shown = comparison_page(Comparison("x", [run("bsp", outcome="ps failed; its log:\n a()", ok=False)]))
+    assert (shown["runs"]["bsp"]["tone"], shown["runs"]["bsp"]["cells"][-1]) == ("bad", "ps failed; its log:")
