@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from doll.config import JobConfig
+from doll.dashboard.ended_run import ended_run
 from doll.errors import AuditError, DollError, ServiceUnavailableError
 from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport
@@ -14,7 +15,8 @@ from doll.ledger.dead_letters import dead_records, save_dead_records
 from doll.local.processes import describe_exit, tail
 from doll.monitor.state.csv_file import CsvFile
 from doll.monitor.state.progress import ProgressModel
-from doll.monitor.views.plots import draw
+from doll.monitor.state.updates_file import save_updates
+from doll.monitor.views.run_plot import draw
 from doll.monitor.views.run_report import RunOutcome, build_report
 from doll.process.files import unwritable, write_json
 from doll.records.bounded import short
@@ -54,6 +56,7 @@ def finish_run(run: LocalRun, model: ProgressModel, outcome: RunOutcome) -> dict
             _export(run)
             outcome.files["model"] = display_path(folder.model / "model.safetensors")
     with _collect_errors(problems, "tables"):
+        save_updates(folder.path, model.newest_updates)
         CsvFile(folder.path / "updates.csv", model.history.updates).sync()
         if not config.evaluation.enabled or not (folder.path / "evaluations.csv").exists():
             CsvFile(folder.path / "evaluations.csv", model.history.evaluations).sync()
@@ -69,7 +72,7 @@ def finish_run(run: LocalRun, model: ProgressModel, outcome: RunOutcome) -> dict
     report = _write_report(folder, build_report(model, outcome, ledger))
     say("drawing the plots")
     try:
-        outcome.files |= _draw(config, folder, model)
+        outcome.files |= _draw(config, folder)
     except Exception as error:  # matplotlib's and its backends' errors are of every kind
         outcome.notes += (f"no plots: {type(error).__name__}: {short(error)}",)
     return _write_report(folder, {**report, "files": outcome.files, "notes": [*outcome.notes]})
@@ -87,13 +90,9 @@ def _write_report(run: RunFolder, report: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def _draw(config: JobConfig, run: RunFolder, model: ProgressModel) -> dict[str, str]:
-    """The pictures of a run, by name."""
-    policy = model.policy_summary()
-    draw(
-        model.history, run.plot, job=config.job, predicted_rate=model.rate_predicted(),
-        target_accuracy=config.stop.accuracy, staleness=None if policy is None else policy.staleness.histogram,
-    )  # fmt: skip
+def _draw(config: JobConfig, run: RunFolder) -> dict[str, str]:
+    """The pictures of a run, by name: of what is in its folder, as on its page."""
+    draw(ended_run(config, run.path), run.plot)
     files = {"plots": display_path(run.plot)}
     if pictures := draw_pipelines(config, run.path):
         files["pipelines"] = ", ".join(map(display_path, pictures))

@@ -67,9 +67,10 @@ def test_a_report_that_cannot_be_written_is_still_shown(run: RunFolder) -> None:
 
 def test_plots_need_no_backend_of_a_notebook(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from doll.monitor.state.history import History; "
-        "from doll.monitor.views.plots import draw; "
-        "draw(History(), Path(sys.argv[1]), job='x', predicted_rate=1.0)"
+        "import sys; from pathlib import Path; from doll.config import parse; "
+        "from doll.dashboard.ended_run import ended_run; from doll.monitor.views.run_plot import draw; "
+        "picture = Path(sys.argv[1]); "
+        "draw(ended_run(parse(\"job: x\\ntask: {class: 'a:B'}\"), picture.parent), picture)"
     )
     picture = tmp_path / "x.png"
     subprocess.run(
