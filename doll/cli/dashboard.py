@@ -20,6 +20,15 @@ def dashboard(
         Path | None,
         typer.Option("--token-file", help="File with the secret that readers must know.", show_default=False),
     ] = None,
+    model_server: Annotated[
+        str | None,
+        typer.Option(
+            "--model-server",
+            metavar="ADDRESS",
+            help="Also show the doll serve of the job at this address, with the token of DOLL_SERVE_TOKEN.",
+            show_default=False,
+        ),
+    ] = None,
     run_folder: RunFolderOption = None,
 ) -> None:
     """Serve the live page of a job: whether it learns, is on time and on budget, is safe, and who works.
@@ -30,11 +39,15 @@ def dashboard(
 
     Example: doll dashboard runs/digits-20260101-120000
     """
+    from doll.credentials import secret
+    from doll.dashboard.model_server import metrics_of
     from doll.dashboard.runs_folder import is_runs_folder
     from doll.process.http_access import address_of, listen, read_token
     from doll.run.page import serve_runs, serve_target
+    from doll.serving.connections import TOKEN_ENV
 
     token = "" if token_file is None else read_token(token_file)
+    metrics = None if model_server is None else metrics_of(model_server, secret(TOKEN_ENV) or "")
     target = None if job.job is not None and is_runs_folder(job.job) else job.target(run_folder)
     with listen(host, port, token) as listener:
         note = " (it asks for the token)" if token else ""
@@ -43,6 +56,6 @@ def dashboard(
             typer.echo(f"{text}: {address_of(listener)}{note}", err=True)
 
         if target is not None:
-            serve_target(target, listener, token, say)
+            serve_target(target, listener, token, say, metrics)
         elif job.job is not None:
             serve_runs(job.job, listener, token, say)

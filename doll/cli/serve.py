@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +15,7 @@ from doll.storage.version_marks import LATEST, checked_alias
 if TYPE_CHECKING:
     from doll.run.target import Target
     from doll.services import Services
+    from doll.serving.metrics import ServeMetrics
 
 _MB = 1e6
 
@@ -53,6 +56,16 @@ def serve(
         Path | None,
         typer.Option(help="File with the token of requests [default: that of DOLL_SERVE_TOKEN].", show_default=False),
     ] = None,
+    page: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65_535,
+            metavar="PORT",
+            show_default=False,
+            help="Also serve the live page of the job, on this machine, at this port; 0: one that is free.",
+        ),
+    ] = None,
     run_folder: RunFolderOption = None,
 ) -> None:
     """Answer requests with the model of a job, by the Open Inference Protocol V2 and POST /predict.
@@ -63,6 +76,8 @@ def serve(
 
     Example: doll serve runs/digits-20260101-120000 --port 8000
     """
+    if page is not None and processes > 1:
+        raise typer.BadParameter("--page: expected --processes 1; doll dashboard --model-server shows several")
     from doll.serving.main import ServedJob, ServeOptions, run_serve
 
     target = job.target(run_folder)
@@ -73,7 +88,17 @@ def serve(
     )  # fmt: skip
     served = ServedJob(target.config, target.run.path, lambda: _services(target), lambda: _has_ended(target))
     path = f"/v2/models/{options.name}"
-    raise typer.Exit(run_serve(served, options, say=lambda address: typer.echo(address + path, err=True)))
+
+    def beside(metrics: ServeMetrics) -> AbstractContextManager[None]:
+        if page is None:
+            return nullcontext()
+        from doll.run.page import page_beside
+
+        return page_beside(target, page, lambda: metrics.page().decode(), partial(typer.echo, err=True))
+
+    raise typer.Exit(
+        run_serve(served, options, say=lambda address: typer.echo(address + path, err=True), beside=beside)
+    )
 
 
 def _wanted(version: str | None, split: str | None) -> dict[str, float]:

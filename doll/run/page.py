@@ -1,32 +1,95 @@
 """What `doll dashboard` shows: a job by its topics while Kafka has them, else a run by its folder; or runs side by
-side."""
+side. And the page that `doll serve` carries."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from doll.dashboard.ended_run import ended_run
+from doll.dashboard.model_server import WithModelServer
 from doll.dashboard.runs_folder import RunsFolder
-from doll.dashboard.server import JobPage, RunsPage, serve_page
-from doll.dashboard.sources import EndedRun, RunningJob
+from doll.dashboard.server import JobPage, PageServer, RunsPage, serve_page
+from doll.dashboard.sources import EndedRun, JobSource, RunningJob
 from doll.errors import ServiceUnavailableError
+from doll.process.http_access import LOOPBACK, address_of, listen
 from doll.run.folder import RunFolder, display_path
 from doll.run.status import reachable_kafka
 from doll.run.target import Target
 
+Say = Callable[[str], None]
+ReadMetrics = Callable[[], str]
 
-def serve_target(target: Target, listener: socket.socket, token: str, say: Callable[[str], None]) -> None:
+
+def serve_target(
+    target: Target, listener: socket.socket, token: str, say: Say, metrics: ReadMetrics | None = None
+) -> None:  # fmt: skip
     """Serve the page of a job or a run at a socket until SIGTERM or SIGINT.
 
     Args:
         say: is told what is shown, once it can be asked for.
+        metrics: of the job's model server; None: none is watched.
 
     Raises:
         ServiceUnavailableError: the broker of a job file does not answer.
         ConfigError: the report of the run cannot be read.
     """
+    with _opened(target, metrics) as (source, what):
+        say(what)
+        serve_page(JobPage(source), listener, token=token)
+
+
+def serve_runs(folder: Path, listener: socket.socket, token: str, say: Say) -> None:
+    """Serve the page of the runs in a folder, side by side, until SIGTERM or SIGINT.
+
+    Args:
+        say: as in `serve_target`.
+    """
+    say(f"page of the runs in {display_path(folder.resolve())}")
+    serve_page(RunsPage(RunsFolder(folder.resolve())), listener, token=token)
+
+
+@contextlib.contextmanager
+def page_beside(target: Target, port: int, metrics: ReadMetrics, say: Say) -> Iterator[None]:
+    """Within the context: the page of a job and of its model server, on loopback, by a thread of this process.
+
+    A broker that does not answer is said, and keeps nothing from being served.
+    """
+    with listen(LOOPBACK, port, token="") as listener, contextlib.ExitStack() as opened:
+        try:
+            source, what = opened.enter_context(_opened(target, metrics))
+        except ServiceUnavailableError as error:
+            say(f"no page: {error}")
+            yield
+            return
+        server = PageServer(JobPage(source))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="page")
+        thread.start()
+        say(f"{what}: {address_of(listener)}")
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextlib.contextmanager
+def _opened(target: Target, metrics: ReadMetrics | None) -> Iterator[tuple[JobSource, str]]:
+    """Where the page's state comes from, and what it is."""
+    with _job_or_run(target) as (source, what):
+        if metrics is None:
+            yield source, what
+            return
+        both = WithModelServer(source, metrics)
+        with both.watched():
+            yield both, what
+
+
+@contextlib.contextmanager
+def _job_or_run(target: Target) -> Iterator[tuple[JobSource, str]]:
     beside = RunFolder(target.path.parent.resolve())  # the job file of a run is in its folder
     run = beside if beside.report.exists() else target.run
     if not run.report.exists():
@@ -38,19 +101,6 @@ def serve_target(target: Target, listener: socket.socket, token: str, say: Calla
         else:
             job = RunningJob(target.config, run.path)
             with job.followed(services):
-                say(f"page of job {target.config.job}")
-                serve_page(JobPage(job), listener, token=token)
+                yield job, f"page of job {target.config.job}"
             return
-    state = ended_run(target.config, run.path)
-    say(f"page of the run in {display_path(run.path)}")
-    serve_page(JobPage(EndedRun(state, run.path)), listener, token=token)
-
-
-def serve_runs(folder: Path, listener: socket.socket, token: str, say: Callable[[str], None]) -> None:
-    """Serve the page of the runs in a folder, side by side, until SIGTERM or SIGINT.
-
-    Args:
-        say: as in `serve_target`.
-    """
-    say(f"page of the runs in {display_path(folder.resolve())}")
-    serve_page(RunsPage(RunsFolder(folder.resolve())), listener, token=token)
+    yield EndedRun(ended_run(target.config, run.path), run.path), f"page of the run in {display_path(run.path)}"

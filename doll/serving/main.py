@@ -54,6 +54,9 @@ _OBSERVE_S: Final = 1.0
 _END_S: Final = 10.0  # that a process may take beside its last answers
 
 
+Beside = Callable[[ServeMetrics], contextlib.AbstractContextManager[None]]
+
+
 @dataclass(frozen=True)
 class ServeOptions:
     """How a server serves.
@@ -97,11 +100,15 @@ class ServedJob:
     has_ended: Callable[[], bool]
 
 
-def run_serve(job: ServedJob, options: ServeOptions, *, say: Callable[[str], object] = lambda text: None) -> int:
+def run_serve(
+    job: ServedJob, options: ServeOptions, *, say: Callable[[str], object] = lambda text: None,
+    beside: Beside = lambda metrics: contextlib.nullcontext(),
+) -> int:  # fmt: skip
     """Serve until SIGTERM or SIGINT; the exit code, 0. Needs the main thread.
 
     Args:
         say: told the address, once it is listened on.
+        beside: runs in this process while it serves, where it is the only one.
 
     Raises:
         ConfigError: the task or the address cannot be used, anybody could reach the server, or there cannot be several
@@ -121,7 +128,7 @@ def run_serve(job: ServedJob, options: ServeOptions, *, say: Callable[[str], obj
         say(address.replace("http:", "https:") if access.tls else address)
         serve = partial(serve_here, job, options, access, listener, metrics)
         if options.processes == 1:
-            with stop_requested() as stop:
+            with stop_requested() as stop, beside(metrics):
                 serve(stop, heartbeat)
             return 0
         return _serve_in_processes(options.processes, serve, metrics, heartbeat, options.grace_s + _END_S)

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 from browser import axe_source, chromium, console_errors, memory, prefer, resize, serious_findings
+from doll.dashboard.model_server import WithModelServer
 from doll.dashboard.runs_folder import RunsFolder
+from doll.serving.metrics import ServeMetrics
 from page_feed import MadeUpJob, leave_run, served
 from waiting import until
 
@@ -148,9 +150,20 @@ def test_nothing_keeps_people_out(driver: Any, made_up: MadeUpJob, scheme: str, 
         keep_picture(driver, f"narrow-{scheme}")
 
 
-def test_the_market_shows_who_ran_where(driver: Any, made_up: MadeUpJob) -> None:
-    with served(made_up) as port:
+def test_the_market_and_the_model_server_are_shown_where_there_are_some(
+    driver: Any, made_up: MadeUpJob, pytestconfig: pytest.Config
+) -> None:
+    metrics = ServeMetrics("clicks", 1)
+    both = WithModelServer(made_up, lambda: metrics.page().decode())
+    for second in range(30):
+        for request in range(40):
+            metrics.answered(200, 0.001 + 0.0003 * ((request + second) % 7))
+        both.look(second)
+    with served(both) as port:
         show(driver, port)
+        assert "1 200" in text(driver, "#served .facts")
+        assert pytestconfig.cache is not None
+        assert serious_findings(driver, axe_source(pytestconfig.cache.mkdir("axe"))) == []
         assert text(driver, "#market-title") == "The market"
         assert "5 spot, 3 on-demand, of 8" in text(driver, "#market .facts")
         shown = driver.find_element("css selector", "#timeline canvas").size

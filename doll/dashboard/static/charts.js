@@ -143,3 +143,19 @@ export class RunsChart extends Chart {
     this.show(lines, fromZero);
   }
 }
+
+export class LatencyChart extends Chart {
+  render(curves) {
+    const lines = [
+      { label: "median, ms", curve: points(curves.median_ms), color: "--blue" },
+      { label: "99 % below", curve: points(curves.p99_ms), color: "--vermillion", dash: [6, 3] },
+    ];
+    this.show(lines, fromZero);
+  }
+}
+
+export class RequestsChart extends Chart {
+  render(curves) {
+    this.show([{ label: "requests per second", curve: points(curves.per_s), color: "--blue" }], fromZero);
+  }
+}

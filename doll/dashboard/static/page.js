@@ -4,6 +4,7 @@ import { ErrorChart, SamplesChart } from "./charts.js";
 import { listen } from "./details.js";
 import { byId, element, fillFacts, fillTable, ifChanged, setText, timeOfDay } from "./dom.js";
 import { Market } from "./market.js";
+import { ModelServer } from "./served.js";
 import { follow } from "./state.js";
 import { Workers } from "./workers.js";
 
@@ -16,6 +17,7 @@ const LISTS = {
 const ICONS = { good: "✔", warn: "▲", bad: "✖", none: "…" };
 const workers = new Workers();
 const market = new Market();
+const served = new ModelServer();
 const errors = new ErrorChart(byId("error-chart"));
 const samples = new SamplesChart(byId("samples-chart"));
 let chosen = ""; // measure; "": accuracy where there is one
@@ -94,6 +96,7 @@ follow(
     }
     if (changed.has("workers") || changed.has("job")) workers.render(state.workers, state.job.now_s);
     if (changed.has("market")) market.render(state.market);
+    if (changed.has("served")) served.render(state.served);
     if (changed.has("lists")) renderLists(state.lists);
     document.body.dataset.ready = "true";
   },

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from doll.monitor.state.thinned import Thinned
+
 MAX_SPANS: Final = 100  # of each slot
 MAX_POINTS: Final = 480
 
@@ -36,21 +38,20 @@ class MarketPoint(NamedTuple):
 
 
 class MarketHistory:
-    """What became of each slot, and what it cost.
-
-    Attributes:
-        points: with their numbers, of which every second one is dropped where there are too many.
-    """
+    """What became of each slot, and what it cost."""
 
     def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
         self.spans: list[deque[Span]] = []
-        self.points: dict[int, MarketPoint] = {}
-        self._step = 1
-        self._number = -1
+        self._points = Thinned[MarketPoint](MAX_POINTS)
         self._newest_s = -math.inf
+
+    @property
+    def points(self) -> dict[int, MarketPoint]:
+        """Some of the decisions by their number."""
+        return self._points.points
 
     def feed(self, decision: Mapping[str, Any]) -> None:
         """The next decision, or what another source says of the same one.
@@ -62,21 +63,15 @@ class MarketHistory:
             return
         if at_s < self._newest_s:  # a job that has begun again
             self._begin()
+        numbers = (float(decision.get(name, math.nan)) for name in MarketPoint._fields[1:])
+        point = MarketPoint(at_s, *numbers)
         if at_s > self._newest_s:
-            self._number += 1
             self._newest_s = at_s
-        self._add_point(decision, at_s)
+            self._points.add(point)
+        else:
+            self._points.replace(point)
         for slot, market in enumerate(decision.get("running", decision["markets"])):
             self._note(slot, market, at_s)
-
-    def _add_point(self, decision: Mapping[str, Any], at_s: float) -> None:
-        if self._number % self._step:
-            return
-        numbers = (float(decision.get(name, math.nan)) for name in MarketPoint._fields[1:])
-        self.points[self._number] = MarketPoint(at_s, *numbers)
-        if len(self.points) > MAX_POINTS:
-            self._step *= 2
-            self.points = {number: point for number, point in self.points.items() if number % self._step == 0}
 
     def _note(self, slot: int, market: str, at_s: float) -> None:
         while slot >= len(self.spans):

@@ -18,6 +18,7 @@ from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.history import History
 from doll.monitor.state.market_history import MarketHistory
 from doll.monitor.state.progress import JobSnapshot, ProgressModel
+from doll.monitor.state.served_model import ServedModel
 from doll.process.metric_names import PROVISIONER
 from doll.provisioner.planning.planner import slot_ranges
 from doll.records.control import (
@@ -102,6 +103,7 @@ class PageState:
         last_events: of each worker.
         next_offsets, served_by: as of `ProgressModel`.
         kept: of its checkpoints, read where a version is opened; None: not read, or they cannot be.
+        served: what its model server says; None: none is watched.
         problem: why the page may not show the newest state; "" where it does.
     """
 
@@ -121,6 +123,7 @@ class PageState:
     next_offsets: Mapping[int, int] = field(default_factory=dict)
     served_by: Mapping[int, int] = field(default_factory=dict)
     kept: KeptVersions | None = None
+    served: ServedModel | None = None
     problem: str = ""
 
 

@@ -21,6 +21,7 @@ from doll.monitor.state.formats import clock, known, number, of
 from doll.monitor.state.progress import WorkerLine, skipped_text
 from doll.monitor.state.watched_job import PageState
 from doll.monitor.views.page_market import market
+from doll.monitor.views.page_served import served
 from doll.monitor.views.plots import moving_mean
 from doll.monitor.views.text import table_lines, verdict
 from doll.process.metric_names import worker_of
@@ -52,6 +53,7 @@ def page(state: PageState) -> dict[str, Any]:
         },
         "curves": _curves(state),
         "market": market(state),
+        "served": served(state.served),
         "workers": {str(line.worker): _worker(line, state) for line in state.snapshot.workers},
         "lists": {
             "events": [[_rounded(at_s, 1) or 0, text] for at_s, text in reversed(_newest(state.events))],

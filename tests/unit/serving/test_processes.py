@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import resource
 import subprocess
 import sys
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -111,3 +114,26 @@ async def asked_over(port: int, count: int) -> Counter[str]:
     for _, writer in opened:
         writer.close()
     return statuses
+
+
+def test_the_same_process_serves_the_page_of_the_job_with_its_versions_and_latencies(rig: ServingRig) -> None:
+    RunFolder(rig.run_folder).report.write_text('{"reason": "updates: 3 reached", "error": null}')
+    page = free_port()
+
+    def served() -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{page}/events", timeout=60) as stream:
+            stream.readline()
+            shown: dict[str, Any] = json.loads(stream.readline().removeprefix(b"data: "))["served"]
+        return shown
+
+    with serving(rig, "--page", str(page)):
+        until(lambda: rig.infer() and "latency" in dict(served()["facts"]), "the time of an answer")
+        facts = dict(served()["facts"])
+        assert facts["version"] == "3"
+        assert facts["latency"].startswith("median ")
+
+
+def test_a_page_beside_several_processes_is_refused(rig: ServingRig) -> None:
+    with serving(rig, "--page", "0", "--processes", "2", answering=False) as parent:
+        assert parent.wait(60) == 2
+    assert "expected --processes 1" in (rig.run_folder / "serve.log").read_text()
