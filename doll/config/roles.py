@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, field_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, StringConstraints, field_validator
 
 from doll.config.pipeline import PipelineConfig
 from doll.config.section import LONGEST_S, Section
@@ -15,11 +15,16 @@ CHECKPOINT_URLS: Final = {
     "s3": ("s3://bucket/prefix", re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?"))
 }
 """URLs of checkpoint stores by scheme: the form for messages, and the pattern. `doll.storage.stores` opens them."""
-DEVICE_FORM: Final = r"auto|cpu(:0)?|cuda(:[0-9]{1,3})?|mps"
-"""What `worker.device` may be, as a regular expression."""
+_DEVICE: Final = re.compile(r"auto|cpu(:0)?|cuda(:[0-9]{1,3})?|mps")
 MAX_SET_S: Final = 2.0
 """A worker adds no batch to a set that has taken so long, see `WorkerConfig.set_limit_s`."""
 _URL_LIKE: Final = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*:/|({'|'.join(CHECKPOINT_URLS)}):")
+
+
+def _is_device(value: str) -> str:
+    if not _DEVICE.fullmatch(value):
+        raise ValueError(f"expected auto, cpu, cuda, cuda:N (such as cuda:0) or mps, got {value!r}")
+    return value
 
 
 class CheckpointConfig(Section):
@@ -88,7 +93,7 @@ class WorkerConfig(Section):
     spot_notices: Literal["none", "imds"] | None = None
     """imds: poll the EC2 instance metadata service every 5 s for an interruption notice, and leave before the
     interruption; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none"""
-    device: Annotated[str, StringConstraints(pattern=f"^({DEVICE_FORM})$")] = "cpu"
+    device: Annotated[str, AfterValidator(_is_device)] = "cpu"
     """what workers compute gradients on: cpu, cuda:N, mps; cuda: the CUDA devices of the machine in turn, by the
     worker's number; auto: these, else mps, else the CPU. Everything else, such as evaluation, is on the CPU"""
     compile: bool = False

@@ -168,9 +168,10 @@ def match(
     )  # fmt: skip
     trainable = {name for name, parameter in model.module.named_parameters() if parameter.requires_grad}
     if not tables and not bounded and not trainable & tensors.keys():
+        shapes = f" (of another shape: {_named(other_shape)})" if other_shape else ""
         raise ConfigError(
             f"training.init_from: {source}: expected tensors with the names and shapes of the model's trainable "
-            f"parameters ({_named(sorted(trainable | all_shapes.keys()))}), got {_named(sorted(given))}: see "
+            f"parameters ({_named(sorted(trainable | all_shapes.keys()))}), got {_named(sorted(given))}{shapes}: see "
             "init_from.rename; frozen parameters are loaded by build_model()"
         )
     if strict and report.differences:

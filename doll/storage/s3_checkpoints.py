@@ -40,7 +40,7 @@ from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory
 from doll.storage.version_marks import MARKS
 
 if TYPE_CHECKING:
-    from botocore.exceptions import ClientError
+    from botocore.exceptions import BotoCoreError, ClientError
 
 log = telemetry.get_logger(__name__)
 
@@ -52,6 +52,11 @@ _BASE: Final = re.compile(r"term-(\d+)\.base-(\d+)-(\d+)")
 _URL: Final = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?")
 _EXISTS_CODES: Final = ("PreconditionFailed", "ConditionalRequestConflict")
 _MISSING_CODES: Final = ("NoSuchKey", "404")
+_REFUSED_CODES: Final = ("AccessDenied", "403", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken")
+_RIGHTS: Final = (
+    "; expected credentials where boto3 looks for them (such as AWS_PROFILE), of a user with s3:ListBucket on the "
+    "bucket and s3:GetObject under the prefix, and to write there s3:PutObject and s3:DeleteObject"
+)
 
 
 class _Listing(NamedTuple):
@@ -230,12 +235,13 @@ class S3CheckpointStore(CheckpointStore):
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
         """boto3's errors as CheckpointError: they name the operation and S3's reason, and hold no secret."""
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
         try:
             yield
         except (BotoCoreError, ClientError) as exc:
-            raise CheckpointError(f"cannot {what} {self.url}: {exc}") from exc
+            hint = _RIGHTS if isinstance(exc, NoCredentialsError) or _code(exc) in _REFUSED_CODES else ""
+            raise CheckpointError(f"cannot {what} {self.url}: {exc}{hint}") from exc
 
 
 def _client() -> Any:
@@ -249,5 +255,6 @@ def _client() -> Any:
     )
 
 
-def _code(exc: ClientError) -> str:
-    return str(exc.response.get("Error", {}).get("Code", ""))
+def _code(exc: BotoCoreError | ClientError) -> str:
+    """S3's own; "" of an error that S3 has not answered."""
+    return str(getattr(exc, "response", {}).get("Error", {}).get("Code", ""))

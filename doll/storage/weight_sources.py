@@ -47,10 +47,13 @@ def read_source(config: JobConfig, source: str) -> Source:
         CheckpointError: checkpoints cannot be read, or none of this version is kept.
     """
     path, version = find_source(config, source)
-    if isinstance(path, str):
-        return _of_checkpoints(open_place(path, None), path, version)
-    if path.is_dir():
-        return _of_folder(path, version)
+    try:
+        if isinstance(path, str):
+            return _of_checkpoints(open_place(path, None), path, version)
+        if path.is_dir():
+            return _of_folder(path, version)
+    except CheckpointError as exc:
+        raise CheckpointError(f"{INIT_FROM}: {exc}") from exc
     if version is not None:
         raise ConfigError(f"{INIT_FROM}: expected a version of a run folder, got {source}, which is a file")
     if path.suffix == SAFETENSORS:

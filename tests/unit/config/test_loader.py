@@ -68,6 +68,7 @@ def test_two_keys_make_a_job() -> None:
         ("fleet.subnet=x", "fleet.subnet: unknown key"),
         ("fleet.speedup=2", r"fleet.speedup: unknown key \(did you mean 'speed_up'\?\)"),
         ("fleet.notice_s=-1", "fleet.notice_s: .* greater than or equal to 0, got -1"),
+        ("worker.device=gpu", r"worker.device: expected auto, cpu, cuda, cuda:N \(such as cuda:0\) or mps, got 'gpu'"),
         ("fleet.cluster=a b", "fleet.cluster: string should match pattern .*, got 'a b'"),
         ("fleet={kind: ec2}", "fleet.launch_template: expected a value, got nothing: add this key"),
         ("fleet={kind: compose, project: Doll}", "fleet.project: string should match pattern .*, got 'Doll'"),

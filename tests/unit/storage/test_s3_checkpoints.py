@@ -291,3 +291,29 @@ def test_a_server_that_was_suspended_before_its_claim_takes_no_term_again(
     assert newest(store()) == (21, 21)
     with pytest.raises(FencedError):
         others.save(checkpoint(20, 22))
+
+
+def test_what_s3_refuses_says_which_rights_are_needed(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+    from moto.core import set_initial_no_auth_action_count
+
+    iam = boto3.client("iam")
+    iam.create_user(UserName="guest")
+    key = iam.create_access_key(UserName="guest")["AccessKey"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+    set_initial_no_auth_action_count(0)(
+        lambda: _expect_refusal(
+            "cannot look into s3://models/team/digits: .*AccessDenied.*with s3:ListBucket on the bucket"
+        )
+    )()
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(f"AWS_{name}")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    _expect_refusal("Unable to locate credentials; expected credentials where boto3 looks for them")
+
+
+def _expect_refusal(words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        store().versions()

@@ -254,7 +254,6 @@ def test_workers_are_spread_over_the_devices(
         ("cuda", 0, r"expected a device of this machine \(cpu\), got 'cuda'"),
         ("cuda:2", 2, r"expected a device of this machine \(cpu, cuda:0, cuda:1\), got 'cuda:2'"),
         ("mps", 1, r"expected a device of this machine \(cpu, cuda:0\), got 'mps'"),
-        ("gpu", 1, "expected auto, cpu, cuda, cuda:N"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(
