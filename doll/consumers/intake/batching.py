@@ -94,7 +94,10 @@ class Batcher(Generic[R]):
 
         What came before `lo` may still be fed.
         """
-        lo = max(lo, self.next_offset, self._lost[-1][1] if self._lost else 0)
+        if self._lost and lo <= self._lost[-1][1]:  # one range: a `Skip` names each
+            before = self._lost.pop()
+            lo, hi = before[0], max(before[1], hi)
+        lo = max(lo, self.next_offset)
         if lo < hi:
             self._lost.append((lo, hi))
 

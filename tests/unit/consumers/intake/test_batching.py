@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from doll.consumers.intake.batching import Batcher, RawBatch
+from doll.consumers.protocol.skipped_batches import Skipped, SkippedBatches
 from doll.ledger import offset_ranges
+from doll.records.control import encode
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -184,7 +186,7 @@ def test_what_was_deleted_before_it_was_read_is_lost_and_no_gap() -> None:
     assert [(b.number, [*b.offsets], b.gaps, b.lost) for b in batches] == [
         (0, [0, 1, 3], [(2, 3)], []),
         (1, [], [(4, 5)], [(5, 8)]),
-        (2, [], [(11, 12)], [(8, 9), (9, 11)]),
+        (2, [], [(11, 12)], [(8, 11)]),
         (3, [12, 13, 14, 15], [], []),
     ]
     batcher.mark_lost(10, 18)  # ahead again, in part
@@ -241,6 +243,22 @@ def test_a_long_hole_comes_out_as_one_and_its_ends_as_batches() -> None:
     assert covered[0][0] == 1
     assert covered[-1][1] == hole + 1
     assert all(before[1] == after[0] for before, after in itertools.pairwise(covered))
+
+
+def test_a_record_of_skipped_batches_is_short_whatever_the_hole_was_made_of() -> None:
+    """They hold no record, so what has no record follows on: a hole is one range, and a loss one more with what is
+    behind it. Losses that follow each other are one."""
+    batcher: Batcher[str] = Batcher(origin=0, records_per_batch=64, next_batch=0)
+    for lo in range(0, 10_000_000, 1_000):  # retention is faster than the worker
+        batcher.mark_lost(lo, lo + 1_000)
+    for lo in range(10_500_000, 10_520_000, 1_000):  # and then a compacted log is deleted from its beginning
+        batcher.mark_lost(lo, lo + 500)
+    (raw,) = [raw for raw in batcher.feed([64 * 200_000], ["a"]) if raw.count > 1]
+    assert raw.lost[0] == (0, 10_000_000)
+    assert (len(raw.lost), len(raw.gaps)) == (21, 21)
+    skipped = SkippedBatches()
+    skipped.put(Skipped(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost)), 0)
+    assert len(encode(skipped.record(3, 7, 5))) < 1_000
 
 
 def test_a_hole_is_one_only_between_whole_waves() -> None:
