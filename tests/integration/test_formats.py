@@ -50,6 +50,7 @@ FIRST = schema(("user", "long"), ("digits", "string"), ("price", "float"), ("cli
 SECOND = schema(
     ("clicked", "boolean"), ("digits", "string"), ("country", "string"), ("price", "double"), ("user", "long")
 )
+WITHOUT_PRICE = schema(("user", "long"), ("digits", "string"), ("clicked", "boolean"), ("country", "string"))
 BIG = 2**53 + 1
 
 
@@ -74,6 +75,8 @@ def send(job: Any, values: list[bytes | None], *, agent: bytes = b"browser") -> 
 
 
 def test_a_registry_that_is_away_is_waited_for_and_its_schema_evolves_in_mid_stream(clicks: Any) -> None:
+    """It is away, then answers something else. Of a schema without a field that the task needs the records are dead
+    letters, with what to do."""
     with fake_registry() as registry:
         registry.down = (503, b"back soon")
         job = clicks(
@@ -87,18 +90,30 @@ def test_a_registry_that_is_away_is_waited_for_and_its_schema_evolves_in_mid_str
             "both workers say for what they wait",
         )
         job.until(lambda: len(registry.asked) >= 14, "several attempts, for longer than worker.stall_timeout_s")
+        registry.down = (200, b"<html>log in</html>")  # whatever it says, it is waited for
+        job.until_status(
+            lambda status: all("got HTTP 200 with <html>log in" in worker.waiting_for for worker in status.workers),
+            "both workers say what it answers",
+        )
         assert job.version == 0
         registry.add(1, FIRST)
         registry.add(2, SECOND)
+        registry.add(3, WITHOUT_PRICE)
         registry.down = None
         job.until_status(lambda status: not any(worker.waiting_for for worker in status.workers), "nobody waits")
         send(job, [click(1, FIRST, 0)] * 30, agent=b"bot")
         send(job, [None] * 10)
+        send(job, [click(3, WITHOUT_PRICE, i) for i in range(4)])
         send(job, [click(1 + i % 2, [FIRST, SECOND][i % 2], i) for i in range(96)])
         send(job, [click(2, SECOND, i) for i in range(24)])
         job.until_finished()
     report = job.assert_audit_ok()
-    assert (report.dead, job.restarts, job.read("dead")) == (0, [], [])
+    letters, logs = job.read("dead"), "".join(job.log(f"worker-{n}") for n in (0, 1))
+    assert (report.dead, len(letters), job.restarts) == (4, 4, [])
+    for letter in letters:
+        assert "schema 3 has no field price, which the task's Click requires" in letter.reason
+        assert "give Click.price a default, or set data.format.version" in letter.reason
+    assert logs.count("schema_unusable") == 2, "each worker says it once"
     assert sum(update.n_samples for update in job.updates) >= 160
     assert dict(job.status.skipped) == {"tombstone": 10, "bot": 30}
 
