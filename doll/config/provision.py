@@ -22,7 +22,7 @@ class PlanConfig(Section):
     measure: Literal["error_rate", "loss"] = "error_rate"
     """held-out error: 1 - accuracy, or the task's loss"""
     pilot: Path | None = None
-    """run folder from which `doll plan` takes J and `service_s`"""
+    """run folder from which `doll plan` takes J, `service_s` and `mean_samples`"""
     deadline_s: PositiveFloat | None = Field(default=None, le=LONGEST_S)
     """seconds from the start of the job"""
     budget_usd: PositiveFloat | None = None
@@ -49,6 +49,9 @@ class PlanConfig(Section):
     """fraction of the deadline that is kept in reserve"""
     service_s: PositiveFloat | None = None
     """mean seconds to compute and upload the gradient of a batch; `doll calibrate` measures it"""
+    mean_samples: PositiveFloat | None = None
+    """samples that the task makes of one record on average, where it makes several (`Task.max_samples_per_record`) or
+    leaves some out; `doll calibrate` measures it [as in `pilot`, else 1]"""
 
     @model_validator(mode="after")
     def _one_goal(self) -> Self:

@@ -18,7 +18,8 @@ class ArrivalsConfig(Section):
 
     process: Literal["poisson", "deterministic", "asap", "trace"] = "poisson"
     rate_per_s: PositiveFloat | list[PositiveFloat] = 125.0
-    """samples per second and stream; or a list with the rate of each stream"""
+    """samples per second and stream; or a list with the rate of each stream. Where a task makes several samples of a
+    record: records"""
     trace: Path | None = None
     """text file with one gap in seconds per line; repeated from its beginning when it ends"""
     while_down: Literal["queue", "pause"] = "queue"

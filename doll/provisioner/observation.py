@@ -87,7 +87,7 @@ class Observed(KeptState):
 
     Args:
         prior_rates_per_s: λ_n of the job file, samples per second, shape (N,).
-        samples_per_record: m of packed records.
+        samples_per_record: as of `ControllerSettings`.
         prior_alpha, prior_cycle_s: what is believed of spot before anything is seen.
         heartbeat_timeout_s: a worker that is not heard for this long, while others are, does not work.
         keeps_losses: record the loss of each update in `losses`.
@@ -105,7 +105,7 @@ class Observed(KeptState):
         self,
         prior_rates_per_s: npt.ArrayLike,
         *,
-        samples_per_record: int = 1,
+        samples_per_record: float = 1.0,
         prior_alpha: float = 0.9,
         prior_cycle_s: float = 36_000.0,
         heartbeat_timeout_s: float = 30.0,
@@ -320,7 +320,7 @@ class Observed(KeptState):
         """Recent mean service time of the batches of one slot; 0 before the first."""
         return self._slots[slot].service_s
 
-    def capacity_per_s(self, batch_size: int) -> Floats:
+    def capacity_per_s(self, batch_size: float) -> Floats:
         """Samples that each slot's worker can compute per second; 0 before its first batch, shape (N,)."""
         service_s = np.array([slot.service_s for slot in self._slots])
         return np.where(service_s > 0, batch_size / np.maximum(service_s, 1e-9), 0.0)

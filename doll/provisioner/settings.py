@@ -32,7 +32,7 @@ class ControllerSettings:
         planner: work, deadline (on the job's clock), budget and behaviour; `replan_s` is the longest time between two
             turns, which the caller keeps.
         rates_per_s: λ_n of the job file, samples per second, shape (N,): one slot each.
-        samples_per_record: m of packed records.
+        samples_per_record: m of packed records, and what the task makes of each of these on average.
         prior_alpha: assumed availability of spot before anything is observed.
         heartbeat_timeout_s: a worker that sent nothing for this long, while others did, does not work.
         target_error, measure: the work is re-estimated from the job's own held-out errors; None: it stays as planned.
@@ -46,7 +46,7 @@ class ControllerSettings:
 
     planner: PlannerSettings
     rates_per_s: Floats
-    samples_per_record: int = 1
+    samples_per_record: float = 1.0
     prior_alpha: float = 0.9
     limits: LaunchLimits = field(default_factory=LaunchLimits)
     heartbeat_timeout_s: float = 30.0
@@ -78,7 +78,7 @@ class ControllerSettings:
             raise ValueError(f"expected {self.num_slots} slots as before, got {new.num_slots}")
         before, after = self.planner.batch_size, new.planner.batch_size
         if after != before:
-            raise ValueError(f"expected batches of {before} samples as before, got {after}: b stays within a job")
+            raise ValueError(f"expected batches of {before:g} samples as before, got {after:g}: b stays within a job")
         before, after = self.machines_per_worker, new.machines_per_worker
         if after != before:
             raise ValueError(f"expected {before} machines per worker as before, got {after}: k stays within a job")
@@ -96,14 +96,15 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
     notes: list[str] = []
     plan, machines = of_workers(config, apply_speed_up(config, config.plan, notes), notes)
     own = config.provision
-    rates = config.worker_rates_per_s()
+    mean_samples = plan.mean_samples or 1.0
+    rates = [mean_samples * rate for rate in config.worker_rates_per_s()]
     if not all(math.isfinite(rate) for rate in rates):
         raise ConfigError(
             "arrivals.process is asap, which states no rate: expected poisson or deterministic, with "
             "arrivals.rate_per_s as the samples per second of each worker's stream"
         )
     updates = updates_to_target(config, plan, notes)
-    planner = planner_settings(plan, rates, updates, config.group_size, config.data.batch_size)
+    planner = planner_settings(plan, rates, updates, config.group_size, mean_samples * config.data.batch_size)
     deadline_s = planner.deadline_s
     if plan.deadline_s is None:
         notes.append(f"no plan.deadline_s: cost is minimized as if the deadline were {deadline_s:.0f} s")
@@ -120,8 +121,8 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
         max_failures=own.max_failures,
     )  # fmt: skip
     settings = ControllerSettings(
-        planner=planner, rates_per_s=np.asarray(rates), samples_per_record=config.data.samples_per_record,
-        prior_alpha=plan.alpha, limits=limits,
+        planner=planner, rates_per_s=np.asarray(rates),
+        samples_per_record=mean_samples * config.data.samples_per_record, prior_alpha=plan.alpha, limits=limits,
         heartbeat_timeout_s=own.heartbeat_timeout_s, target_error=plan.target_error if own.re_estimate else None,
         measure=plan.measure, scale_in=_scale_in(config), machines_per_worker=machines,
         max_stall_s=own.max_stall_s if own.max_stall_s is not None else _max_stall_s(planner, sum(rates)),

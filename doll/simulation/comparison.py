@@ -20,7 +20,7 @@ def simulate_policy(
     """The job's streams under its policy, for so many virtual seconds.
 
     Args:
-        rates_per_s: λ_n, shape (N,).
+        rates_per_s: λ_n, shape (N,), as the job file counts: a record is one sample, a packed one m.
         service_s: mean seconds for a batch's gradient; None: the job's, else that of the DOLL paper.
     """
     price = config.plan.on_demand_usd_per_h
@@ -38,7 +38,7 @@ def simulate_policy(
         f"simulated {system.now:.0f} s",
         ok=True,
         seconds=system.now,
-        samples=system.engine.samples_total,
+        samples=round(system.engine.samples_total * (config.plan.mean_samples or 1.0)),
         updates=system.version,
         usd=math.nan if price is None else system.usd,
         summary=PolicySummary.of([system.measures.report()]),
@@ -54,7 +54,7 @@ def seconds_of(config: JobConfig, rates_per_s: Sequence[float]) -> float:
     stop, total = config.stop, sum(rates_per_s)
     limits = [] if stop.seconds is None else [stop.seconds]
     if stop.samples is not None:
-        limits.append(stop.samples / total)
+        limits.append(stop.samples / (total * (config.plan.mean_samples or 1.0)))
     if stop.updates is not None:
         limits.append(stop.updates * config.group_size * config.data.batch_size / total)
     if not limits:

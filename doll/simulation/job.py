@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -46,7 +47,7 @@ def simulation_settings(
     """Settings of the simulation: options first, then the job file, then the paper.
 
     Args:
-        rates_per_s: λ_n, shape (N,).
+        rates_per_s: λ_n, shape (N,), as the job file counts: a record is one sample, a packed one m.
         group_size: replaces the job's policy by groups of this size.
         more: other settings, as `SimulationSettings` names them.
 
@@ -58,7 +59,7 @@ def simulation_settings(
         batch_size = batch_size or config.data.batch_size
         policy = policy or config.training.policy
         if updates is None and seconds is None:
-            updates, seconds = config.stop.updates, config.stop.seconds
+            updates, seconds = _updates_of(config, len(rates_per_s), batch_size, policy), config.stop.seconds
     if updates is None and seconds is None:
         updates = _PAPER_UPDATES
     return SimulationSettings(
@@ -69,6 +70,16 @@ def simulation_settings(
         seconds=seconds,
         **more,
     )
+
+
+def _updates_of(config: JobConfig, workers: int, batch_size: int, policy: PolicyConfig) -> int | None:
+    """After how many updates the job's stop rule ends it; None: it does not count updates or samples."""
+    stop = config.stop
+    limits = [] if stop.updates is None else [stop.updates]
+    if stop.samples is not None:
+        batches = policy.batches_per_update(workers)
+        limits.append(math.ceil(stop.samples / (batches * batch_size * (config.plan.mean_samples or 1.0))))
+    return min(limits, default=None)
 
 
 def preemptions(

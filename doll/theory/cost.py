@@ -43,7 +43,7 @@ class Prices:
         return self.spot_usd_per_h < self.on_demand_usd_per_h
 
 
-def work_samples(updates: float, group_size: int, batch_size: int) -> float:
+def work_samples(updates: float, group_size: int, batch_size: float) -> float:
     """J K b: the samples that `updates` updates consume.
 
     >>> work_samples(10_000, group_size=20, batch_size=256)

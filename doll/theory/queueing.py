@@ -14,7 +14,7 @@ from typing import NamedTuple
 from doll.theory import checks
 
 
-def batch_rate_per_s(total_rate_per_s: float, batch_size: int) -> float:
+def batch_rate_per_s(total_rate_per_s: float, batch_size: float) -> float:
     """λ_B = S / b, batches per second of all workers together.
 
     >>> batch_rate_per_s(64 * 125, 256)
@@ -24,7 +24,7 @@ def batch_rate_per_s(total_rate_per_s: float, batch_size: int) -> float:
     return total_rate_per_s / batch_size
 
 
-def update_rate_per_s(total_rate_per_s: float, group_size: int, batch_size: int) -> float:
+def update_rate_per_s(total_rate_per_s: float, group_size: int, batch_size: float) -> float:
     """λ_U = S / (K b), updates per second of a stable system.
 
     Source: the DOLL paper, Eq. (1).
@@ -63,7 +63,7 @@ class Stability(NamedTuple):
         return "stable" if self.sufficient > 1 else "depends" if self.necessary > 1 else "unstable"
 
 
-def stability(total_rate_per_s: float, group_size: int, batch_size: int, service_s: float) -> Stability:
+def stability(total_rate_per_s: float, group_size: int, batch_size: float, service_s: float) -> Stability:
     """Proposition 1: may groups come faster than they are served?
 
     Args:

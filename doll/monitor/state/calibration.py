@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -20,6 +20,7 @@ Rows = Sequence[Mapping[str, float]]
 
 # Fewer held-out evaluations cannot determine a curve of three constants.
 MIN_EVALUATIONS = 12
+_ROUNDING: Final = 0.01  # of samples per record: what the last packed record of a source lacks
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Calibration:
         service_s, service_sd_s: μ_C and σ_C, mean and standard deviation over updates of a batch's gradient time.
         update_rate_per_s: λ_U, steady part of the run.
         total_rate_per_s: samples applied per second, all streams.
+        mean_samples: that the task made of one record, on average (`plan.mean_samples`); 1 where it is that within 1 %.
         stability: Proposition 1 at these values.
         noise: constants of Eq. (10); None unless the optimizer is SGD on the mean gradient.
     """
@@ -62,6 +64,7 @@ class Calibration:
     service_sd_s: float
     update_rate_per_s: float
     total_rate_per_s: float
+    mean_samples: float
     stability: Stability | None
     noise: Noise | None
 
@@ -112,6 +115,8 @@ class Calibration:
                 f"margin   {self.stability.sufficient:.3g} (sufficient form), {self.stability.necessary:.3g} "
                 f"(necessary form): {self.stability.verdict}"
             )
+        if self.mean_samples != 1:
+            lines.append(f"records  {self.mean_samples:.4g} samples of each, on average (plan.mean_samples)")
         if self.noise is not None:
             lines.append(
                 f"noise    c = {self.noise.convexity:.4g}, L B = {self.noise.smoothness_times_variance:.4g}, "
@@ -127,6 +132,7 @@ def calibrate(
     *,
     group_size: int,
     batch_size: int,
+    samples_per_record: int = 1,
     measure: Measure,
     target_error: float | None,
     step_size: float | None,
@@ -135,6 +141,7 @@ def calibrate(
     """Constants from the rows of a run's updates.csv and evaluations.csv (void rows are skipped).
 
     Args:
+        batch_size, samples_per_record: as the job file says: b counts a record as one sample, a packed one as m.
         measure: "error_rate" (1 - held-out accuracy) or "loss" (held-out loss).
         target_error: ε in that measure; None for no J(ε).
         step_size: η of the mean gradient, lr / (1 - momentum), for SGD; None for other optimizers.
@@ -155,12 +162,14 @@ def calibrate(
     service, spread = _service(valid_rows)
     rate = steady_update_rate([row["time_s"] for row in valid_rows])
     samples = float(np.mean([row["n_samples"] for row in valid_rows])) if valid_rows else math.nan
+    mean_samples = _mean_samples(valid_rows, samples_per_record)
     total = rate * samples
-    margin = stability(total, group_size, batch_size, service) if service > 0 and total > 0 else None
+    made = batch_size * mean_samples
+    margin = stability(total, group_size, made, service) if service > 0 and total > 0 else None
     noise = None
     if fit is not None and step_size is not None:
         convexity = (1 - fit.curve.rho) / step_size
-        scale = 2 * group_size * batch_size * convexity / step_size
+        scale = 2 * group_size * made * convexity / step_size
         noise = Noise(convexity, scale * fit.curve.gamma, scale * fit.gamma.high)
     return Calibration(
         measure=measure,
@@ -173,9 +182,17 @@ def calibrate(
         service_sd_s=spread,
         update_rate_per_s=rate,
         total_rate_per_s=total,
+        mean_samples=mean_samples,
         stability=margin,
         noise=noise,
     )
+
+
+def _mean_samples(rows: Rows, samples_per_record: int) -> float:
+    known = [row for row in rows if "records" in row]
+    records = sum(row["records"] for row in known)
+    mean = sum(row["n_samples"] for row in known) / (records * samples_per_record) if records else 0.0
+    return mean if mean and abs(mean - 1) > _ROUNDING else 1.0
 
 
 def _curve(rows: Rows, measure: Measure) -> tuple[Floats, Floats]:

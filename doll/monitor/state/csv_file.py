@@ -14,7 +14,7 @@ from doll.monitor.state.history import Table
 from doll.process.files import replacing
 
 _ROWS = 1_000  # written at a time
-_INTEGER_COLUMNS = frozenset({"term", "version", "n_samples", "samples_total", "batches", "void"})
+_INTEGER_COLUMNS = frozenset({"term", "version", "n_samples", "samples_total", "batches", "records", "void"})
 
 
 class CsvFile:

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from doll.ledger.lineage import Change, Lineage, UpdatesRecord
 from doll.monitor.state.prequential import LossTrend, Prequential
-from doll.records.control import AnyRecord, Finished, TermStarted, Update
+from doll.records.control import AnyRecord, Finished, Member, TermStarted, Update
 
 UPDATE_COLUMNS = (
     "time_s", "term", "version", "n_samples", "samples_total", "batches", "prequential_loss",
-    "apply_s", "grant_to_update_s", "mean_compute_s", "mean_service_s", "weight",
+    "apply_s", "grant_to_update_s", "mean_compute_s", "mean_service_s", "weight", "records",
 )  # fmt: skip
 EVALUATION_COLUMNS = ("time_s", "term", "version", "loss", "accuracy")
 
@@ -231,6 +231,7 @@ class History:
             "mean_compute_s": mean([member.compute_s for member in record.members]),
             "mean_service_s": mean(service),
             "weight": weight,
+            "records": sum(map(_records, record.members)),
             **{f"prequential_{name}": value for name, value in record.metrics.items()},
         }
         grown = self.updates.append(row, void=void)
@@ -267,3 +268,8 @@ class History:
 def mean(values: Sequence[float]) -> float:
     """Arithmetic mean; NaN if there are no values."""
     return math.fsum(values) / len(values) if values else math.nan
+
+
+def _records(member: Member) -> int:
+    """That its batch holds and that were not refused."""
+    return member.hi - member.lo - len(member.dead) - sum(hi - lo for lo, hi in (*member.gaps, *member.lost))

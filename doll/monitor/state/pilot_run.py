@@ -43,6 +43,7 @@ def calibrate_run(folder: Path, measure: Measure | None = None, target_error: fl
         evaluations,
         group_size=config.group_size,
         batch_size=config.data.batch_size,
+        samples_per_record=config.data.samples_per_record,
         measure=chosen,
         target_error=target_error if target_error is not None else _target(config, chosen),
         step_size=_step_size(config),
@@ -64,7 +65,10 @@ def with_pilot(config: JobConfig | None, section: PlanConfig) -> tuple[PlanConfi
         return section, []
     path = config.path(section.pilot) if config is not None else section.pilot
     calibration = calibrate_run(path, section.measure, section.target_error)
-    changes: dict[str, object] = {"pilot": None, "service_s": section.service_s or calibration.service_s}
+    changes: dict[str, object] = {
+        "pilot": None, "service_s": section.service_s or calibration.service_s,
+        "mean_samples": section.mean_samples or calibration.mean_samples,
+    }  # fmt: skip
     notes = []
     interval = calibration.updates_to_target
     if section.updates is None and section.target_error is not None:
@@ -72,6 +76,8 @@ def with_pilot(config: JobConfig | None, section: PlanConfig) -> tuple[PlanConfi
             raise ConfigError(f"{path}: J cannot be estimated: {calibration.no_fit_reason}")
         changes["updates"] = interval.point
         notes.append(f"J = {interval.point:g} (90 % interval {interval.low:g} .. {interval.high:g}) from {path}")
+    if section.mean_samples is None and calibration.mean_samples != 1:
+        notes.append(f"{calibration.mean_samples:.4g} samples of each record, from {path}")
     return section.model_copy(update=changes), notes
 
 

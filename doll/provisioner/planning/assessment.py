@@ -33,7 +33,8 @@ class PlanRequest:
 
     Attributes:
         planner: work, deadline, budget and risk, checked: the same for a running job (`ControllerSettings.planner`).
-        rates_per_s: λ_n, samples per second of each stream, shape (N,).
+        rates_per_s: λ_n, samples per second of each stream, shape (N,); as in `planner`, those that the task makes.
+        mean_samples: that the task makes of one record, see `PlanConfig.mean_samples`.
         prices, alpha: of a worker with all of its machines, see `plan_request.of_workers`.
         has_deadline: one is asked for; else `planner.deadline_s` is a time in which even all on spot are done.
         service_s: μ_C; None: not known.
@@ -49,6 +50,7 @@ class PlanRequest:
     has_deadline: bool = True
     service_s: float | None = None
     machines_per_worker: int = 1
+    mean_samples: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates_per_s", checks.rates(self.rates_per_s))
@@ -66,8 +68,8 @@ class PlanRequest:
         return self.planner.group_size
 
     @property
-    def batch_size(self) -> int:
-        """b."""
+    def batch_size(self) -> float:
+        """b, in samples that the task makes."""
         return self.planner.batch_size
 
     @property
@@ -293,15 +295,16 @@ def _advice(request: PlanRequest) -> list[str]:
         if margin.verdict != "stable":
             safe = smallest_stable_batch(total, service_s)
             advice.append(
-                f"raise b to at least {safe} (if a batch's gradient takes no longer then): b / S must exceed the "
-                f"{service_s:.4g} s that one takes"
+                f"raise b to at least {math.ceil(safe / request.mean_samples)} (if a batch's gradient takes no longer "
+                f"then): b / S must exceed the {service_s:.4g} s that one takes"
             )
         if margin.verdict == "depends":
             advice.append("as it is, the queue is stable only while a group's batches come from different workers")
     if size > workers:
         advice.append(f"K = {size} exceeds the {workers} workers: batches of one worker are computed one after another")
     advice.append(
-        f"each update averages K b = {size * batch} samples: the noise floor falls like 1/(K b), updates per second too"
+        f"each update averages K b = {size * batch:g} samples: the noise floor falls like 1/(K b), updates per second "
+        "too"
     )
     return advice
 

@@ -38,8 +38,8 @@ def plan_request(
     Args:
         config: None without a job file: then the options must be complete.
         section: the plan; a pilot run is resolved already (`doll.monitor.state.pilot_run.with_pilot`).
-        rates_per_s: λ_n, samples per second of each stream, shape (N,).
-        group_size, batch_size: None: as the job file says.
+        rates_per_s: λ_n of each stream, shape (N,), as the job file counts: a record is one sample, a packed one m.
+        group_size, batch_size: None: as the job file says, and counted as it does.
 
     Raises:
         ConfigError: a value is missing; the message names its option and its key.
@@ -48,32 +48,34 @@ def plan_request(
     section = apply_speed_up(config, section, notes)
     section, machines = of_workers(config, section, notes)
     size = group_size or (config.group_size if config else None)
-    batch = batch_size or (config.data.batch_size if config else None)
+    records = batch_size or (config.data.batch_size if config else None)
     spot, on_demand = section.spot_usd_per_h, section.on_demand_usd_per_h
-    if size is None or batch is None or spot is None or on_demand is None:
+    if size is None or records is None or spot is None or on_demand is None:
         missing = [
             f"{option} ({key})"
             for option, key, value in (
                 ("--group-size", "training.policy.group_size", size),
-                ("--batch-size", "data.batch_size", batch),
+                ("--batch-size", "data.batch_size", records),
                 ("--spot-price", "plan.spot_usd_per_h", spot),
                 ("--on-demand-price", "plan.on_demand_usd_per_h", on_demand),
             )
             if value is None
         ]
         raise ConfigError(f"plan: expected a value for {', '.join(missing)}")
+    per_record = section.mean_samples or 1.0
+    rates, batch = [per_record * rate for rate in rates_per_s], per_record * records
     if config is not None:
         policy = config.training.policy
-        samples_per_s = policy.update_rate_per_s(rates_per_s, batch) * size * batch
+        samples_per_s = policy.update_rate_per_s(rates_per_s, records) * size * records
         if group_size is None and not math.isclose(samples_per_s, sum(rates_per_s)):
             notes.append(f"policy {policy.name}: planned as groups of K = {size} batches of any workers")
     updates = updates_to_target(config, section, notes)
-    planner = planner_settings(section, rates_per_s, updates, size, batch)
+    planner = planner_settings(section, rates, updates, size, batch)
     try:
         request = PlanRequest(
-            planner=planner, rates_per_s=np.asarray(rates_per_s, dtype=np.float64), prices=Prices(spot, on_demand),
+            planner=planner, rates_per_s=np.asarray(rates, dtype=np.float64), prices=Prices(spot, on_demand),
             alpha=section.alpha, has_deadline=section.deadline_s is not None, service_s=section.service_s,
-            machines_per_worker=machines,
+            machines_per_worker=machines, mean_samples=per_record,
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"plan: {error}") from error
@@ -81,7 +83,7 @@ def plan_request(
 
 
 def planner_settings(
-    section: PlanConfig, rates_per_s: Sequence[float], updates: float, group_size: int, batch_size: int
+    section: PlanConfig, rates_per_s: Sequence[float], updates: float, group_size: int, batch_size: float
 ) -> PlannerSettings:
     """What a plan section asks of the planner, checked: for `doll plan` and for a running job.
 
@@ -197,8 +199,8 @@ def updates_to_target(config: JobConfig | None, section: PlanConfig, notes: list
         )
         return float(config.stop.updates)
     if config is not None and section.target_error is None and config.stop.samples is not None:
-        samples = config.group_size * config.data.batch_size
+        samples = config.group_size * config.data.batch_size * (section.mean_samples or 1.0)
         updates = math.ceil(config.stop.samples / samples)
-        notes.append(f"J = {updates}, of {samples} samples each, is the job's stop.samples")
+        notes.append(f"J = {updates}, of {samples:g} samples each, is the job's stop.samples")
         return float(updates)
     raise ConfigError(HOW_TO_MEASURE)

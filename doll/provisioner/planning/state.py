@@ -43,7 +43,7 @@ class PlannerSettings:
 
     Args:
         samples: samples to be learned: J K b for J updates of K batches of b samples that meet the error target.
-        batch_size: b.
+        batch_size: b, in samples that the task makes of the records of a batch.
         group_size: K, batches per update; None where the policy does not fix it.
         deadline_s: θ on the job's clock, seconds.
         budget_usd: most that the workers may cost; None for no bound.
@@ -71,7 +71,7 @@ class PlannerSettings:
     """
 
     samples: float
-    batch_size: int
+    batch_size: float
     deadline_s: float
     group_size: int | None = None
     budget_usd: float | None = None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from doll.config import parse
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
+from doll.simulation.comparison import seconds_of, simulate_policy
+from doll.simulation.job import simulation_settings
 from doll.simulation.report import formula_rate, summarise
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
@@ -32,3 +35,22 @@ def test_costs_are_compared_with_the_same_updates_on_demand() -> None:
     spot = System(settings, spot=[True] * 8, preemption=Markov(1.0, 100.0, np.random.default_rng(0)))
     spot.run()
     assert summarise(spot, 1.0).cost_ratio == pytest.approx(0.158 / 0.286, abs=0.01)
+
+
+def test_a_stop_rule_in_samples_counts_what_records_give() -> None:
+    job = """
+job: t
+task: {class: 'a:B'}
+data: {workers: 2, batch_size: 32}
+training: {policy: {group_size: 4}}
+stop: {samples: 19200}
+"""
+    rates = [50.0, 50.0]
+    for mean, updates, seconds in ((1, 150, 192.0), (3, 50, 64.0)):
+        config = parse(job, [f"plan.mean_samples={mean}"])
+        settings = simulation_settings(config, rates, batch_size=None, group_size=None, updates=None, seconds=None)
+        assert settings.updates == updates
+        assert seconds_of(config, rates) == seconds
+        run = simulate_policy("doll", config, rates, seconds=seconds, service_s=0.01)
+        assert run.samples == pytest.approx(19200, rel=0.15)
+        assert run.updates == pytest.approx(updates, rel=0.15)

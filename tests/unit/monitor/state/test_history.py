@@ -2,7 +2,9 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import record_builders
@@ -117,6 +119,18 @@ def test_an_update_without_samples_has_no_loss() -> None:
     history.feed(update(1, 1, n_samples=0, loss=0.0))
     assert np.isnan(history.updates.valid("prequential_loss")).all()
     assert math.isnan(history.prequential.running().loss)
+
+
+def test_a_row_counts_the_records_that_were_learned() -> None:
+    history = History()
+    history.feed(term_started(1))
+    more: list[dict[str, Any]] = [{}, {"dead": (11,), "gaps": ((13, 16),), "lost": ((18, 20),)}, {"gaps": ((20, 30),)}]
+    members = tuple(
+        Member(worker=0, partition=0, batch=n, lo=10 * n, hi=10 * n + 10, n_samples=1, base_version=0, **more[n])
+        for n in range(3)
+    )
+    history.feed(msgspec.structs.replace(update(1, 1), members=members))
+    assert history.updates.valid("records").tolist() == [10 + 4]
 
 
 def test_the_csv_file_follows_the_table(tmp_path: Path) -> None:

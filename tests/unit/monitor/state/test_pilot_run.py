@@ -54,3 +54,23 @@ def test_a_pilot_that_is_too_short_or_missing_says_so(tmp_path: Path) -> None:
     (short / "updates.csv").unlink()
     with pytest.raises(ConfigError, match=r"with updates\.csv and evaluations\.csv"):
         calibrate_run(short)
+
+
+def test_samples_of_a_record_come_from_the_records_that_were_learned(tmp_path: Path) -> None:
+    """Batches that were cut have fewer records; they say nothing of samples per record."""
+    folder = pilot(tmp_path / "run", 30)
+    for packed, n_samples, expected in ((1, 250, 2.5), (4, 1000, 2.5), (1, 100, 1.0), (4, 399, 1.0), (1, 30, 0.3)):
+        (folder / "job.yaml").write_text(f"{JOB}data: {{batch_size: 64, samples_per_record: {packed}}}\n")
+        rows = [f"{version},{1000 + 0.1 * version},{n_samples},4,0.02,100" for version in range(1, 301)]
+        names = "version,time_s,n_samples,batches,mean_service_s,records"
+        (folder / "updates.csv").write_text("\n".join([names, *rows]) + "\n")
+        calibration = calibrate_run(folder)
+        assert calibration.mean_samples == pytest.approx(expected)
+        assert ("plan.mean_samples" in calibration.text()) is (expected != 1)
+        # What is measured of samples, and a batch of as many: the margin is that of batches.
+        assert calibration.stability is not None
+        assert calibration.stability.sufficient == pytest.approx(64 * expected / (10 * n_samples * 0.02))
+        section, notes = with_pilot(None, PlanConfig(updates=70, pilot=folder))
+        assert section.mean_samples == pytest.approx(expected)
+        assert [note.partition(" samples of each record")[0] for note in notes] == [f"{expected:g}"] * (expected != 1)
+        assert with_pilot(None, PlanConfig(updates=70, mean_samples=7, pilot=folder))[0].mean_samples == 7
