@@ -31,7 +31,6 @@ class ActiveGrant:
         batch: its worker's number of it.
         version: weights that were current when it was granted, which it names.
         min_version: the oldest weights that the policy allows for it.
-        queue_position: place in the order of announcements, kept when the batch goes back to the queue.
         included: how many of its worker's batches are in `version`.
         names: whether the weights of `version` are kept for it.
         pushed: the set that its push came in, once that is accepted; the gradient is then being fetched.
@@ -45,7 +44,6 @@ class ActiveGrant:
     batch: int
     version: int
     min_version: int
-    queue_position: int
     granted_at_s: float
     included: int = 0
     names: bool = True
@@ -88,11 +86,10 @@ class LatePush:
 
 
 class WaitingBatch(NamedTuple):
-    """A batch that is announced and not granted; `position`: its place in the order of all workers' announcements."""
+    """A batch that is announced and not granted."""
 
     partition: Partition
     batch_id: BatchId
-    position: int
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +138,7 @@ class BatchQueue:
     def granted(self) -> int:
         return self.received + len(self.computing_grants)
 
-    def announce(self, run: Run, room: int, first_position: int) -> int | None:
+    def announce(self, run: Run, room: int) -> int | None:
         """The batches of `run` are complete; how many of them are new, at most `room`. None: it leaves some out, or
         those before it ended elsewhere.
 
@@ -154,8 +151,7 @@ class BatchQueue:
         if run.first > begin or (count and not partition.announce(run, count)):
             return None
         names = map(BatchId, repeat(partition.number), range(begin, begin + count))
-        positions = range(first_position, first_position + count)
-        self.waiting.extend(map(WaitingBatch, repeat(partition), names, positions))
+        self.waiting.extend(map(WaitingBatch, repeat(partition), names))
         self.pending += count
         return count
 
@@ -185,13 +181,11 @@ class BatchQueue:
         Raises:
             IndexError: no batch is waiting.
         """
-        partition, batch_id, position = self.waiting.popleft()
+        partition, batch_id = self.waiting.popleft()
         self.timed_out = ()
         partition.computing += 1
         batch = self.applied + len(self.held_grants) + len(self.computing_grants)
-        grant = ActiveGrant(
-            number, worker, partition, batch_id, batch, version, min_version, position, now, self.applied
-        )
+        grant = ActiveGrant(number, worker, partition, batch_id, batch, version, min_version, now, self.applied)
         self.computing_grants.append(grant)
         return grant
 
@@ -236,7 +230,7 @@ class BatchQueue:
         return grant
 
     def _return(self, grant: ActiveGrant) -> None:
-        self.waiting.appendleft(WaitingBatch(grant.partition, grant.batch_id, grant.queue_position))
+        self.waiting.appendleft(WaitingBatch(grant.partition, grant.batch_id))
 
     def answered_late(self, push: Push) -> tuple[ActiveGrant, ...]:
         """The void grants that `push` answers: the first of those whose time limit has passed, with no other grant of

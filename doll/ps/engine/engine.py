@@ -250,9 +250,7 @@ class Engine(EngineState):
             is_hole = run.partition not in queue.partitions or not is_possible(run, self.settings.records_per_batch)
             if not is_hole:
                 room = self.settings.max_pending_batches - queue.pending
-                count = queue.announce(run, room, self._num_announced)
-                is_hole = count is None and room > 0
-                self._num_announced += count or 0
+                is_hole = queue.announce(run, room) is None and room > 0
             if is_hole:
                 # It is out of step: let it join again.
                 self.counters["refused_announce"] += 1

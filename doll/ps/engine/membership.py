@@ -91,10 +91,6 @@ class Worker:
     def announced(self) -> int:
         return len(self.queue.waiting)
 
-    @property
-    def first_waiting(self) -> int:
-        return self.queue.waiting[0].position
-
 
 class Membership:
     """All workers of a job. Refused messages change nothing but a counter.

@@ -122,7 +122,6 @@ class EngineState:
             job=settings.job, fingerprint=settings.fingerprint, term=term, start=snapshot, members=self._members,
             ending=self.ending, takes_sets=policy.exact_version,
         )  # fmt: skip
-        self._num_announced = 0  # batches, in this term: places in the order of announcements
         self._skips: dict[int, Skip] = {}  # by partition, until they can be applied
         self._last_held_at_s = now  # when the newest gradient came that was held
         self._offered_version = snapshot.version  # the newest of which the policy has named the recipients

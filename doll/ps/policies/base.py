@@ -86,11 +86,6 @@ class WorkerCounters(Protocol):
         """Batches announced and not granted, whether or not they may be granted now."""
         ...
 
-    @property
-    def first_waiting(self) -> int:
-        """Place of its first waiting batch in the order of announcements; only while `waiting` is not 0."""
-        ...
-
 
 class PolicyView(Protocol):
     """The engine's state as policies see it. Every access takes constant time, except `held_batches`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 from typing import ClassVar, Literal
@@ -37,8 +38,10 @@ class Doll(Policy):
     """Groups of K batches.
 
     The group is what is held or being computed. When a batch drops out (its worker or its gradient was lost), the next
-    waiting batch takes its place at the same version. Places go to workers with
-    the fewest batches in the group, so that gradients are computed in parallel; then in order of announcement.
+    waiting batch takes its place at the same version. Places go to workers with the fewest batches in the group, so
+    that gradients are computed in parallel; then by the grants since a worker's last one and the batches that it has
+    waiting, added. So a worker that joins is in the next group, whatever the others have announced before it, and one
+    that is behind misses no group for others that are not (docs/decisions/0093).
     """
 
     name: ClassVar[str] = "doll"
@@ -50,11 +53,14 @@ class Doll(Policy):
             raise ValueError(f"expected a group size K >= 1, got {group_size}")
         self.group_size = group_size
         self._candidates = _Candidates()
+        self._last_turns: dict[int, int] = {}  # by worker: which grant of this server was its last one
+        self._num_turns = 0
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
         for number in workers:
             worker = view.worker(number)
-            order = (worker.held + worker.computing, worker.first_waiting) if worker.waiting else None
+            turn = self._last_turns.get(number, -math.inf) - worker.waiting
+            order = (worker.held + worker.computing, turn) if worker.waiting else None
             self._candidates.set(number, order)
 
     def start(self, view: PolicyView) -> Sequence[int]:
@@ -63,7 +69,10 @@ class Doll(Policy):
             return ()  # a group is opened only when it can be filled at once
         if in_group >= size or not view.num_waiting:
             return ()
-        return (self._candidates.first(),)
+        worker = self._candidates.first()
+        self._num_turns += 1
+        self._last_turns[worker] = self._num_turns
+        return (worker,)
 
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
         return view.held_batches() if view.num_held and view.num_held >= self.batches_needed(view) else ()
@@ -74,13 +83,13 @@ class Doll(Policy):
 
 
 class _Candidates:
-    """Workers with a waiting batch, ordered by (batches in the group, order of announcement)."""
+    """Workers with a waiting batch, ordered by (batches in the group, turn)."""
 
     def __init__(self) -> None:
-        self._order: dict[int, tuple[int, int]] = {}
-        self._heap: list[tuple[tuple[int, int], int]] = []  # also entries that are out of date
+        self._order: dict[int, tuple[int, float]] = {}
+        self._heap: list[tuple[tuple[int, float], int]] = []  # also entries that are out of date
 
-    def set(self, worker: int, order: tuple[int, int] | None) -> None:
+    def set(self, worker: int, order: tuple[int, float] | None) -> None:
         """The worker's place; None: it has no waiting batch."""
         if order is None:
             self._order.pop(worker, None)

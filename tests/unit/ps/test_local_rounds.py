@@ -26,7 +26,6 @@ class Counters:
     computing: int = 0
     waiting: int = 0
     announced: int = 0
-    first_waiting: int = 0
     is_done: bool = False
     is_spent: bool = False
 

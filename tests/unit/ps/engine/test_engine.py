@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import pytest
 from doll.errors import IllegalEventError
@@ -444,6 +446,41 @@ def test_a_free_place_goes_to_the_worker_with_the_fewest_batches_in_the_group() 
     bench.announce(2, 0, 1)
     actions = bench.handle(Leave(worker=0, session=bench.sessions[0], cause="spot"))
     assert granted(actions) == [(2, 0), (1, 2)], "worker 1 announced earlier, and has two"
+
+
+def test_a_worker_that_joins_is_in_the_next_group_whatever_the_others_have_announced() -> None:
+    bench = Bench(Doll(2), workers=4)
+    bench.join(0, 1, 2, 3)
+    bench.announce(0, 0, 1)
+    group = granted(bench.announce(1, 0, 8))
+    assert group == [(0, 0), (1, 0)]
+    bench.announce(0, 1, 8)
+    bench.announce(2, 0, 8)
+    bench.announce(3, 0, 2)
+    for expected in ([(2, 0), (3, 0)], [(0, 1), (1, 1)], [(2, 1), (0, 2)], [(1, 2), (2, 2)], [(0, 3), (3, 1)]):
+        for worker, batch in group:
+            actions = bench.push(worker, batch)
+        group = granted(actions)
+        assert group == expected, "in turn, and earlier with more batches waiting"
+
+
+def test_a_worker_that_is_behind_is_in_every_group_whatever_the_others_announce() -> None:
+    bench = Bench(Doll(2), workers=4, max_pending_batches=32)
+    bench.join(0, 1, 2, 3)
+    bench.announce(0, 0, 1)
+    group, counts = granted(bench.announce(1, 0, 1)), Counter[int]()
+    bench.announce(0, 1, 16)
+    for worker in (2, 3):
+        bench.announce(worker, 0, 1)
+    for _ in range(8):
+        counts.update(worker for worker, _ in group)
+        for worker, batch in group:
+            if worker:
+                bench.announce(worker, batch + 1, batch + 2)
+        for worker, batch in group:
+            actions = bench.push(worker, batch)
+        group = granted(actions)
+    assert counts == {0: 7, 1: 3, 2: 3, 3: 3}, "but in the first group of the other two"
 
 
 def test_a_worker_that_answers_too_late_gets_another_grant_also_where_it_has_no_gradient() -> None:

@@ -19,7 +19,7 @@ OTHER, MINE = 0, 1
 
 
 def workers_with_batches(*, waiting: int) -> tuple[list[Worker], Grants]:
-    """Two workers, each with so many complete batches, in the order 0 1 0 1 ..."""
+    """Two workers, each with so many complete batches."""
     workers = [
         Worker(number, BatchQueue({number: Partition(number, 0, 0)}, 0), 1, f"w{number}", 0, 0, present=True)
         for number in (OTHER, MINE)
@@ -28,7 +28,7 @@ def workers_with_batches(*, waiting: int) -> tuple[list[Worker], Grants]:
     for number in range(waiting):
         for worker in workers:
             run = Run(worker.number, number, number + 1)
-            assert worker.queue.announce(run, waiting, 2 * number + worker.number) == 1
+            assert worker.queue.announce(run, waiting) == 1
             grants.note_change(worker)
     grants.changed.clear()
     return workers, grants
@@ -69,15 +69,13 @@ def test_a_held_batch_that_is_given_back_is_the_first_in_the_queue_and_gets_anot
     assert standing.number in grants
     assert (grants.num_held, grants.num_computing, grants.num_waiting) == (1, 0, 2 + 3)
     assert grants.held_batches() == [BatchId(OTHER, 0)]
-    assert [batch.position for batch in mine.queue.waiting] == [1, 3, 5], (
-        "with its old place in the order of announcements"
-    )
+    assert [batch.batch_id.number for batch in mine.queue.waiting] == [0, 1, 2], "it is the first again"
     assert (mine.applied, mine.held, mine.waiting) == (0, 0, 3)
     assert list(grants.changed) == [MINE], "the policy is told"
     grants.check_invariants(VERSION, is_ending=False)
 
     again = granted(grants, mine, held=True)
-    assert (again.batch, again.queue_position) == (0, 1)
+    assert (again.batch, again.batch_id) == (0, BatchId(MINE, 0))
     assert again.number > void.number, "the void push answers no grant that stands"
     assert [item.grants for item in grants.apply([BatchId(MINE, 0)])] == [(again,)]
     assert mine.applied == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import count
 
 import msgspec
 import pytest
@@ -28,11 +27,10 @@ def queue_of(*partitions: Partition, announced: int = 0) -> BatchQueue:
     queue = BatchQueue(
         {partition.number: partition for partition in partitions}, sum(partition.applied for partition in partitions)
     )
-    positions = count(0, 10)
     for _ in range(announced):
         for partition in partitions:
             run = Run(partition.number, partition.announced, partition.announced + 1)
-            assert queue.announce(run, 100, next(positions)) == 1
+            assert queue.announce(run, 100) == 1
     return queue
 
 
@@ -49,7 +47,7 @@ def test_a_batch_moves_along_the_counters_in_order() -> None:
     partition = Partition(3, origin=100, applied=5)
     queue = queue_of(partition, announced=3)
     grants = [queue.grant(number, 0, 7, 7, 1.0) for number in (1, 2)]
-    assert [(grant.batch_id, grant.queue_position) for grant in grants] == [((3, 5), 0), ((3, 6), 10)]
+    assert [grant.batch_id for grant in grants] == [(3, 5), (3, 6)]
     assert (partition.received, partition.granted, partition.announced, queue.pending) == (5, 7, 8, 3)
     assert queue.apply(BatchId(3, 5)) is None, "its gradient is not there"
     hold(queue, grants[0])
@@ -60,13 +58,13 @@ def test_a_batch_moves_along_the_counters_in_order() -> None:
     queue.check_invariants()
 
 
-def test_what_is_taken_back_keeps_its_place_in_the_order_of_announcements() -> None:
+def test_what_is_taken_back_keeps_its_place() -> None:
     partition = Partition(0, origin=0, applied=0)
     queue = queue_of(partition, announced=4)
     for number in (1, 2, 3):
         queue.grant(number, 0, 0, 0, 0.0)
     assert [grant.batch for grant in queue.take_back(1)] == [2, 1]
-    assert [batch.position for batch in queue.waiting] == [10, 20, 30]
+    assert [batch.batch_id.number for batch in queue.waiting] == [1, 2, 3]
     assert (partition.granted, partition.announced) == (1, 4)
     queue.forget_waiting()
     assert partition.announced == 1
@@ -85,9 +83,9 @@ def test_one_queue_has_the_batches_of_several_partitions_in_the_order_in_which_t
     assert (one.applied, other.applied, queue.applied, queue.received, queue.settled) == (4, 3, 7, 7, 7)
     assert [grant.batch_id for grant in queue.take_back(7)] == [(4, 3), (1, 4)], "of both partitions, the latest first"
     queue.check_invariants()
-    assert queue.announce(Run(4, 6, 7), 100, 0) is None, "batch 5 of this partition is missing"
+    assert queue.announce(Run(4, 6, 7), 100) is None, "batch 5 of this partition is missing"
     with pytest.raises(KeyError):
-        queue.announce(Run(0, 0, 1), 100, 0)
+        queue.announce(Run(0, 0, 1), 100)
 
 
 @dataclass
