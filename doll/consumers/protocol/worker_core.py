@@ -411,7 +411,7 @@ class WorkerCore:
             served.cuts.decided = max(served.cuts.decided, item.decided)
             served.flush_until = max(served.flush_until, item.flush_until)
             actions += self._forget_durable(served)
-        self._granted = {
+        self._granted |= {
             (item.partition, number)
             for item in record.served
             for number in range(item.next_batch, min(item.included, self.served[item.partition].next_batch))
@@ -433,7 +433,7 @@ class WorkerCore:
         for item in new:
             self.served[item.partition] = _begun(item)
         self._new = [batch for batch in self._new if batch.partition in self.served]
-        self._granted = {name for name in self._granted if name[0] in self.served}
+        self._granted = {name for name in self._granted if name[0] not in gone}
         return [Serve(gone, new)]
 
     def _on_durable(self, record: Durable) -> list[WorkerAction]:

@@ -129,7 +129,7 @@ class Engine(EngineState):
             case CheckpointStored():
                 self._on_stored(event)
             case TopicGrew() if self.stopping is None:  # else the next server takes them up
-                self._join_again(self.moves.add_partitions(event.partitions, self._now))
+                self._welcome_again(self.moves.add_partitions(event.partitions, self._now))
             case Tick():
                 self._on_tick()
             case StopRequested():
@@ -175,23 +175,28 @@ class Engine(EngineState):
         if event.run_id != self.start.run_id or not len(released) < event.workers <= self.settings.places:
             self.counters["refused_content"] += 1
         elif (event.workers, released) != (self.moves.num_workers, self.moves.released):
-            self._join_again(self.moves.scale(event.workers, released, self._now))
+            self._welcome_again(self.moves.scale(event.workers, released, self._now))
             self._durability.keep()  # a later server is to know of it
 
     def _freeze(self, giver: Worker, partition: Partition) -> None:
-        """Grant nothing more of a partition that is to move: what is computed of it may end behind its last batch."""
+        """Grant nothing more of a partition that is to move, and take back what is computed of it, with what is behind
+        it. A wave is taken back whole: without this partition it may never be full."""
         self._skips.pop(partition.number, None)
         self._forget_late(giver)
-        self._requeue_all(giver, "moved")
+        takes_whole = self.policy.batches_per_push > 1
+        for grant in giver.queue.computing_grants:
+            if takes_whole or grant.partition is partition:
+                first = grant if grant.pushed is None else grant.pushed.grants[0]
+                self._requeue_from(giver, first.batch, "moved")
+                break
         giver.queue.withdraw(partition)
         self._grants.note_change(giver)
 
-    def _join_again(self, workers: Iterable[int]) -> None:
-        """Nothing is granted to these workers until they have joined: they serve other partitions than they know of."""
+    def _welcome_again(self, workers: Iterable[int]) -> None:
+        """These workers serve other partitions than they know of. They go on with what they compute."""
         for number in workers:
-            self._requeue_all(self._workers[number], "moved")
-            self._forget_waiting(self._workers[number])
-            self._actions.append(SendHello(number))
+            if (worker := self._workers[number]).joined:  # else it learns of it when it joins
+                self._actions.append(self._commands.welcome(worker, worker.incarnation))
 
     def _lose_rest(self, worker: Worker) -> None:
         """The process that this worker was is gone."""
@@ -245,7 +250,7 @@ class Engine(EngineState):
         queue = worker.queue
         for run in event.runs:
             if not self.moves.serves(worker, run.partition) and 0 <= run.partition < len(self._partitions):
-                self.counters["refused_moved"] += 1  # it is to join again, and does not know of that yet
+                self.counters["refused_moved"] += 1  # its Welcome is on its way
                 continue
             is_hole = run.partition not in queue.partitions or not is_possible(run, self.settings.records_per_batch)
             if not is_hole:
@@ -509,7 +514,7 @@ class Engine(EngineState):
             # A gradient that is on its way is held in a moment: until then it cannot be taken back.
             if self.moves.targets and not any(isinstance(item, FetchGradient) for item in self._actions):
                 self._send_all_grants(granted)
-                self._join_again(self.moves.carry_out(self._now, self._freeze))
+                self._welcome_again(self.moves.carry_out(self._now, self._freeze))
                 if self._grants.changed:  # also where what moves is only withdrawn yet: the policy must know
                     continue
             if self._offered_version != self.version:

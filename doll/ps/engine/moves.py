@@ -3,8 +3,8 @@
 A partition moves between two batches: nothing of it is being computed, no gradient of it is held, and its worker holds
 back no part of a step. Until then none of its batches is granted; what was being computed of it is computed again by
 the worker that takes it, which reads on from what is durable. It moves only to a worker that is here: until then its
-worker keeps it. Both workers join again, by a Hello, and their Welcomes say what they serve now
-(docs/decisions/0073). So does a worker that gets a partition which was added to the topic (docs/decisions/0075).
+worker keeps it. A Welcome tells both workers what they serve now, and they go on with what else they compute
+(docs/decisions/0073, 0093). So it does where a worker gets a partition which was added to the topic (0075).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Moves:
         return number in worker.queue.partitions and number not in self.frozen
 
     def scale(self, num_workers: int, released: frozenset[int], now: float) -> list[int]:
-        """Serve by `num_workers` workers without those that are released, with few moves from now. Workers that must
-        join again: they keep a partition of which nothing was granted."""
+        """Serve by `num_workers` workers without those that are released, with few moves from now. Workers that are to
+        learn of it: they keep a partition of which nothing was granted."""
         self.num_workers, self.released, self._balanced_at_s = num_workers, released, now
         owners, serving = [worker.number for worker in self._owners], self._serving
         loads = self._loads.loads(now) if self._every_s else None
@@ -121,7 +121,7 @@ class Moves:
 
     def add_partitions(self, count: int, now: float) -> list[int]:
         """The samples topic has `count` partitions by now: those that are new begin at offset 0, and a checkpoint that
-        knows of them is due. Workers that must join again: they serve a new one, or keep one that was to move."""
+        knows of them is due. Workers that are to learn of it: they serve a new one, or keep one that was to move."""
         first, met = len(self._partitions), set[int]()
         if count <= first:
             return []
@@ -150,7 +150,7 @@ class Moves:
         return min(serving, key=lambda worker: (len(worker.queue.partitions), worker.number))
 
     def carry_out(self, now: float, freeze: Callable[[Worker, Partition], None]) -> list[int]:
-        """Move the partitions that can move now. Workers that must join again: what they may compute has changed.
+        """Move the partitions that can move now. Workers that are to learn of it: they serve others.
 
         Args:
             freeze: called once before a partition moves: nothing of it is announced or computed afterwards.

@@ -86,6 +86,11 @@ def test_what_a_worker_serves_changes_with_a_welcome(core: WorkerCore) -> None:
     serve, announced = core.on_record(welcome(SERVED[0], new), 1.0)
     assert serve == Serve((7,), (new,))
     assert announced == Send(Announce(worker=0, session=3, runs=(Run(2, 5, 7),)))
+    assert core.is_wanted(1, 20, 30), "it goes on with what it computes"
+    (order,) = core.on_record(msgspec.structs.replace(grant(21, (2, 6)), grant_ids=(40,)), 1.0)
+    assert isinstance(order, Compute)
+    assert [(item.number, item.data) for item in order.batches] == [(21, "2/6")]
+    assert not core.is_wanted(1, 21, 31), "7/1 is computed by another worker"
     assert (core.retained, sorted(core.served)) == (2, [2, 4])
     assert core.on_record(Durable(term=1, worker=0, until={7: 3}, batches=21), 2.0) == [], "7 is another worker's"
     core.hold(batch(4, 9))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from doll.ps.engine.engine import Engine
-from doll.ps.engine.events import CheckpointStored, EngineSnapshot, SendHello, StoreCheckpoint, TopicGrew
+from doll.ps.engine.events import CheckpointStored, EngineSnapshot, StoreCheckpoint, TopicGrew
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
-from doll.records.control import Announce, Durable, Grant, Join, Run, Scale, Welcome
+from doll.records.control import Announce, Durable, Join, Run, Scale, Welcome
 
 SETTINGS = EngineSettings(
     num_workers=2, max_workers=4, records_per_batch=1, max_pending_batches=8, lease_s=5.0, grant_timeout_s=5.0,
@@ -28,22 +28,21 @@ def served(engine: Engine) -> list[list[int]]:
     return [sorted(worker.queue.partitions) for worker in engine.workers()]
 
 
-def grow(engine: Engine, partitions: int) -> tuple[list[int], list[EngineSnapshot]]:
-    """Workers that are asked to join again, and the checkpoints that are ordered."""
+def grow(engine: Engine, partitions: int) -> tuple[list[Welcome], list[EngineSnapshot]]:
+    """What workers are told that serve others now, and the checkpoints that are ordered."""
     actions = engine.handle(TopicGrew(partitions=partitions), 0.0)
     engine.check_invariants()
-    hellos = [action.worker for action in actions if isinstance(action, SendHello)]
-    return hellos, [action.snapshot for action in actions if isinstance(action, StoreCheckpoint)]
+    welcomes = [action for action in actions if isinstance(action, Welcome)]
+    return welcomes, [action.snapshot for action in actions if isinstance(action, StoreCheckpoint)]
 
 
-def test_who_serves_the_fewest_gets_what_is_added_and_only_he_joins_again() -> None:
+def test_who_serves_the_fewest_gets_what_is_added_and_only_he_is_told() -> None:
     engine = engine_of(3)
     for worker in range(2):
         join(engine, worker)
-    hellos, (snapshot,) = grow(engine, 4)
-    assert (served(engine), hellos) == ([[0, 2], [1, 3], [], []], [1])
+    (welcome,), (snapshot,) = grow(engine, 4)
+    assert (served(engine), welcome.worker) == ([[0, 2], [1, 3], [], []], 1)
     assert (snapshot.origins, snapshot.applied, snapshot.assignment) == ((7, 7, 7, 0), (0, 0, 0, 0), (0, 1, 0, 1))
-    welcome = join(engine, 1)
     assert [(item.partition, item.origin, item.next_batch) for item in welcome.served] == [(1, 7, 0), (3, 0, 0)]
     engine.handle(Announce(worker=1, session=welcome.session, runs=(Run(3, 0, 1),)), 0.0)
     assert engine.worker(1).computing == 1
@@ -99,17 +98,14 @@ def test_a_spare_that_waits_gets_its_first_partition() -> None:
     for worker in range(2):
         join(engine, worker)
     assert engine.num_live == 1
-    assert grow(engine, 2)[0] == [1]
+    assert [welcome.worker for welcome in grow(engine, 2)[0]] == [1]
     assert engine.num_live == 2
 
 
-def test_what_is_computed_is_granted_again_once_its_worker_has_joined() -> None:
+def test_what_is_computed_goes_on() -> None:
     engine = engine_of(1)
     session = join(engine, 0).session
     engine.handle(Announce(worker=0, session=session, runs=(Run(0, 0, 2),)), 0.0)
     assert engine.worker(0).computing == 1
-    assert grow(engine, 4)[0] == [0], "worker 1 is not here"
-    assert (engine.worker(0).computing, engine.num_waiting) == (0, 0)
-    join(engine, 0)
-    actions = engine.handle(Announce(worker=0, session=session, runs=(Run(0, 0, 2),)), 0.0)
-    assert [action.batches for action in actions if isinstance(action, Grant)] == [((0, 0),)]
+    assert [welcome.worker for welcome in grow(engine, 4)[0]] == [0], "worker 1 is not here"
+    assert (engine.worker(0).computing, engine.num_waiting) == (1, 1)

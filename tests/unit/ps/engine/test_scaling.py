@@ -5,18 +5,23 @@ from __future__ import annotations
 import pytest
 from access_counts import CountingList
 from doll.ps.engine.engine import Engine
-from doll.ps.engine.events import CheckpointStored, SendHello, StoreCheckpoint, Tick
+from doll.ps.engine.events import CheckpointStored, DropGradient, SendHello, StoreCheckpoint, Tick
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
+from doll.ps.policies.base import Policy
+from doll.ps.policies.doll import Doll
 from doll.records.control import Announce, Grant, Join, Leave, Run, Scale, Welcome
+from pushes import answer
 
 
-def engine_of(num_workers: int = 2, max_workers: int = 4, partitions: int = 4, **more: object) -> Engine:
+def engine_of(
+    num_workers: int = 2, max_workers: int = 4, partitions: int = 4, policy: Policy | None = None
+) -> Engine:  # fmt: skip
     settings = EngineSettings(
         num_workers=num_workers, max_workers=max_workers, records_per_batch=1, max_pending_batches=8, lease_s=5.0,
         grant_timeout_s=5.0, checkpoint_every_updates=100, checkpoint_every_s=1e9,
     )  # fmt: skip
-    return Engine(settings, Asp(), term=1, now=0.0, origins=(0,) * partitions, run_id="run")
+    return Engine(settings, policy or Asp(), term=1, now=0.0, origins=(0,) * partitions, run_id="run")
 
 
 def join(engine: Engine, worker: int) -> Welcome:
@@ -28,7 +33,7 @@ def served(welcome: Welcome) -> list[int]:
     return [item.partition for item in welcome.served]
 
 
-def test_a_partition_moves_once_its_new_worker_is_here_and_both_join_again() -> None:
+def test_a_partition_moves_once_its_new_worker_is_here_and_its_worker_goes_on_with_the_others() -> None:
     engine = engine_of()
     assert [served(join(engine, worker)) for worker in (0, 1)] == [[0, 2], [1, 3]]
     session = engine.worker(0).session
@@ -38,15 +43,37 @@ def test_a_partition_moves_once_its_new_worker_is_here_and_both_join_again() -> 
     assert (engine.moves.num_workers, sorted(engine.moves.targets)) == (4, [2, 3])
     assert engine.worker(0).computing == 1, "nobody is there yet"
     actions = engine.handle(Join(worker=2, process="p2"), 0.0)
-    assert [action.worker for action in actions if isinstance(action, SendHello)] == [0, 2]
-    assert (engine.worker(0).computing, engine.num_waiting) == (0, 0)
-    assert not [action for action in actions if isinstance(action, Grant)]
-    assert [served(join(engine, worker)) for worker in (0, 2)] == [[0], [2]]
+    welcomes = [(action.worker, served(action)) for action in actions if isinstance(action, Welcome)]
+    assert welcomes == [(2, []), (0, [0]), (2, [2])]
+    assert (engine.worker(0).computing, engine.num_waiting) == (1, 1), "of partition 0"
+    assert not [action for action in actions if isinstance(action, Grant | SendHello)]
     assert sorted(engine.moves.targets) == [3], "worker 3 is not here"
-    engine.handle(Announce(worker=0, session=session, runs=(Run(2, 0, 2), Run(0, 0, 2))), 0.0)
+    engine.handle(Announce(worker=0, session=session, runs=(Run(2, 0, 2), Run(0, 0, 3))), 0.0)
     assert engine.counters["refused_moved"] == 1
-    assert engine.num_waiting + engine.num_computing == 2, "of partition 0"
+    assert (engine.worker(0).computing, engine.num_waiting) == (1, 2)
     engine.check_invariants()
+
+
+@pytest.mark.parametrize("is_pushed", [False, True])
+def test_what_is_computed_of_a_partition_that_moves_is_taken_back_with_what_is_behind_it(is_pushed: bool) -> None:
+    engine = engine_of(num_workers=1, partitions=2, policy=Doll(4))
+    session = join(engine, 0).session
+    runs = (Run(0, 0, 1), Run(1, 0, 1), Run(0, 1, 3), Run(1, 1, 2))
+    actions = engine.handle(Announce(worker=0, session=session, runs=runs), 0.0)
+    (grant,) = [action for action in actions if isinstance(action, Grant)]
+    assert grant.batches == ((0, 0), (1, 0), (0, 1), (0, 2))
+    if is_pushed:  # and the sum is being fetched
+        engine.handle(answer(grant, 1, "sum"), 0.0)
+    engine.handle(Scale(workers=2, run_id="run"), 0.0)
+    actions = engine.handle(Join(worker=1, process="p1"), 0.0)
+    engine.check_invariants()
+    assert owned(engine)[:2] == [[0], [1]]
+    left = [action.batches for action in actions if isinstance(action, Grant)]
+    dropped = [action.key for action in actions if isinstance(action, DropGradient)]
+    if is_pushed:
+        assert (engine.counters["requeued_moved"], left, dropped) == (4, [], ["sum"]), "a sum is not taken apart"
+    else:
+        assert (engine.counters["requeued_moved"], left, dropped) == (3, [((0, 1), (0, 2))], [])
 
 
 def test_a_number_is_kept_once_a_checkpoint_has_it() -> None:
