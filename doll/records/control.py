@@ -200,7 +200,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Welcome(Record, frozen=True, omit_defaults=True):
-    """Answer to Join: the session to use, and the partitions to serve."""
+    """Answer to Join: the session to use, and the partitions to serve. It comes again when these change."""
 
     term: int
     worker: int
