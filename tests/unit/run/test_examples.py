@@ -25,6 +25,7 @@ NAMES = [
     "lda",
     "market",
     "pipeline",
+    "ranker",
     "ratings",
     "stdin",
     "synthetic",
@@ -48,7 +49,8 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
     assert [example["command"] for example in listed] == [
         "doll up characters", "doll up clicks", "doll up clicks_avro", "doll up digits", "doll up emnist",
         "doll up factors", "doll up intrusion", "doll up lda", "doll spot market", "doll up pipeline",
-        "doll up ratings", "doll up stdin", "doll up synthetic", "doll up trips", "doll up words",
+        "doll up ranker", "doll up ratings", "doll up stdin", "doll up synthetic", "doll up trips",
+        "doll up words",
     ]  # fmt: skip
     text = doll("example", "list").stdout
     assert all(f"{example['command']} " in text and example["description"] in text for example in listed)
