@@ -52,6 +52,7 @@ def ended_run(config: JobConfig, folder: Path) -> PageState:
             events=list(_events(report, history))[-MAX_EVENTS:],
             next_offsets={member.partition: member.hi for update in updates for member in update.members},
             served_by={member.partition: member.worker for update in updates for member in update.members},
+            restarts=report.get("restarts_by_role", {}),
             problem="" if report else "no report: this run was killed, or its Kafka does not answer",
         )
     except (KeyError, TypeError, ValueError, AttributeError, msgspec.MsgspecError) as error:

@@ -14,6 +14,7 @@ from doll.config import JobConfig
 from doll.errors import DollError
 from doll.kafka.reader import Tail
 from doll.monitor.state.decision_log import DecisionLog
+from doll.monitor.state.event_log import EventLog
 from doll.monitor.state.watched_job import KeptVersions, PageState, WatchedJob
 from doll.records.bounded import short
 from doll.services import Services
@@ -65,6 +66,7 @@ class RunningJob:
         self._folder = folder
         self._job = WatchedJob(config, time.monotonic(), after_term=after_term)
         self._decisions = DecisionLog(folder, config.job)
+        self._events = EventLog(folder)
         self._lock = threading.Lock()
         self._problem = "reading the history of the job"
 
@@ -111,6 +113,8 @@ class RunningJob:
                     self._job.feed(entry.record)
                 for decision in self._decisions.read():
                     self._job.decisions.add(decision)
+                for event in self._events.read():
+                    self._job.note(event)
             if entries:
                 answered_s = now_s
             if now_s >= ask_at_s and (ends := tail.partition_ends(samples)) is not None:

@@ -2,8 +2,9 @@
 
 `job.yaml` (resolved, so that it loads from anywhere), `job.grid-<n>.yaml` (that of each earlier grid), `stack.json`
 (addresses of Kafka and Redis), `roles.json` (ids of the running processes), `health.json` (ports of the health probes),
-`init_from.json` (what it began with), `logs/`, `checkpoints/`, `updates.csv`, `evaluations.csv`, `progress.png`,
-`model/` and, at the end, `audit.json` and `report.json`.
+`init_from.json` (what it began with), `events.jsonl` (what happened to its processes), `logs/`, `checkpoints/`,
+`updates.csv`, `evaluations.csv` and, at the end, `newest_updates.msgpack`, `model/`, `audit.json`, `report.json` and
+`progress.png`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 import doll
 import numpy as np
 import pytest
+from doll.monitor.state.event_log import EventLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
@@ -98,6 +99,7 @@ def test_a_killed_producer_loses_and_repeats_nothing_and_stop_ends_in_order(tmp_
     report = run.stop(progress=False)
     assert report["exit_code"] == 0
     assert report["restarts"] == 1
+    assert [event.restarted for event in EventLog(run.folder).read()] == ["producer"]
     assert run.audit()["ok"]
 
 

@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple
 
 from doll.monitor.state.thinned import Thinned
 
-MAX_SPANS: Final = 100  # of each slot
+MAX_SPANS: Final = 100  # of each slot, and of all slots together:
+MAX_SPANS_IN_ALL: Final = 10_000
 MAX_POINTS: Final = 480
 
 
@@ -70,12 +71,13 @@ class MarketHistory:
             self._points.add(point)
         else:
             self._points.replace(point)
-        for slot, market in enumerate(decision.get("running", decision["markets"])):
+        running = decision.get("running", decision["markets"])
+        while len(self.spans) < len(running):
+            self.spans.append(deque(maxlen=max(4, min(MAX_SPANS, MAX_SPANS_IN_ALL // len(running)))))
+        for slot, market in enumerate(running):
             self._note(slot, market, at_s)
 
     def _note(self, slot: int, market: str, at_s: float) -> None:
-        while slot >= len(self.spans):
-            self.spans.append(deque(maxlen=MAX_SPANS))
         spans = self.spans[slot]
         last = spans[-1] if spans and spans[-1].end_s is None else None
         if last is not None and last.market == market:

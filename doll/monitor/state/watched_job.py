@@ -5,7 +5,7 @@ It keeps a bounded number of updates, dead letters and decisions, so that it tak
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -39,6 +39,18 @@ MAX_DECISIONS: Final = 200
 MAX_EVENTS: Final = 500
 
 Event = tuple[float, str]  # Unix seconds, and what happened
+
+
+class ProcessEvent(msgspec.Struct, frozen=True):
+    """What happened to a process of a run on one machine.
+
+    Attributes:
+        restarted: the role or service that was restarted; "": none was.
+    """
+
+    time_s: float
+    text: str
+    restarted: str = ""
 
 
 @dataclass
@@ -102,6 +114,7 @@ class PageState:
         updates, letters, events: the newest ones, oldest first.
         last_events: of each worker.
         next_offsets, served_by: as of `ProgressModel`.
+        restarts: of roles and services, as far as this machine started them.
         kept: of its checkpoints, read where a version is opened; None: not read, or they cannot be.
         served: what its model server says; None: none is watched.
         problem: why the page may not show the newest state; "" where it does.
@@ -122,6 +135,7 @@ class PageState:
     last_events: Mapping[int, Event] = field(default_factory=dict)
     next_offsets: Mapping[int, int] = field(default_factory=dict)
     served_by: Mapping[int, int] = field(default_factory=dict)
+    restarts: Mapping[str, int] = field(default_factory=dict)
     kept: KeptVersions | None = None
     served: ServedModel | None = None
     problem: str = ""
@@ -142,6 +156,7 @@ class WatchedJob:
         self._heartbeats = RoleHeartbeats()
         self._measured: Mapping[str, float] = {}  # by the provisioner
         self._newest_s = 0.0
+        self._restarts: Counter[str] = Counter()
         self._begin()
 
     def _begin(self) -> None:
@@ -176,6 +191,12 @@ class WatchedJob:
                 self._continuity.feed(record)
             case _:
                 pass
+
+    def note(self, event: ProcessEvent) -> None:
+        """Something has happened to a process."""
+        self._events.append((event.time_s, event.text))
+        if event.restarted:
+            self._restarts[event.restarted] += 1
 
     def _note_workers(self, status: ServerStatus) -> None:
         """Events of workers that have come, gone, or been replaced since the last status."""
@@ -212,5 +233,6 @@ class WatchedJob:
             last_events=self._last_events,
             next_offsets=progress.next_offsets,
             served_by=progress.served_by,
+            restarts=self._restarts,
             problem=problem,
         )

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from doll.amounts import duration, duration_range, usd, usd_range
 from doll.ledger.balance import named
 from doll.monitor.state.formats import clock, known, number, of
+from doll.monitor.state.history import EVALUATION_COLUMNS
 from doll.monitor.state.progress import WorkerLine, skipped_text
 from doll.monitor.state.watched_job import PageState
 from doll.monitor.views.page_market import market
@@ -38,6 +39,7 @@ QUESTIONS: Final = {
     "safety": "Is it safe?",
     "work": "Who works?",
 }
+_MOST_METRICS: Final = 4
 _SLOW_S: Final = 2.0  # a forecast is "late" if it is this many standard deviations before the deadline, or later
 
 
@@ -114,6 +116,7 @@ def _learning(state: PageState) -> dict[str, Any]:
         ("held-out loss", f"{number(snapshot.held_out_loss)}{version}" if known(snapshot.held_out_loss) else ""),
         ("prequential accuracy", number(accuracy) if known(accuracy) else ""),
         ("held-out accuracy", number(snapshot.held_out_accuracy) if known(snapshot.held_out_accuracy) else ""),
+        *_other_metrics(state),
         ("target", _target(state)),
         (
             "best prequential",
@@ -138,6 +141,13 @@ def _learning(state: PageState) -> dict[str, Any]:
     falls = trend.last < trend.first
     text = f"prequential loss {number(trend.last)}, {number(trend.first)} at the start"
     return _question("good" if falls else "warn", f"{'yes' if falls else 'not yet'}: {text}", facts)
+
+
+def _other_metrics(state: PageState) -> list[Fact]:
+    """What a task measures on held-out samples beside its loss and accuracy."""
+    newest = state.history.evaluations.last() or {}
+    known_ones = {name: value for name, value in newest.items() if name not in (*EVALUATION_COLUMNS, "void")}
+    return [(f"held-out {name}", number(value)) for name, value in known_ones.items() if known(value)][:_MOST_METRICS]
 
 
 def _target(state: PageState) -> str:
@@ -269,9 +279,7 @@ def _safety(state: PageState) -> dict[str, Any]:
     snapshot, audit = state.snapshot, state.report.get("audit")
     durable = snapshot.durable_version
     behind = "" if durable is None else f", updates after it: {snapshot.version - durable}"
-    dead, workers = snapshot.dead, snapshot.workers
-    restarts = sum(line.restarts or 0 for line in workers)
-    by_role = ", ".join(f"{role} {count}" for role, count in state.report.get("restarts_by_role", {}).items())
+    dead = snapshot.dead
     harmful = sum(letter.code == "harmful" for letter in state.letters)
     facts = [
         ("audit", _audit_text(state)),
@@ -279,7 +287,7 @@ def _safety(state: PageState) -> dict[str, Any]:
         ("dead letters", dead.text() or "none"),
         ("guard", f"{harmful} of the last {len(state.letters)} dead letters would harm the model" if harmful else ""),
         ("skipped", skipped_text(snapshot.skipped)),
-        ("restarts", by_role or f"workers {restarts}, parameter server {snapshot.ps_restarts}"),
+        ("restarts", _restarts(state)),
         ("lost", named(snapshot.lost) if snapshot.lost else ""),
         ("silent", ", ".join(f"{role} for {clock(age_s)}" for role, age_s in state.silent_s.items())),
     ]
@@ -301,6 +309,14 @@ def _safety(state: PageState) -> dict[str, Any]:
             "warn", f"yes, but {of(dead.letters, None)} record{'s' * (dead.letters > 1)} could not be learned", facts
         )
     return _question("good", "yes: each offset is in one update, none is missing", facts)
+
+
+def _restarts(state: PageState) -> str:
+    """Of workers and the parameter server by the job's records; of what else this machine has started, by its own."""
+    counts = {"workers": sum(line.restarts or 0 for line in state.snapshot.workers)}
+    counts["parameter server"] = state.snapshot.ps_restarts
+    counts |= {role: count for role, count in state.restarts.items() if role != "ps" and worker_of(role) is None}
+    return ", ".join(f"{role} {count}" for role, count in counts.items())
 
 
 def _audit_text(state: PageState) -> str:

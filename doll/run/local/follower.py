@@ -9,7 +9,9 @@ from doll.kafka.reader import Partition, Tail
 from doll.local.processes import describe_exit
 from doll.local.processes import tail as last_lines
 from doll.local.supervisor import Restart
+from doll.monitor.state.event_log import append_event
 from doll.monitor.state.progress import JobSnapshot, ProgressModel
+from doll.monitor.state.watched_job import ProcessEvent
 from doll.records.control import AnyRecord
 from doll.run.local.context import LocalRun
 
@@ -56,8 +58,9 @@ class RunFollower:
         for entry in self._tail.read_to_end():
             self._feed(entry.topic, entry.offset, entry.record)
 
-    def add_event(self, text: str) -> None:
+    def add_event(self, text: str, *, restarted: str = "") -> None:
         """Something has happened to a process: show it, and keep it for the report."""
+        append_event(self._run.folder.path, ProcessEvent(time.time(), text, restarted))
         self.model.add_event(text, time.monotonic())
         self._run.display.say(text)
 
@@ -75,13 +78,14 @@ class RunFollower:
             last_line = last_lines(self._run.folder.logs / f"{restart.name}.log", 1).strip()
             self.failures[restart.name] = (count + 1, last_line)
         self.add_event(
-            f"{restart.name} ended with {describe_exit(restart.exit_code)}: restarted after {restart.backoff_s:g} s"
+            f"{restart.name} ended with {describe_exit(restart.exit_code)}: restarted after {restart.backoff_s:g} s",
+            restarted=restart.name,
         )
 
     def service_restarted(self, key: str, name: str) -> None:
         """A local broker or Redis has died and is started again."""
         self.restarts[key] += 1
-        self.add_event(f"{name} died: restarting it")
+        self.add_event(f"{name} died: restarting it", restarted=key)
 
     def _snapshot(self) -> JobSnapshot:
         return self._run.hook.with_status(self.model.snapshot(time.monotonic()))

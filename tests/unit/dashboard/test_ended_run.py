@@ -37,7 +37,7 @@ def made_up() -> MadeUpJob:
 @pytest.fixture
 def folder(made_up: MadeUpJob, tmp_path: Path) -> Path:
     """The folder that `doll up` would leave."""
-    leave_run(made_up, tmp_path, restarts={"worker-3": 1})
+    leave_run(made_up, tmp_path, restarts={"worker-3": 1, "kafka": 2})
     return tmp_path
 
 
@@ -58,7 +58,10 @@ def test_the_page_of_a_folder_is_that_of_the_job(made_up: MadeUpJob, folder: Pat
     assert past["workers"]["3"]["state"] == "gone"
     assert past["workers"]["2"]["market"] == "spot"
     facts = dict(past["questions"]["safety"]["facts"])
-    assert (facts["restarts"], facts["dead letters"]) == ("worker-3 1", "1 dead letter: no JSON")
+    assert (facts["restarts"], facts["dead letters"]) == (
+        "workers 1, parameter server 0, kafka 2",
+        "1 dead letter: no JSON",
+    )
 
 
 def test_records_of_a_folder_open(made_up: MadeUpJob, folder: Path) -> None:

@@ -47,3 +47,10 @@ def test_a_job_that_begins_again_has_a_new_history() -> None:
     history.feed(decision(10.0, "spot"))
     history.feed(decision(0.0, "on_demand"))
     assert spans(history, 0) == [(0.0, None, "on_demand")]
+
+
+def test_of_many_workers_fewer_spans_are_kept() -> None:
+    history = MarketHistory()
+    for at_s in range(40):
+        history.feed(decision(at_s, running=["spot" if at_s % 2 else "on_demand"] * 1_000))
+    assert sum(map(len, history.spans)) == market_history.MAX_SPANS_IN_ALL

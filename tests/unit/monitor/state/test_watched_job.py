@@ -1,7 +1,10 @@
 """What a page keeps of a job: the newest records, bounded, and events with their times."""
 
+from pathlib import Path
+
 from doll.monitor.state import newest_updates, watched_job
-from doll.monitor.state.watched_job import Decisions, PageState
+from doll.monitor.state.event_log import EventLog, append_event
+from doll.monitor.state.watched_job import Decisions, PageState, ProcessEvent
 from doll.records.control import Finished
 from page_feed import MadeUpJob
 from record_builders import term_started, update
@@ -127,3 +130,21 @@ def test_a_launch_that_is_tried_again_and_again_is_one_decision() -> None:
     for turn, actions in enumerate([tried, tried, [], tried, ["slot 0: launch incarnation 2 spot: i-1"]]):
         decisions.add({**plain, "turn": turn, "actions": actions})
     assert [item["turn"] for item in decisions.notable] == [0, 3, 4]
+
+
+def test_what_happens_to_processes_of_this_machine_is_an_event(tmp_path: Path) -> None:
+    made_up = MadeUpJob()
+    made_up.run(1)
+    log = EventLog(tmp_path)
+    assert list(log.read()) == []
+    append_event(tmp_path, ProcessEvent(5.0, "Kafka died: restarting it", "kafka"))
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('no json\n{"text": 3}\n')
+    append_event(tmp_path, ProcessEvent(6.0, "something"))
+    for event in log.read():
+        made_up.watched.note(event)
+    assert list(log.read()) == []
+    state = state_of(made_up)
+    assert [*state.events][-2:] == [(5.0, "Kafka died: restarting it"), (6.0, "something")]
+    assert dict(state.restarts) == {"kafka": 1}
+    append_event(tmp_path / "not there", ProcessEvent(7.0, "the disk is full"))

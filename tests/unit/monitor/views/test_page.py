@@ -13,7 +13,7 @@ from doll.dashboard.merge_patch import merge_patch
 from doll.monitor.state.watched_job import PageState
 from doll.monitor.views.page import MAX_POINTS, page
 from doll.monitor.views.page_details import detail
-from doll.records.control import Finished
+from doll.records.control import Finished, Metric
 from page_feed import JOB, MadeUpJob
 from record_builders import update
 
@@ -114,15 +114,11 @@ def test_a_deadline_that_will_be_missed_is_said() -> None:
 
 def test_the_end_is_shown(made_up: MadeUpJob) -> None:
     made_up.feed(Finished(term=1, version=480, reason="samples: 61440 reached", time_s=made_up.now_s))
-    report = {
-        "audit": {"ok": False, "applied": 7, "pending": 0, "missing": 0, "duplicate": 8},
-        "restarts_by_role": {"ps": 2},
-    }
+    report = {"audit": {"ok": False, "applied": 7, "pending": 0, "missing": 0, "duplicate": 8}}
     shown = made_up.read(lambda state: page(replace(state, report=report)))
     assert shown["job"]["state"] == "ended: samples: 61440 reached"
     assert verdict(shown, "safety") == ("bad", "no: the audit found offsets that are missing or applied twice")
     assert facts(shown, "safety")["audit"] == "7 applied once, 0 not yet, 0 missing, 8 twice"
-    assert facts(shown, "safety")["restarts"] == "ps 2"
 
 
 def test_it_is_json_without_null_and_a_second_changes_little(made_up: MadeUpJob) -> None:
@@ -222,3 +218,9 @@ def test_a_worker_that_is_a_pipeline_names_its_stages(made_up: MadeUpJob) -> Non
     assert opened is not None
     facts_ = dict(opened["facts"])
     assert (facts_["stage 1"], facts_["stage 2"]) == ("cuda:0: conv, norm", "cpu: head")
+
+
+def test_other_metrics_of_held_out_samples_are_shown(made_up: MadeUpJob) -> None:
+    values = {"version": 480.0, "term": 1.0, "loss": 0.2, "accuracy": 0.9, "ndcg": 0.8125}
+    made_up.feed(Metric(source="evaluator", values=values, time_s=made_up.now_s))
+    assert facts(made_up.read(page), "learning")["held-out ndcg"] == "0.812"
