@@ -40,7 +40,9 @@ REQUIRED: dict[str, Any] = {
     "subnets": ["subnet-0123456789"], "instance_types": ["c7g.large"], "stages": 2, "pod_template": "a",
 }  # fmt: skip
 # Waits of the system, which are never longer than 24 days, are in seconds; these are only compared with other times.
-COMPARED = ("plan.deadline_s", "plan.cycle_s", "stop.seconds")
+COMPARED = (
+    "plan.deadline_s", "plan.cycle_s", "stop.seconds", "checkpoint.history_s", "checkpoint.history_every_s",
+)  # fmt: skip
 
 
 class Key(NamedTuple):
