@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from doll.producers.sources import CONCEPT, SAMPLES, child_rng, criteo, syntheti
 from doll.records import packing
 from examples.clicks.task import Clicks
 
-from benchmarks.harness import Bench, busy_s, idle_share, job
+from benchmarks.harness import Bench, LearningResult, Observer, busy_s, idle_share, job
 from benchmarks.intake import fill_topic
 from benchmarks.results import keep
 from benchmarks.where import tables_of
@@ -214,6 +215,10 @@ def learn_with_doll(bench: Bench, config: JobConfig) -> Result:
     return Result(learned.samples_per_s, loss / count, 1e6 * cpu_s / count, learned.usage.others)
 
 
+def _observed(bench: Bench, config: JobConfig, observer: Observer) -> LearningResult:
+    return bench.learn(config, warm_s=0.5, observer=observer)
+
+
 def summarize(runs: Sequence[tuple[str, Result]]) -> list[dict[str, Any]]:
     """A row for each learner: medians, the range of its samples/s, its ratio to each River row."""
     rows = []
@@ -287,23 +292,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         fill(bench, next(iter(configs.values())), samples)
         if args.profile:
             for name, config in configs.items():
-                for text_table in tables_of(
-                    lambda observer, config=config: bench.learn(config, warm_s=0.5, observer=observer),
-                    name,
-                    say,
-                    seconds=2.0,
-                ):
+                for text_table in tables_of(partial(_observed, bench, config), name, say, seconds=2.0):
                     print(text_table.text(120))
             return 0
         try:
             for _ in range(args.repetitions):
                 for name, config in configs.items():
-                    measure(name, lambda config=config: learn_with_doll(bench, config))
+                    measure(name, partial(learn_with_doll, bench, config))
                 if not args.only_doll:
                     for name, (optimizer, rate) in RIVER.items():
-                        measure(name, lambda optimizer=optimizer, rate=rate: learn_with_river(samples, optimizer, rate))
+                        measure(name, partial(learn_with_river, samples, optimizer, rate))
                     for name, arguments in VOWPAL_WABBIT.items():
-                        measure(name, lambda arguments=arguments: learn_with_vw(samples, arguments))
+                        measure(name, partial(learn_with_vw, samples, arguments))
         except (KeyboardInterrupt, RuntimeError, DollError) as exc:
             say(f"{type(exc).__name__} {exc}: the figures so far")
     bayes = synthetic_clicks.bayes_log_loss(truth_of_stream(), child_rng(_SEED, SAMPLES, 1))

@@ -32,6 +32,7 @@ from doll.config import JobConfig, parse
 from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import WorkerChannel
 from doll.kafka import topics
+from doll.local.kafka_broker import KafkaCluster
 from doll.local.stack import local_stack
 from doll.ps.channels.control_channel import ControlChannel, open_links
 from doll.ps.channels.kafka_channel import KafkaChannel
@@ -40,6 +41,7 @@ from doll.services import Services
 
 KINDS: Final = ("kafka", "redis", "local")
 _TERM: Final = 1
+_RUN_ID: Final = ""
 _WARM: Final = 30
 _TIMEOUT_S: Final = 60.0
 
@@ -121,7 +123,7 @@ def _compute(compute_s: float) -> float:
 def server_end(kind: str, services: Services, messages: int, out: Connection) -> None:
     """Welcome the worker, send grants one after the other, and report [grant ms], [push ms] and the CPU time."""
     config = _config(kind)
-    channel = ControlChannel(KafkaChannel(config, services), open_links(config, services, _TERM))
+    channel = ControlChannel(KafkaChannel(config, services), open_links(config, services, _TERM, _RUN_ID))
     out.send("ready")
     deadline_s = time.monotonic() + _TIMEOUT_S
     welcomed = False
@@ -216,7 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="doll-bench-") as folder,
         local_stack(_config("kafka"), Path(folder), lambda line: print(line, file=sys.stderr)) as stack,
     ):
-        pids = [server.pid for server in (stack.kafka, stack.redis) if server is not None and server.pid is not None]
+        servers = [server for server in (stack.kafka, stack.redis) if not isinstance(server, KafkaCluster | None)]
+        pids = [server.pid for server in servers if server.pid is not None]
         assert len(pids) == len(("Kafka", "Redis")), "expected both to be started here: unset $DOLL_KAFKA, $DOLL_REDIS"
         for kind in KINDS:
             topics.ensure(_config(kind), stack.services)

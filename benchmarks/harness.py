@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import psutil
 from doll import config as jobfile
@@ -24,6 +24,7 @@ from doll.kafka.reader import Partition, Reader, from_end
 from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.local import processes
 from doll.local.forks import ForkServer, Role
+from doll.local.kafka_broker import KafkaCluster
 from doll.local.stack import Stack, local_stack
 from doll.records import packing
 from doll.records.control import Finished, Update
@@ -103,7 +104,7 @@ class Bench:
         self.stack: Stack
         self.forks: ForkServer
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> Self:
         try:
             self.folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="doll-bench-")))
             self.forks = self._open.enter_context(ForkServer(self.folder / "forkserver.log"))
@@ -115,7 +116,7 @@ class Bench:
             self._open.close()
             raise
         for name, server in (("kafka", self.stack.kafka), ("redis", self.stack.redis)):
-            if server is not None and server.pid is not None:
+            if not isinstance(server, KafkaCluster | None) and server.pid is not None:
                 self._names[server.pid] = name
         return self
 
@@ -175,10 +176,9 @@ class Bench:
 
     def ddp(self, small: bool, group_size: int, updates: int, samples: JobConfig | None = None) -> ReferenceResult:
         """torch's DistributedDataParallel over gloo, 2 processes; `samples`: they learn from the topic of this job."""
-        args = [small, group_size, updates, 3, processes.free_port()]
+        args: list[Any] = [small, group_size, updates, 3, processes.free_port()]
         if samples is not None:
-            where = [self.stack.services.kafka, samples.topic("samples"), samples.data.samples_per_record]
-            args.append(where)
+            args.append([self.stack.services.kafka, samples.topic("samples"), samples.data.samples_per_record])
         return self._reference("ddp", lambda out, rank: [out, args[0], rank, *args[1:]])
 
     def _reference(self, name: str, args: Callable[[str, int], list[Any]], target: str = "") -> ReferenceResult:

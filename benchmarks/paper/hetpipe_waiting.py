@@ -75,10 +75,13 @@ def waiting(distance: int, slowdown: float, seeds: range, policy: Policy | None 
     shares: list[float] = []
     waiting_s = idle_s = 0.0
     for seed in seeds:
+
+        def jitter(worker: int, seed: int = seed) -> Jitter:
+            return stage_jitter(np.random.default_rng((7, seed, worker)))
+
         system = VirtualWorkers(
             WspPolicyConfig(wave_batches=WAVE, clock_distance=distance),
-            [[StageTimes(time, time)] * STAGES for time in times], waves=waves, policy=policy,
-            jitter=lambda worker, seed=seed: stage_jitter(np.random.default_rng((7, seed, worker))),
+            [[StageTimes(time, time)] * STAGES for time in times], waves=waves, policy=policy, jitter=jitter,
         )  # fmt: skip
         system.run()
         shares += [system.waiting_share[worker] for worker in counted]

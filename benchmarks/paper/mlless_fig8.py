@@ -13,7 +13,7 @@ most, and with the printed sign of Eq. (1) by more; with raw losses by more than
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WORKERS, TARGET, IN_A_ROW = 24, 0.57, 10
 NOISE, JITTER = 0.004, 0.05
-SETTINGS = {"every_s": 20.0, "horizon_s": 10.0, "knee_slope": -7e-4}
+SETTINGS = TunerSettings(every_s=20.0, horizon_s=10.0, knee_slope=-7e-4)
 MILD, HARMFUL = 0.25, 1.25
 _MOST_STEPS = 20_000
 
@@ -67,7 +67,7 @@ def play(
         threshold: S; None: no tuner.
     """
     rng = np.random.default_rng((8, seed))
-    tuner = ScaleInTuner(TunerSettings(**SETTINGS, threshold=threshold or 0.0, fit_span=fit_span), WORKERS, score)
+    tuner = ScaleInTuner(replace(SETTINGS, threshold=threshold or 0.0, fit_span=fit_span), WORKERS, score)
     history = LossHistory(most=_MOST_STEPS)
     now_s = worker_s = progress = 0.0
     workers, reached = WORKERS, 0

@@ -232,8 +232,8 @@ def _draw(figure: Figure, views: dict[Run, Views]) -> None:
     missed.legend(fontsize=8, frameon=False, loc="upper right")
     places = [f"{bound:g}" for bound in BOUNDS]
     for ((adversary, slow), name), style in zip(SETTINGS.items(), ("-", "--", ":", "-."), strict=True):
-        shares = [100 * views[Run("vap", adversary, slow, bound)].blocked_share for bound in BOUNDS]
-        blocked.plot(places, shares, style, color=OURS, linewidth=1.3, label=name)
+        percent = [100 * views[Run("vap", adversary, slow, bound)].blocked_share for bound in BOUNDS]
+        blocked.plot(places, percent, style, color=OURS, linewidth=1.3, label=name)
     decorate(blocked, "workers blocked", "v_0", "% of their time")
     blocked.set_ylim(0, 100)
     blocked.legend(fontsize=8, frameon=False)
