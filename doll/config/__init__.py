@@ -14,6 +14,7 @@ from doll.config.fleets import Ec2FleetConfig as Ec2FleetConfig
 from doll.config.fleets import KubernetesFleetConfig as KubernetesFleetConfig
 from doll.config.fleets import PodPlacement as PodPlacement
 from doll.config.fleets import ProcessesFleetConfig as ProcessesFleetConfig
+from doll.config.fleets import RayFleetConfig as RayFleetConfig
 from doll.config.job import JobConfig as JobConfig
 from doll.config.loader import dump as dump
 from doll.config.loader import load as load

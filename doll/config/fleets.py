@@ -144,8 +144,50 @@ class KubernetesFleetConfig(FleetSection):
         return self
 
 
+class RayFleetConfig(FleetSection):
+    """Actors of a Ray cluster as instances (docs/guide/ray.md), one per worker slot."""
+
+    kind: Literal["ray"]
+    address: Annotated[str, StringConstraints(pattern=r"^(auto|[A-Za-z0-9.-]+:[0-9]{1,5})$")] = "auto"
+    """of the cluster's head, host:port, on one of the cluster's nodes; `auto`: the cluster of which this machine is a
+    node. Ray's client connection, ray://, does not show which nodes are being drained"""
+    spot: Annotated[dict[str, str], Field(min_length=1)] = Field(default={"ray.io/market-type": "spot"})
+    """labels of the nodes of spot workers; a value may be `in(a, b)`, `!a` or `!in(a, b)`, as in Ray"""
+    on_demand: Annotated[dict[str, str], Field(min_length=1)] = Field(default={"ray.io/market-type": "on-demand"})
+    """labels of the nodes of on-demand workers"""
+    command: Annotated[list[str], Field(min_length=1)] = Field(
+        default=["{python}", "-m", "doll", "worker", "--job", "{job}"]
+    )
+    """of a worker; `{python}` stands for the interpreter of the node, `{job}` for the job file, which it is given"""
+    num_cpus: PositiveFloat = 1.0
+    """CPUs of a node that a worker takes"""
+    num_gpus: float = Field(default=0.0, ge=0)
+    """GPUs of a node that a worker takes"""
+    memory_bytes: PositiveInt | None = None
+    """memory of a node that Ray reserves for a worker; default: none"""
+    working_dir: Path | None = None
+    """folder that Ray copies to the nodes, and to which the job file's relative paths refer there; default: the nodes
+    have code and files at the same place as this machine"""
+    runtime_env: dict[str, Any] = Field(default={})
+    """Ray's runtime environment of the workers, e.g. `{pip: [...]}`"""
+    env: dict[str, str] = Field(default={})
+    """additions to the workers' environment; no passwords, which Ray would show: those belong to the nodes"""
+    node_timeout_s: PositiveFloat = 180.0
+    """a worker that no node takes for so long is given back, and its market counts as without capacity for a while"""
+    timeout_s: PositiveFloat = 20.0
+    """timeout of a call of Ray"""
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> Self:
+        if self.spot == self.on_demand:
+            raise ValueError("spot, on_demand: expected different labels: both markets would get the same nodes")
+        return self
+
+
 fleets = Variants(
-    "kind", ProcessesFleetConfig, ComposeFleetConfig, Ec2FleetConfig, KubernetesFleetConfig, default="processes"
-)
+    "kind",
+    ProcessesFleetConfig, ComposeFleetConfig, Ec2FleetConfig, KubernetesFleetConfig, RayFleetConfig,
+    default="processes",
+)  # fmt: skip
 
 FleetConfig = Annotated[FleetSection, fleets]

@@ -42,7 +42,7 @@ class CheckpointConfig(Section):
     or a pin (`doll versions`) are kept beside them, until both are taken away"""
     history_s: float = Field(default=0.0, ge=0, le=LONGEST_S)
     """older checkpoints are kept for this long, one of each `history_every_s`; 0: none are"""
-    history_every_s: PositiveFloat = Field(default=3600.0, le=LONGEST_S)
+    history_every_s: PositiveFloat = Field(default=3600.0, ge=1, le=LONGEST_S)
     """see `history_s`: 3600 keeps a version of each hour"""
     retry_timeout_s: PositiveFloat = 60.0
     """a checkpoint that cannot be saved is retried for this long; then the parameter server exits, to be restarted"""

@@ -18,6 +18,7 @@ from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
 from doll.provisioner.fleets.ec2 import placement as ec2_placement
 from doll.provisioner.fleets.kubernetes import fleet as kubernetes_fleet
 from doll.provisioner.fleets.port import Fleet, SpotProbe
+from doll.provisioner.fleets.ray import fleet as ray_fleet
 from doll.provisioner.prices import ec2 as ec2_prices
 from doll.provisioner.prices.port import PriceFeed, StatedPrices
 
@@ -80,6 +81,12 @@ def _open_kubernetes(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
         yield Machines(fleet, stated_prices(config), LOCAL)
 
 
+@contextmanager
+def _open_ray(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
+    with closing(ray_fleet.connect(config)) as fleet:
+        yield Machines(fleet, stated_prices(config), LOCAL)
+
+
 def stated_prices(config: JobConfig) -> PriceFeed:
     """The prices of the job file's plan section, which never change.
 
@@ -96,5 +103,6 @@ OPENERS: dict[str, Callable[[JobConfig, Path], AbstractContextManager[Machines]]
     "ec2": _open_ec2,
     "compose": _open_compose,
     "kubernetes": _open_kubernetes,
+    "ray": _open_ray,
 }
 """What opens the machines of each `fleet.kind`, but worker processes. A new fleet adds its opener here."""

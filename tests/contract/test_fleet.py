@@ -9,7 +9,7 @@ from doll.errors import ServiceUnavailableError
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchFailure, Order
 from fleet_rigs import RIGS, Rig, refused
 
-SLOW_RIGS = {"kubernetes"}  # its API server starts in 4 s
+SLOW_RIGS = {"kubernetes", "ray"}  # they start in 4 s and in 15
 
 
 @pytest.fixture(

@@ -15,6 +15,7 @@ from typing import Any
 import kube_cluster
 import psutil
 import pytest
+import ray_cluster
 import yaml
 from doll.config import dump, load
 from doll.provisioner.billing import LOCAL
@@ -29,7 +30,7 @@ from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
 from kube_nodes import Kubelets
 from statuses import server_status
-from waiting import WAIT_TIMEOUT_S
+from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
 
@@ -324,3 +325,58 @@ def test_a_job_on_kubernetes_whose_nodes_are_drained_and_taken(
         assert (last["phase"], last["finished"]) == ("done", True)
         assert last["spent_usd"] == pytest.approx(sum(bills.values()))
         assert job.assert_audit_ok().lost == 0
+
+
+@pytest.mark.skipif(ray_cluster.unavailable_reason() is not None, reason=str(ray_cluster.unavailable_reason()))
+def test_a_job_on_ray_whose_nodes_are_drained_and_taken(make_pipeline: Callable[..., Any]) -> None:
+    """Of four nodes two go with a notice and one without; the job ends as ordered, and nothing is lost."""
+    with ray_cluster.RayCluster() as cluster:
+        job = make_pipeline(*PLAN, "plan.alpha=0.99", "stop.updates=60")
+        fleet = {"kind": "ray", "address": cluster.address,
+                 "env": {KAFKA_ENV: job.services.kafka, REDIS_ENV: job.services.redis}}  # fmt: skip
+        job.job_path.write_text(job.job_path.read_text() + yaml.safe_dump({"fleet": fleet}))
+        provision = Provisioner(job)
+        job.start_ps()
+        try:
+            for _ in range(4):  # a worker needs a node
+                cluster.add("spot")
+            process = provision("run")
+            job.send(job.samples(160))
+            job.until_version(8)
+            drained = nodes_of_workers(cluster)[0]
+            cluster.drain(drained, 30)
+            job.send(job.samples(240))
+            job.until_version(20)
+            cluster.kill(next(node for node in nodes_of_workers(cluster) if node != drained))
+            job.send(job.samples(240))
+            job.until_version(32)
+            cluster.drain(nodes_of_workers(cluster)[0], 30)
+            cluster.add("spot")
+            job.send(job.samples(560))
+            job.until_finished()
+            out, _ = process.communicate(timeout=WAIT_TIMEOUT_S)
+            assert process.returncode == 0, job.log("provision-0")
+            assert "done" in out.decode()
+        finally:
+            provision.close()
+        journal = provision.journal()
+        made = {entry["id"] for entry in journal if entry["kind"] == "launched"}
+        ended = {entry["id"]: entry for entry in journal if entry["kind"] == "ended"}
+        assert ended.keys() == made, "every worker has its bill"
+        assert [entry["end_reason"] for entry in ended.values()].count("interrupted") == 3
+        last = [entry for entry in journal if entry["kind"] == "decision"][-1]
+        assert (last["phase"], last["finished"]) == ("done", True)
+        assert last["spent_usd"] == pytest.approx(sum(entry["usd"] for entry in ended.values()))
+        assert job.assert_audit_ok().lost == 0
+
+
+def nodes_of_workers(cluster: ray_cluster.RayCluster) -> list[str]:
+    """The nodes on which workers run now."""
+    nodes: list[str] = []
+
+    def there() -> bool:
+        nodes[:] = cluster.nodes_of_actors()
+        return bool(nodes)
+
+    until(there, "a worker on a node")
+    return nodes

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import kube_cluster
+import psutil
 import pytest
+import ray_cluster
 import urllib3
-from doll.config import KubernetesFleetConfig
+from doll.config import KubernetesFleetConfig, RayFleetConfig
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
 from doll.provisioner.fleets.compose import ComposeFleet
@@ -33,6 +35,8 @@ from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.fleets.kubernetes.fleet import KubernetesFleet, PodApi
 from doll.provisioner.fleets.port import Fleet, Instance, LaunchError, Order
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
+from doll.provisioner.fleets.ray.actors import Actor
+from doll.provisioner.fleets.ray.fleet import NAMESPACE, RayApi, RayError, RayFleet
 from doll.provisioner.traces.market import AvailabilityInterval, MarketClock, SpotMarket
 from doll.provisioner.traces.model import constant
 from fake_docker import DAEMON, stamp
@@ -444,6 +448,109 @@ class KubernetesRig(Rig):
         (self.nodes.evict if announced else self.nodes.collect)(id_)
 
 
+class RayWire(RayApi):
+    """Calls that may go wrong: before Ray sees one of this name, or before its answer comes."""
+
+    def __init__(self) -> None:
+        super().__init__((["sleep", "3600"], "", None, {}), {"num_cpus": 1}, 60.0)
+        self.before: set[str] = set()
+        self.after: set[str] = set()
+        self.asked: set[str] = set()  # actors whose end somebody has asked for
+
+    def create(self, name: str, identity: Any, labels: Any, placement: Any) -> None:
+        self._may_fail("create", self.before)
+        super().create(name, identity, labels, placement)
+        self._may_fail("create", self.after)
+
+    def actors_of(self, cluster: str) -> list[Actor]:
+        self._may_fail("list", self.before)
+        return super().actors_of(cluster)
+
+    def end(self, name: str, grace_s: float) -> None:
+        self.asked.add(name)
+        super().end(name, grace_s)
+
+    def kill(self, name: str) -> None:
+        self.asked.add(name)
+        super().kill(name)
+
+    def close(self) -> None:
+        """The connection is of this process, and the next test uses it."""
+
+    def _may_fail(self, call: str, where: set[str]) -> None:
+        if call in where:
+            where.remove(call)
+            raise RayError(f"{call}: Ray does not answer within 20 s")
+
+
+class RayRig(Rig):
+    """A real cluster, in real time: `advance` waits for what has been asked of Ray."""
+
+    can = frozenset({"interrupt", "throttle", "lose_answer", "boot", "away"})
+
+    def __init__(self, cluster: ray_cluster.RayCluster) -> None:
+        for market, count in (("spot", 2), ("on-demand", 1)):
+            cluster.ensure(market, count)
+        self.cluster = cluster
+        self.clock = time.time
+        self.name = f"c-{uuid.uuid4().hex[:8]}"
+        self.wire = RayWire()
+        self.crash()
+
+    def make(self, cluster: str) -> RayFleet:
+        return RayFleet(self.wire, cluster=cluster, settings=RayFleetConfig(kind="ray"), drain_s=10.0)
+
+    def rows(self) -> dict[str, Actor]:
+        both = (self.name, f"{self.name}-strangers")
+        return {actor.name: actor for cluster in both for actor in RayApi.actors_of(self.wire, cluster)}
+
+    def advance(self, seconds: float) -> None:
+        def settled() -> bool:
+            return all(
+                row.state == "DEAD" or (row.state == "ALIVE" and name not in self.wire.asked)
+                for name, row in self.rows().items()
+            )
+
+        until(settled, lambda: f"actors: {self.rows()}")
+
+    def crash(self) -> None:
+        self.fleet = self.make(self.name)
+
+    def become_unavailable(self) -> None:
+        self.wire.before.add("list")
+
+    def fail_instance(self, id_: str) -> None:
+        from ray._private.state import state
+
+        pid = next(row["Pid"] for row in state.actor_table(None).values() if row["Name"] == id_)
+        (worker,) = psutil.Process(pid).children()
+        worker.kill()
+        self.wire.asked.add(id_)
+
+    def strangers(self) -> Fleet:
+        return self.make(f"{self.name}-strangers")
+
+    def throttle(self) -> None:
+        self.wire.before.add("create")
+
+    def lose_answer(self) -> None:
+        self.wire.after.add("create")
+
+    def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        node = self.rows()[id_].node
+        if announced:
+            self.cluster.drain(node, 20)
+        else:
+            self.cluster.kill(node)
+            self.wire.asked |= {name for name, row in self.rows().items() if row.node == node}
+
+    def end(self) -> None:
+        for name, row in self.rows().items():
+            if row.state != "DEAD":
+                self.wire.kill(name)
+        self.advance(0)
+
+
 @contextmanager
 def fake() -> Iterator[Rig]:
     yield FakeRig()
@@ -496,12 +603,33 @@ def kubernetes() -> Iterator[Rig]:
     rig.wire.close()
 
 
+@functools.cache
+def _ray_cluster() -> ray_cluster.RayCluster:
+    """One cluster for all tests of this process, which ends with it."""
+    import ray
+
+    cluster = ray_cluster.RayCluster()
+    atexit.register(cluster.close)
+    ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
+    return cluster
+
+
+@contextmanager
+def ray_actors() -> Iterator[Rig]:
+    if (reason := ray_cluster.unavailable_reason()) is not None:
+        pytest.skip(reason)
+    rig = RayRig(_ray_cluster())
+    yield rig
+    rig.end()
+
+
 RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {
     "fake": fake,
     "ec2": ec2,
     "compose": compose,
     "processes": processes,
     "kubernetes": kubernetes,
+    "ray": ray_actors,
 }
 
 

@@ -3,8 +3,8 @@
 One instance per slot, with the identity (slot, incarnation). To add a fleet, implement `Fleet` and add its opener to
 `doll.provisioner.machines.OPENERS`.
 
-Four adapters: local processes, docker compose, EC2, Kubernetes. A fleet knows machines, not workers: whether the worker
-on an instance is ready, the parameter server's records say. All times are Unix seconds.
+Five adapters: local processes, docker compose, EC2, Kubernetes, Ray. A fleet knows machines, not workers: whether the
+worker on an instance is ready, the parameter server's records say. All times are Unix seconds.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from doll import telemetry
 from doll.config import KubernetesFleetConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.provisioner.fleets.kubernetes import pods
+from doll.provisioner.fleets.orders import DryMarkets
 from doll.provisioner.fleets.port import Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 from doll.records.bounded import MalformedError, check_size, json_object, short
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 log = telemetry.get_logger(__name__)
 
 ENDED_KEPT_S: Final = 3600.0
-DRY_S: Final = 300.0
-"""A market whose pods no node took is not tried for so long."""
 _PAGE: Final = 500  # pods of a listing
 _CONNECT_S: Final = 5.0
 
@@ -167,8 +166,7 @@ class KubernetesFleet:
         self._settings = settings
         self._clock = clock
         self._known: dict[str, Instance] = {}
-        self._dry_until_s: dict[Market, float] = {}
-        self._unschedulable = ""
+        self._dry = DryMarkets(pods.POOL, clock)
         self._never_starts = ""
         self._owner_uid = ""
 
@@ -270,11 +268,7 @@ class KubernetesFleet:
                 f"{self._settings.pod_template}",
                 failure=LaunchFailure.CONFIG,
             )
-        if self._clock() < self._dry_until_s.get(order.market, 0.0):
-            raise LaunchError(
-                f"{name}: no node takes {order.market} pods: {self._unschedulable}",
-                failure=LaunchFailure.CAPACITY, code="Unschedulable", pools=[pods.POOL],
-            )  # fmt: skip
+        self._dry.check(order, name)
 
     def _give_back(self, workers: Sequence[tuple[pods.Pod, Instance]], now_s: float) -> None:
         """Delete the pods that have waited for a node for too long; their market counts as without capacity."""
@@ -284,10 +278,9 @@ class KubernetesFleet:
             if since_s is None or now_s - since_s < self._settings.node_timeout_s:
                 continue
             self._api.delete(instance.id)
-            self._dry_until_s[instance.market] = now_s + DRY_S
-            scheduled = pods.condition(pod, "PodScheduled", "False") or {}
-            self._unschedulable = str(scheduled.get("message", ""))
-            log.warning("no_node", id=instance.id, market=instance.market, why=self._unschedulable)
+            why = str((pods.condition(pod, "PodScheduled", "False") or {}).get("message", ""))
+            self._dry.put(instance.market, why)
+            log.warning("no_node", id=instance.id, market=instance.market, why=why)
 
     def _instance(self, pod: pods.Pod) -> Instance | None:
         try:

@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Any, Final, cast, get_args
 
 from doll.config import KubernetesFleetConfig, PodPlacement
+from doll.provisioner.fleets.orders import identity, order_name
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, Order
 from doll.provisioner.planning.state import Market
 
@@ -43,12 +44,7 @@ def name_of(order: Order, cluster: str) -> str:
 
     Names of the API server are in lower case and short; a name that would not fit has a digest of the whole.
     """
-    parts = ["doll", cluster, str(order.slot), str(order.incarnation), order.market.replace("_", "-")]
-    if order.attempt:
-        parts.append(f"a{order.attempt}")
-    if order.run:
-        parts.append(f"r{order.run}")
-    whole = "-".join(parts)
+    whole = order_name(order, cluster)
     name = re.sub(r"[^a-z0-9-]+", "-", whole.lower())
     if name == whole and len(name) <= _LONGEST_NAME:
         return name
@@ -83,15 +79,10 @@ def manifest(
     spec["restartPolicy"] = "Never"  # who dies is replaced by the provisioner, under a new incarnation
     spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **placement.node_selector}
     spec["tolerations"] = [*spec.get("tolerations", []), *placement.tolerations]
-    identity = {
-        "DOLL_WORKER": str(order.slot),
-        "DOLL_INCARNATION": str(order.incarnation),
-        "DOLL_INSTANCE": name,
-        "DOLL_MARKET": order.market,
-    }
+    given = identity(order, name)
     container = next(each for each in spec["containers"] if each["name"] == settings.container)
-    others = [entry for entry in container.get("env", []) if entry.get("name") not in identity]
-    container["env"] = [*others, *({"name": key, "value": value} for key, value in identity.items())]
+    others = [entry for entry in container.get("env", []) if entry.get("name") not in given]
+    container["env"] = [*others, *({"name": key, "value": value} for key, value in given.items())]
     return pod
 
 

@@ -1,0 +1,358 @@
+"""`Fleet` of actors on a Ray cluster: Ray places them, watches their nodes and collects their logs.
+
+Who an actor is stands in its labels, and its name comes from the order, so that nothing is kept outside Ray's table. An
+actor is never restarted by Ray (`max_restarts=0`): whether there is a replacement, and on which market, is the
+provisioner's decision. A node that is drained is a notice for the workers on it; this process tells them to leave.
+
+It has to run on a node of the cluster: Ray's client connection does not carry the tables. Ray has no public call for
+labels and draining nodes without its dashboard, so the tables are read as Ray's own libraries read them
+(`ray._private.state`); the contract tests of fleets run against a real cluster and show when that changes.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from doll import telemetry
+from doll.config import RayFleetConfig
+from doll.config.loader import dump
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.provisioner.fleets.orders import DryMarkets, identity, order_name
+from doll.provisioner.fleets.port import Instance, InstanceState, LaunchError, LaunchFailure, Order
+from doll.provisioner.fleets.ray import actors
+from doll.provisioner.fleets.ray.host import WorkerHost
+from doll.records.bounded import short
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+log = telemetry.get_logger(__name__)
+T = TypeVar("T")
+
+NAMESPACE: Final = "doll"
+ENDED_KEPT_S: Final = 3600.0
+GRACE_S: Final = 5.0  # after the worker's own time to drain
+
+
+class RayError(Exception):
+    """Ray refused a call, or did not answer."""
+
+
+class RayApi:
+    """The calls of Ray that the fleet needs; each ends within `timeout_s`.
+
+    Args:
+        host_arguments: of `WorkerHost`, but the worker's identity.
+        options: of each actor, besides name, labels and placement.
+    """
+
+    def __init__(self, host_arguments: Sequence[Any], options: Mapping[str, Any], timeout_s: float) -> None:
+        import ray
+        from ray._private.state import state
+
+        self._ray: Any = ray
+        self._state: Any = state
+        self._host: Any = ray.remote(max_restarts=0)(WorkerHost)
+        self._arguments = tuple(host_arguments)
+        self._options = dict(options)
+        self._timeout_s = timeout_s
+        self._caller = ThreadPoolExecutor(1, thread_name_prefix="ray")
+
+    def create(
+        self, name: str, identity: Mapping[str, str], labels: Mapping[str, str], placement: Mapping[str, str]
+    ) -> None:
+        """Create an actor; one of this name that is there already is no error."""
+
+        def call() -> None:
+            options = {
+                "name": name, "namespace": NAMESPACE, "lifetime": "detached", "_labels": dict(labels),
+                "label_selector": dict(placement), "scheduling_strategy": "SPREAD", **self._options,
+            }  # fmt: skip
+            try:
+                self._host.options(**options).remote(*self._arguments, dict(identity))
+            except self._ray.exceptions.ActorAlreadyExistsError:
+                log.info("actor_exists", id=name)  # another call of the same order was faster
+
+        self._call(f"create actor {name}", call)
+
+    def actors_of(self, cluster: str) -> list[actors.Actor]:
+        """All actors of a cluster, the dead ones too."""
+        return self._call("list actors", lambda: [each for each in self._rows() if _belongs(each, cluster)])
+
+    def draining(self) -> dict[str, float]:
+        """Deadlines of the nodes that are being drained, Unix seconds; 0: without one."""
+        deadlines = self._call("list draining nodes", self._state.get_draining_nodes)
+        return {node: deadline_ms / 1000 for node, deadline_ms in deadlines.items()}
+
+    def end(self, name: str, grace_s: float) -> None:
+        """Have the actor's worker drain and end; one that is not there is no error."""
+        self._call(f"end actor {name}", lambda: self._with_actor(name, lambda actor: actor.end.remote(grace_s)))
+
+    def kill(self, name: str) -> None:
+        """End an actor at once, also one that has no node yet."""
+        self._call(f"kill actor {name}", lambda: self._with_actor(name, self._ray.kill))
+
+    def close(self) -> None:
+        self._caller.shutdown(wait=False)
+        self._ray.shutdown()
+
+    def _with_actor(self, name: str, do: Callable[[Any], Any]) -> None:
+        try:
+            actor = self._ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:  # there is no actor of this name
+            return
+        do(actor)
+
+    def _rows(self) -> list[actors.Actor]:
+        from ray.core.generated import gcs_pb2
+
+        accessor = self._state._connect_and_get_accessor()
+        rows = (gcs_pb2.ActorTableData.FromString(each) for each in accessor.get_actor_table(None, None))
+        return [_actor(row) for row in rows if row.ray_namespace == NAMESPACE]
+
+    def _call(self, what: str, call: Callable[[], T]) -> T:
+        try:
+            return self._caller.submit(call).result(self._timeout_s)
+        except FutureTimeoutError as error:
+            raise RayError(f"{what}: Ray does not answer within {self._timeout_s:g} s") from error
+        except (self._ray.exceptions.RayError, RuntimeError, OSError) as error:
+            raise RayError(f"{what}: {short(error)}") from error
+
+
+class RayFleet:
+    """The actors that carry the cluster's label.
+
+    Args:
+        cluster: value of the label `doll-cluster`.
+        drain_s: what a worker has from SIGTERM to its end.
+        clock: Unix seconds, as Ray's nodes have them.
+    """
+
+    def __init__(
+        self,
+        api: RayApi,
+        *,
+        cluster: str,
+        settings: RayFleetConfig,
+        drain_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._api = api
+        self._cluster = cluster
+        self._settings = settings
+        self._drain_s = drain_s
+        self._clock = clock
+        self._known: dict[str, Instance] = {}
+        self._asked: set[str] = set()  # for whose end the provisioner has asked
+        self._told: set[str] = set()  # who know that their node goes
+        self._dry = DryMarkets(actors.POOL, clock)
+        self._never_starts = ""
+
+    def launch(self, order: Order) -> Instance:
+        """As the port. Everything that keeps it from an instance is a `LaunchError`, a cluster that is away too."""
+        name = order_name(order, self._cluster)
+        try:
+            if (instance := self._listed().get(name)) is None:
+                self._check(order, name)
+                placement = self._settings.spot if order.market == "spot" else self._settings.on_demand
+                labels = actors.labels_of(order, self._cluster, self._clock())
+                self._api.create(name, identity(order, name), labels, placement)
+                log.info("launched", id=name, worker=order.slot, incarnation=order.incarnation, market=order.market)
+                instance = self._listed().get(name)
+        except RayError as error:
+            raise LaunchError(f"{name}: {error}", failure=LaunchFailure.THROTTLED, code="Unavailable") from error
+        if instance is None:
+            raise LaunchError(
+                f"{name}: an actor of this name is there, which is no worker of cluster {self._cluster}: end it, or "
+                "choose another fleet.cluster",
+                failure=LaunchFailure.CONFIG,
+            )
+        return instance
+
+    def instances(self) -> Sequence[Instance]:
+        """As the port. Actors that no node takes are given back; workers whose node is drained are told to leave.
+
+        Raises:
+            ServiceUnavailableError: Ray does not answer.
+        """
+        try:
+            self._listed()
+            now_s = self._clock()
+            for id_, instance in list(self._known.items()):
+                if instance.is_alive and instance.notice_s is not None and id_ not in self._told:
+                    self._told.add(id_)
+                    self._api.end(id_, max(0.0, min(self._drain_s, instance.notice_s - now_s)))
+        except RayError as error:
+            raise ServiceUnavailableError(str(error)) from error
+        return [each for each in self._known.values() if each.ended_s is None or now_s - each.ended_s <= ENDED_KEPT_S]
+
+    def terminate(self, ids: Collection[str]) -> None:
+        """As the port: each worker gets SIGTERM and its time to drain.
+
+        Raises:
+            ServiceUnavailableError: Ray does not answer; workers that were not reached live on.
+        """
+        if not ids:
+            return
+        try:
+            for id_, instance in self._listed().items():
+                if id_ in ids and instance.is_alive:
+                    self._asked.add(id_)
+                    if instance.state is InstanceState.RUNNING:
+                        self._api.end(id_, self._drain_s)
+                    else:
+                        self._api.kill(id_)
+            self._listed()
+        except RayError as error:
+            raise ServiceUnavailableError(str(error)) from error
+
+    def close(self) -> None:
+        self._api.close()
+
+    # --- actors -----------------------------------------------------------------------------------------------------
+
+    def _listed(self) -> dict[str, Instance]:
+        """All instances of the cluster by name, as Ray's table has them now."""
+        now_s = self._clock()
+        rows = self._api.actors_of(self._cluster)
+        draining = self._api.draining()
+        for actor in rows:
+            known = self._known.get(actor.name)
+            instance = actors.instance_of(actor, known, draining, actor.name in self._asked, now_s)
+            if instance is None:
+                log.warning("invalid_worker_tags", id=actor.name, cluster=self._cluster)
+                continue
+            self._known[actor.name] = instance
+        self._never_starts = next((row.detail for row in rows if row.cause == "start" and row.name in self._known), "")
+        self._give_back(rows, now_s)
+        return self._known
+
+    def _check(self, order: Order, name: str) -> None:
+        """Refuse an order that cannot be carried out, as the actors that are there show."""
+        if self._never_starts:
+            raise LaunchError(
+                f"{name}: actors of this job do not start: {self._never_starts}; expected nodes with this version of "
+                "doll-online and the job's packages: correct the nodes' image or fleet.runtime_env",
+                failure=LaunchFailure.CONFIG,
+            )
+        self._dry.check(order, name)
+
+    def _give_back(self, rows: Sequence[actors.Actor], now_s: float) -> None:
+        """End the actors that have waited for a node for too long; their market counts as without capacity."""
+        for actor in rows:
+            instance = self._known.get(actor.name)
+            if instance is None or instance.state is not InstanceState.PENDING or actor.started:
+                continue
+            if now_s - instance.launched_s < self._settings.node_timeout_s:
+                continue
+            placement = self._settings.spot if instance.market == "spot" else self._settings.on_demand
+            wanted = ", ".join(f"{key}={value}" for key, value in placement.items())
+            why = f"no node with {wanted} has {self._settings.num_cpus:g} CPUs free"
+            self._asked.add(actor.name)
+            self._api.kill(actor.name)
+            self._dry.put(instance.market, why)
+            log.warning("no_node", id=actor.name, market=instance.market, why=why)
+
+
+def connect(config: JobConfig) -> RayFleet:
+    """The fleet that a job file describes, on the cluster to which this machine belongs.
+
+    Raises:
+        ConfigError: another kind of fleet, no package ray, no cluster, or one of another version.
+    """
+    settings = config.fleet
+    if not isinstance(settings, RayFleetConfig):
+        raise ConfigError(f"fleet.kind: expected ray, got {settings.kind}")
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("fleet.kind: ray: expected the package ray: pip install 'doll-online[ray]'") from error
+    runtime_env = dict(settings.runtime_env)
+    if settings.working_dir is not None:
+        folder = config.path(settings.working_dir)
+        if not folder.is_dir():
+            raise ConfigError(f"fleet.working_dir: expected a folder, got {folder}")
+        runtime_env["working_dir"] = str(folder)
+    _check_address(settings.address, settings.timeout_s)
+    try:
+        ray.init(
+            settings.address,
+            namespace=NAMESPACE,
+            runtime_env=runtime_env,
+            log_to_driver=False,
+            ignore_reinit_error=True,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"fleet.address: expected a Ray cluster of this machine at {settings.address}: {short(error)}; start one "
+            "with `ray start --head`, or run this on a node of the cluster, e.g. by `ray job submit`"
+        ) from error
+    base_folder = None if settings.working_dir is not None else str(config.base_folder.resolve())
+    options: dict[str, Any] = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
+    if settings.memory_bytes is not None:
+        options["memory"] = settings.memory_bytes
+    api = RayApi((settings.command, dump(config), base_folder, settings.env), options, settings.timeout_s)
+    return RayFleet(api, cluster=config.cluster, settings=settings, drain_s=config.worker.drain_s + GRACE_S)
+
+
+def _check_address(address: str, timeout_s: float) -> None:
+    """Ray itself tries a wrong address for minutes.
+
+    Raises:
+        ConfigError: nobody listens there.
+    """
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"fleet.address: expected the head of a Ray cluster at {address}: {short(error)}; `ray status` on a node "
+            "of the cluster shows its address"
+        ) from error
+
+
+def _belongs(actor: actors.Actor, cluster: str) -> bool:
+    return actor.labels.get(actors.CLUSTER_LABEL) == cluster
+
+
+def _actor(row: Any) -> actors.Actor:
+    """A row of Ray's table of actors."""
+    state = row.DESCRIPTOR.fields_by_name["state"].enum_type.values_by_number[row.state].name
+    cause, detail = _death(row) if state == "DEAD" else ("", "")
+    return actors.Actor(
+        name=row.name, labels=dict(row.labels), state=state, node=row.address.node_id.hex(), started=row.pid != 0,
+        end_s=row.end_time / 1000 if row.end_time else None, cause=cause, detail=detail,
+    )  # fmt: skip
+
+
+def _death(row: Any) -> tuple[actors.Cause, str]:
+    """Why an actor is dead, and what Ray says of it."""
+    kind = row.death_cause.WhichOneof("context")
+    if kind == "creation_task_failure_context":
+        return "start", _last_line(row.death_cause.creation_task_failure_context.formatted_exception_string)
+    if kind == "runtime_env_failed_context":
+        return "start", _last_line(row.death_cause.runtime_env_failed_context.error_message)
+    if kind != "actor_died_error_context":
+        return "failed", kind or ""
+    died = row.death_cause.actor_died_error_context
+    reasons = died.DESCRIPTOR.fields_by_name["reason"].enum_type.values_by_number
+    reason = reasons[died.reason].name
+    if row.preempted:
+        return "preempted", short(died.error_message)
+    if reason == "RAY_KILL":
+        return "killed", ""
+    if reason == "NODE_DIED":
+        return "node", short(died.error_message)
+    return ("exited" if "INTENDED_USER_EXIT" in died.error_message else "failed"), short(died.error_message)
+
+
+def _last_line(text: str) -> str:
+    """Where a traceback says what was wrong."""
+    return short(next((line for line in reversed(text.splitlines()) if line.strip()), ""))

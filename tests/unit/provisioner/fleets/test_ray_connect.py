@@ -1,0 +1,38 @@
+"""What `fleet.kind: ray` says where there is no cluster to use."""
+
+from __future__ import annotations
+
+import pytest
+from doll.config import JobConfig
+from doll.config.loader import parse
+from doll.errors import ConfigError
+from doll.local.processes import free_port
+from doll.provisioner.fleets.ray.fleet import connect
+
+
+def job(fleet: str) -> JobConfig:
+    return parse(f"job: digits\ntask: {{class: 'a:B'}}\ndata: {{workers: 2}}\nfleet: {fleet}\n")
+
+
+def test_an_address_at_which_nobody_listens_is_refused_at_once() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(
+        ConfigError, match=rf"fleet\.address: expected the head of a Ray cluster at {address}: .*refused"
+    ):
+        connect(job(f"{{kind: ray, address: '{address}'}}"))
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:99999999", ""])
+def test_an_address_that_is_none_is_refused_with_the_job_file(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"fleet\.address: .*"):
+        job(f"{{kind: ray, address: '{address}'}}")
+
+
+def test_both_markets_on_the_same_nodes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="spot, on_demand: expected different labels"):
+        job("{kind: ray, spot: {a: b}, on_demand: {a: b}}")
+
+
+def test_another_fleet_has_no_actors() -> None:
+    with pytest.raises(ConfigError, match=r"fleet\.kind: expected ray, got processes"):
+        connect(job("{kind: processes}"))
