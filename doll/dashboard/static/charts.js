@@ -56,10 +56,12 @@ export class Chart {
       series: [{}, ...(series.length ? series : [{}])],
     };
     this.plot = new uPlot(options, this.data(), this.place);
+    requestAnimationFrame(() => this.resize()); // by then its legend has its height
   }
 
   height() {
-    return Math.max(60, this.place.clientHeight - 24); // below it the legend
+    const legend = this.plot?.root.querySelector(".u-legend"); // below the curves; of many lines it has several rows
+    return Math.max(60, this.place.clientHeight - (legend?.offsetHeight || 24));
   }
 
   resize() {
