@@ -81,7 +81,8 @@ def show(job: RunOptions, as_json: JsonOption = False) -> None:
 def check(
     job: RunOptions,
     build_model: Annotated[
-        bool, typer.Option("--build-model", help="Also import the task and build its model; takes seconds.")
+        bool,
+        typer.Option("--build-model", help="Also build the model, try its optimizer, read init_from; takes seconds."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

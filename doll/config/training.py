@@ -121,8 +121,9 @@ class InitFromConfig(Section):
     once: a job that goes on from a checkpoint has its own."""
 
     source: str = Field(alias="from")
-    """a run folder, `RUN@VERSION` for another version than its newest, a folder or `s3://bucket/prefix` of checkpoints,
-    a `.safetensors` file, or a `.pt` file with a `state_dict`; relative to the job file, or to the working directory"""
+    """a run folder, `RUN@VERSION` for another version than its newest, by its number or an alias, a folder or
+    `s3://bucket/prefix` of checkpoints, a `.safetensors` file, or a `.pt` file with a `state_dict`; relative to the job
+    file, or to the working directory"""
     strict: bool = False
     """refuse whatever does not match, in place of a report of it"""
     rename: ByPattern[str] = Field(default_factory=dict)

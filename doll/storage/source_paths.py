@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 INIT_FROM: Final = "training.init_from"
 SAFETENSORS: Final = ".safetensors"
 TORCH: Final = (".pt", ".pth", ".bin")
-_VERSION: Final = re.compile(r"(.+)@(\d{1,18})")
+_VERSION: Final = re.compile(r"(.+)@([A-Za-z0-9_-]{1,63})")
 
 
-def find_source(config: JobConfig, source: str) -> tuple[Path | str, int | None]:
-    """The file, folder or URL that `training.init_from` names, and the version of a run; None: its newest.
+def find_source(config: JobConfig, source: str) -> tuple[Path | str, str | None]:
+    """The file, folder or URL that `training.init_from` names, and the version of a run, as
+    `doll.storage.version_marks.resolve_version` takes it; None: its newest.
 
     Raises:
         ConfigError: there is no such file or folder, or a URL is of no checkpoint store.
@@ -40,8 +41,8 @@ def find_source(config: JobConfig, source: str) -> tuple[Path | str, int | None]
     )
 
 
-def _readings(source: str) -> list[tuple[str, int | None]]:
+def _readings(source: str) -> list[tuple[str, str | None]]:
     """With and without a version. A path may have an @ itself."""
     match = _VERSION.fullmatch(source)
-    named: list[tuple[str, int | None]] = [] if match is None else [(match[1], int(match[2]))]
+    named: list[tuple[str, str | None]] = [] if match is None else [(match[1], match[2])]
     return named if "://" in source and named else [(source, None), *named]

@@ -25,6 +25,7 @@ from doll.records.bounded import short
 from doll.storage.checkpoints import CheckpointStore, checkpoints_among
 from doll.storage.source_paths import INIT_FROM, SAFETENSORS, TORCH, find_source
 from doll.storage.stores import checkpoint_location, open_place, open_store
+from doll.storage.version_marks import resolve_version
 from doll.tables.bounds import part_name
 
 _JOB: Final = "job.yaml"
@@ -53,7 +54,7 @@ def read_source(config: JobConfig, source: str) -> Source:
         if path.is_dir():
             return _of_folder(path, version)
     except CheckpointError as exc:
-        raise CheckpointError(f"{INIT_FROM}: {exc}") from exc
+        raise type(exc)(f"{INIT_FROM}: {exc}") from exc
     if version is not None:
         raise ConfigError(f"{INIT_FROM}: expected a version of a run folder, got {source}, which is a file")
     if path.suffix == SAFETENSORS:
@@ -63,7 +64,7 @@ def read_source(config: JobConfig, source: str) -> Source:
     raise ConfigError(f"{INIT_FROM}: expected a file that ends in {', '.join((SAFETENSORS, *TORCH))}, got {path}")
 
 
-def _of_folder(path: Path, version: int | None) -> Source:
+def _of_folder(path: Path, version: str | None) -> Source:
     if (path / _JOB).is_file():
         job = load(path / _JOB)
         return _of_checkpoints(open_store(job, path), str(checkpoint_location(job, path)), version)
@@ -72,8 +73,8 @@ def _of_folder(path: Path, version: int | None) -> Source:
     return _of_checkpoints(open_place(path, None), str(path), version)
 
 
-def _of_checkpoints(store: CheckpointStore, location: str, version: int | None) -> Source:
-    checkpoint = store.load_newest(None, version)
+def _of_checkpoints(store: CheckpointStore, location: str, version: str | None) -> Source:
+    checkpoint = store.load_newest(None, None if version is None else resolve_version(store, version))
     if checkpoint is None:
         raise ConfigError(f"{INIT_FROM}: no checkpoint in {location}: expected a run that has learned something")
     where = f"{location}, version {checkpoint.version}"

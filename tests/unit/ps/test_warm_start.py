@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from doll.config import JobConfig, dump, load, parse
-from doll.errors import CheckpointError, ConfigError
+from doll.errors import CheckpointError, ConfigError, VersionUnknownError
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.ps.checkpointing import decode_snapshot, encode_snapshot
 from doll.ps.engine.assignment import first_snapshot
@@ -94,8 +94,14 @@ def job(tmp_path: Path, source: object, *overrides: str) -> JobConfig:
     return load(path, [f"training.init_from={source}", *overrides])
 
 
-@pytest.mark.parametrize(("named", "version"), [("runs/old", 7), ("runs/old@3", 3), ("runs/old/checkpoints@7", 7)])
+@pytest.mark.parametrize(
+    ("named", "version"),
+    [
+        ("runs/old", 7), ("runs/old@3", 3), ("runs/old@good", 3), ("runs/old@latest", 7), ("runs/old/checkpoints@7", 7),
+    ],
+)  # fmt: skip
 def test_a_job_begins_with_a_version_of_a_run(tmp_path: Path, run: Path, named: str, version: int) -> None:
+    FileCheckpointStore(run / "checkpoints", "old").change_marks(lambda marks: marks.with_alias("good", 3))
     tensors, report = begun(job(tmp_path, named))
     assert set(report.taken) == NAMES
     assert (report.missing, report.unknown, report.other_shape, report.rows, report.frozen) == ((), (), (), (), ())
@@ -187,7 +193,8 @@ def test_bad_sources_are_refused_with_the_reason(tmp_path: Path, run: Path) -> N
         ("empty", ConfigError, "expected the folder of a run .* or of checkpoints"),
         ("runs/young", ConfigError, "got runs/young, and it does not exist"),
         ("other.safetensors@3", ConfigError, "expected a version of a run folder"),
-        ("runs/old@4", CheckpointError, r"version that is kept \(3, 7\), an alias \(none\) or latest, got '4'"),
+        ("runs/old@best", VersionUnknownError, r"training\.init_from: .* an alias \(none\) or latest, got 'best'"),
+        ("runs/old@4", VersionUnknownError, r"version that is kept \(3, 7\), an alias \(none\) or latest, got '4'"),
     ):
         with pytest.raises(error, match=words):
             begun(job(tmp_path, source))
