@@ -8,7 +8,8 @@ of replicas that train with DiLoCo; a drill also kills brokers, Redis and the pa
 
 A machine whose speed differs by 10 % from one half hour to the next hides what faults cost. So the run with faults is
 its own reference, too: the rate from one fault to the next, by the rate in the last seconds before the next one, when
-the job has recovered. The difference is in seconds of the job's work, and is shown by what was faulted.
+the job has recovered. The difference is in seconds of the job's work, and is shown by what was faulted. It contains the
+machine's noise; the time without any update does not, and is shown beside it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ EVERY_S: Final = 29.0  # 62 faults in 30 minutes
 TARGET: Final = 0.977
 _WARM_UP_S: Final = 10.0  # after the first update
 _AFTER_S: Final = 15.0  # a job without faults goes on for so long: a large update may come late
+_PAUSE_GAPS: Final = 5.0
 _RECOVERED_SHARE: Final = 0.4  # of the time from fault to fault: its end, in which the job has recovered
 
 
@@ -85,6 +87,15 @@ def losses(updates: Path, faults: Sequence[Mapping[str, Any]]) -> dict[str, list
     return dict(lost_s)
 
 
+def paused_s(updates: Path, faults: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds between the first fault and the last in which nothing was learned: gaps between updates of more than
+    `_PAUSE_GAPS` usual ones, less a usual one."""
+    at_s, _ = _samples_until(updates)
+    gaps_s = np.diff(at_s[(at_s >= faults[0]["time_s"]) & (at_s <= faults[-1]["time_s"])])
+    usual_s = float(np.median(gaps_s))
+    return float((gaps_s[gaps_s > _PAUSE_GAPS * usual_s] - usual_s).sum())
+
+
 def samples_in(updates: Path, begin_s: float, seconds: float) -> float:
     """Samples of the valid updates that were made within `seconds` after `begin_s` from the first one.
 
@@ -103,14 +114,18 @@ def samples_in(updates: Path, begin_s: float, seconds: float) -> float:
 
 
 def measure(
-    config: JobConfig, seconds: float, every_s: float, seed: int, *, with_faults: bool, only: FaultTarget | None = None
+    config: JobConfig, seconds: float, every_s: float, seed: int, *, with_faults: bool, **options: Any
 ) -> dict[str, Any]:
-    """One run; its samples, and what its audit says."""
+    """One run; its samples, and what its audit says.
+
+    Args:
+        options: of the drill: `only`, `brokers`, `standby`.
+    """
     with tempfile.TemporaryDirectory(prefix="doll-faults-") as name:
         if with_faults:
             # The last one comes behind the time that is measured: the job ends when it has recovered from it.
             faults = math.ceil((seconds + _WARM_UP_S) / every_s) + 1
-            report, failure = run_drill(config, Path(name), faults=faults, seed=seed, every_s=every_s, only=only)
+            report, failure = run_drill(config, Path(name), faults=faults, seed=seed, every_s=every_s, **options)
             if failure:
                 raise RuntimeError(failure)
         else:
@@ -120,14 +135,16 @@ def measure(
             report = run_up(config.model_copy(update={"stop": stop, "blobs": blobs}), Path(name))
         (updates,) = Path(name).glob("*/updates.csv")
         samples = samples_in(updates, _WARM_UP_S, seconds)
-        lost = losses(updates, json.loads((updates.parent / "faults.json").read_text())) if with_faults else {}
+        faulted = json.loads((updates.parent / "faults.json").read_text()) if with_faults else []
+        lost = losses(updates, faulted) if faulted else {}
+        paused = paused_s(updates, faulted) / (faulted[-1]["time_s"] - faulted[0]["time_s"]) if faulted else 0.0
     if report["exit_code"]:
         raise RuntimeError(f"the run failed: {report['reason']}")
     audit = report["audit"]
     return {
         "with_faults": with_faults, "seconds": seconds, "samples": round(samples),
         "samples_per_s": samples / seconds, "missing": audit["missing"], "twice": audit["duplicate"],
-        "faults": report.get("recoveries", 0), "recovery_s": report.get("recovery_s"), "lost_s": lost,
+        "faults": report.get("recoveries", 0), "recovery_s": report.get("recovery_s"), "lost_s": lost, "paused": paused,
     }  # fmt: skip
 
 
@@ -159,14 +176,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", help="a policy with its defaults [that of the job file]")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the job file")
     parser.add_argument("--only", choices=get_args(FaultTarget), help="fault no other processes than these [all]")
+    parser.add_argument("--brokers", type=int, default=1, help="of Kafka, of which one at a time is faulted; default 1")
+    parser.add_argument("--standby", action="store_true", help="with a standby of the parameter server")
     parser.add_argument("--asap", action="store_true", help="a stream that is faster than the workers")
     args = parser.parse_args(argv)
     config = job_of(args.job, asap=args.asap, policy=args.policy, changes=args.set)
+    options = {"only": args.only, "brokers": args.brokers, "standby": args.standby}
     runs: list[dict[str, Any]] = []
     for pair in range(args.pairs):
         for with_faults in (False, True) if pair % 2 == 0 else (True, False):
             seconds = args.seconds if with_faults else args.calm_seconds or args.seconds
-            run = measure(config, seconds, args.every, pair, with_faults=with_faults, only=args.only)
+            run = measure(config, seconds, args.every, pair, with_faults=with_faults, **options)
             runs.append({"pair": pair, **run})
             print(run, file=sys.stderr, flush=True)
     shares = [
@@ -182,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "asap": args.asap,
         "seconds": args.seconds,
         "every_s": args.every,
-        "only": args.only,
+        **options,
     }
     path = keep(
         f"faults-{policy}-{datetime.now():%Y%m%d-%H%M%S}", {**facts, "kept": kept, "shares": shares, "runs": runs}
@@ -192,7 +212,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for run in runs:
         for role, each in run["lost_s"].items():
             lost[role] += each
-    print(f"by the run's own rate: kept {kept_within(lost, args.every):.1%}\n{table(lost, args.every)}")
+    each = [seconds for role in lost.values() for seconds in role]
+    error = statistics.stdev(each) / math.sqrt(len(each)) / args.every
+    print(f"by the run's own rate: kept {kept_within(lost, args.every):.1%} +- {error:.1%}\n{table(lost, args.every)}")
+    paused = statistics.fmean(run["paused"] for run in runs if run["with_faults"])
+    print(f"without any update for {paused:.1%} of the time")
     print(
         f"{policy}: throughput kept under {faults} faults, one in {args.every:g} s: {kept:.1%} "
         f"(torchft with DiLoCo: {TARGET:.1%}); {sum(run['missing'] for run in runs)} missing, "
