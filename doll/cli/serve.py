@@ -56,7 +56,7 @@ def serve(
         Path | None,
         typer.Option(help="File with the token of requests [default: that of DOLL_SERVE_TOKEN].", show_default=False),
     ] = None,
-    page: Annotated[
+    page_port: Annotated[
         int | None,
         typer.Option(
             min=0,
@@ -76,8 +76,8 @@ def serve(
 
     Example: doll serve runs/digits-20260101-120000 --port 8000
     """
-    if page is not None and processes > 1:
-        raise typer.BadParameter("--page: expected --processes 1; doll dashboard --model-server shows several")
+    if page_port is not None and processes > 1:
+        raise typer.BadParameter("--page-port: expected --processes 1; doll dashboard --model-server shows several")
     from doll.serving.main import ServedJob, ServeOptions, run_serve
 
     target = job.target(run_folder)
@@ -90,11 +90,11 @@ def serve(
     path = f"/v2/models/{options.name}"
 
     def beside(metrics: ServeMetrics) -> AbstractContextManager[None]:
-        if page is None:
+        if page_port is None:
             return nullcontext()
         from doll.run.page import page_beside
 
-        return page_beside(target, page, lambda: metrics.page().decode(), partial(typer.echo, err=True))
+        return page_beside(target, page_port, lambda: metrics.page().decode(), partial(typer.echo, err=True))
 
     raise typer.Exit(
         run_serve(served, options, say=lambda address: typer.echo(address + path, err=True), beside=beside)

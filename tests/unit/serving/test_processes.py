@@ -126,7 +126,7 @@ def test_the_same_process_serves_the_page_of_the_job_with_its_versions_and_laten
             shown: dict[str, Any] = json.loads(stream.readline().removeprefix(b"data: "))["served"]
         return shown
 
-    with serving(rig, "--page", str(page)):
+    with serving(rig, "--page-port", str(page)):
         until(lambda: rig.infer() and "latency" in dict(served()["facts"]), "the time of an answer")
         facts = dict(served()["facts"])
         assert facts["version"] == "3"
@@ -134,6 +134,6 @@ def test_the_same_process_serves_the_page_of_the_job_with_its_versions_and_laten
 
 
 def test_a_page_beside_several_processes_is_refused(rig: ServingRig) -> None:
-    with serving(rig, "--page", "0", "--processes", "2", answering=False) as parent:
+    with serving(rig, "--page-port", "0", "--processes", "2", answering=False) as parent:
         assert parent.wait(60) == 2
     assert "expected --processes 1" in (rig.run_folder / "serve.log").read_text()
