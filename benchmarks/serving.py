@@ -253,11 +253,11 @@ def asked(port: int, path: str, connections: int, seconds: float, samples: int =
 
 
 @contextlib.contextmanager
-def server(command: list[str], port: int, env: dict[str, str] | None = None) -> Iterator[None]:
+def server(command: list[str], port: int) -> Iterator[None]:
     """A server that listens while the context lasts."""
     import socket
 
-    process = subprocess.Popen(command, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         deadline_s = time.monotonic() + 120
         while True:
@@ -269,6 +269,10 @@ def server(command: list[str], port: int, env: dict[str, str] | None = None) -> 
         yield
     finally:
         process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        with contextlib.suppress(ProcessLookupError):  # LitServe goes on waiting for its own processes
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -321,7 +325,6 @@ class Publisher:
         self.published[self.version] = time.monotonic()
         latest = Latest(term=1, version=self.version, key=key)
         self.blobs.put(latest_key(scope), encode_latest(latest), 600.0)
-        self.blobs.delete(weights_key(scope, 1, self.version - 4))
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:

@@ -6,22 +6,21 @@ Whatever a client sends, it gets an answer with a status and a reason in JSON (`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 import torch
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.routing import Route, Router
-from starlette.types import Message, Receive, Scope, Send
+from starlette.routing import Match, Route
+from starlette.types import Receive, Scope, Send
 
 import doll
 from doll.errors import RetryLater, SampleError, SkipRecord
@@ -47,7 +46,7 @@ _LONGEST_REASON: Final = 2000
 _LONGEST_ID: Final = 200
 _DISCARD_S: Final = 2.0
 _BODIES: Final = 8  # as large as they may be, in memory at once
-_HELD: Final = "doll.held_bytes"  # of this request, in its scope
+_PATHS: Final = 256
 _LATER: Final = {"Retry-After": "1"}
 
 
@@ -60,6 +59,31 @@ class Refusal(Exception):
         self.headers = headers
 
 
+class Asked:
+    """A request.
+
+    Attributes:
+        params: of its path: `name` and `version`, where it has them.
+        held_bytes: of its body, so far.
+    """
+
+    __slots__ = ("_headers", "held_bytes", "params", "path", "receive")
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.path: str = scope["path"]
+        self.receive = receive
+        self.params: Mapping[str, str] = {}
+        self.held_bytes = 0
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+
+    def header(self, name: bytes) -> str:
+        """The value of a header, whose name is in lower case; "" where there is none."""
+        return self._headers.get(name, b"").decode("latin-1")
+
+
+Endpoint = Callable[[Asked], Awaitable[Response]]
+
+
 class ServeApp:
     """The endpoints of one process.
 
@@ -67,7 +91,7 @@ class ServeApp:
         name: of the model.
         newest_samples: usable samples in the newest version that is known; -1: not known.
         max_body_bytes: of a request.
-        time_limit_s: in which a body must come, and in which it must be answered then.
+        time_limit_s: of the batcher, for messages.
         answers: where answers are logged; None: nowhere.
         access: who may ask.
     """
@@ -91,7 +115,7 @@ class ServeApp:
         self._access = access
         self._held_bytes = 0  # of bodies, in all requests
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
-        routes = [
+        self._routes = [
             *(Route(f"{path}/infer", self._infer, methods=["POST"]) for path in (model, version)),
             Route("/predict", self._predict, methods=["POST"]),
             *(Route(f"{path}/ready", self._model_ready) for path in (model, version)),
@@ -101,77 +125,75 @@ class ServeApp:
             Route("/v2", self._server_metadata),
             Route("/metrics", self._page),
         ]
-        self._router = Router(routes, redirect_slashes=False)
+        self._route = lru_cache(_PATHS)(self._found)  # the same few paths are asked again and again
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever becomes of it."""
         started_s = time.perf_counter()
-        status = 0
-
-        async def counted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        scope["app"] = self  # then routing raises where there is no such path, and does not answer by itself
-        scope[_HELD] = 0
+        asked = Asked(scope, receive)
         try:
-            self._refuse_strangers(scope)
-            await self._router(scope, receive, counted)
-        except ClientDisconnect:
+            self._refuse_strangers(asked)
+            endpoint, asked.params = self._route(scope["method"], scope["path"])
+            response = await endpoint(asked)
+        except ClientDisconnect:  # or the body did not come in time, and the connection was closed for it
+            self._metrics.answered(408, time.perf_counter() - started_s)
             return
         except Exception as exc:
-            if status:  # the answer has begun: the connection ends
-                raise
-            await _response_to(exc, scope)(scope, receive, counted)
+            response = _response_to(exc, scope)
         finally:
-            self._held_bytes -= scope[_HELD]
-        self._metrics.answered(status, time.perf_counter() - started_s)
+            self._held_bytes -= asked.held_bytes
+        await response(scope, receive, send)
+        self._metrics.answered(response.status_code, time.perf_counter() - started_s)
 
-    def _refuse_strangers(self, scope: Scope) -> None:
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
+    def _found(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]]:
+        """What answers, and the parameters in the path."""
+        scope = {"type": "http", "method": method, "path": path, "root_path": ""}
+        matches = [(route, *route.matches(scope)) for route in self._routes]
+        for route, match, child in matches:
+            if match is Match.FULL:
+                return route.endpoint, child["path_params"]
+        if any(match is Match.PARTIAL for _, match, _ in matches):
+            raise Refusal(405, f"Method Not Allowed: {method} {path:.200}")
+        raise Refusal(404, f"Not Found: {method} {path:.200}")
+
+    def _refuse_strangers(self, asked: Asked) -> None:
         if self._access.token:
-            if scope["path"].startswith(_HEALTH):
+            if asked.path.startswith(_HEALTH):
                 return
-            scheme, _, given = _header(headers, b"authorization").partition(" ")
+            scheme, _, given = asked.header(b"authorization").partition(" ")
             if scheme.lower() != "bearer" or not is_token(given.strip(), self._access.token):
                 reason = "expected the header Authorization: Bearer TOKEN"
                 raise Refusal(401, reason, {"WWW-Authenticate": "Bearer"})
-        elif not self._access.by_certificate and not _names_this_machine(host := _header(headers, b"host")):
+        elif not self._access.by_certificate and not _names_this_machine(host := asked.header(b"host")):
             raise Refusal(421, f"expected localhost or 127.0.0.1 as Host, got {host!r:.60}: others need a token")
 
     # --- answers
 
-    async def _infer(self, request: Request) -> Response:
-        lane = self._lane(request)
-        body = await self._body(request)
-        with _refusing():
-            wanted, tensors = decode_request(body, request.headers.get(LENGTH_HEADER))
-            answer = await self._computed(lane, self._signature.of_tensors(tensors))
-            self._require_version(request, lane, answer)
-            names = trees.dotted_names("output", answer.structure)
-            outputs = list(map(OutputTensor, names, answer.leaves))
-            version = str(answer.version.place.version)
-            if self._answers is not None:
-                wanted.id = wanted.id or _new_id()
-                content = {output.name: output.array.tolist() for output in outputs}
-                self._answers.write(wanted.id, answer.version, content)
-            data, length = encode_answer(wanted, self._name, version, outputs, self._facts(lane, answer.version))
+    async def _infer(self, asked: Asked) -> Response:
+        lane = self._lane(asked)
+        wanted, tensors = decode_request(await self._body(asked), asked.header(LENGTH_HEADER.lower().encode()) or None)
+        answer = await self._computed(lane, self._signature.of_tensors(tensors))
+        self._require_version(asked, lane, answer)
+        outputs = list(map(OutputTensor, trees.dotted_names("output", answer.structure), answer.leaves))
+        version = str(answer.version.place.version)
+        if self._answers is not None:
+            wanted.id = wanted.id or _new_id()
+            content = {output.name: output.array.tolist() for output in outputs}
+            self._answers.write(wanted.id, answer.version, content)
+        data, length = encode_answer(wanted, self._name, version, outputs, self._facts(lane, answer.version))
         if length is None:
             return Response(data, media_type=_JSON)
         return Response(data, headers={LENGTH_HEADER: str(length)}, media_type="application/octet-stream")
 
-    async def _predict(self, request: Request) -> Response:
-        lane = self._lane(request)
-        body = await self._body(request)
-        with _refusing():
-            features = self._signature.of_records([self._features(record) for record in _records(body)])
-            answer = await self._computed(lane, features)
-            predictions = _rows(self._predicted(answer), features.num_samples)
+    async def _predict(self, asked: Asked) -> Response:
+        lane = self._lane(asked)
+        records = _records(await self._body(asked))
+        features = self._signature.of_records([self._features(record) for record in records])
+        answer = await self._computed(lane, features)
+        predictions = _rows(self._predicted(answer), features.num_samples)
         content = {"model": self._name, "version": answer.version.place.version, "predictions": predictions}
         if self._answers is not None:
-            request_id = request.headers.get("x-request-id", "")[:_LONGEST_ID] or _new_id()
+            request_id = asked.header(b"x-request-id")[:_LONGEST_ID] or _new_id()
             self._answers.write(request_id, answer.version, predictions)
             content["id"] = request_id
         return _json(content | self._facts(lane, answer.version))
@@ -195,8 +217,7 @@ class ServeApp:
 
     async def _computed(self, lane: Lane, features: Features) -> Answer:
         try:
-            async with asyncio.timeout(self._time_limit_s):
-                return await self._batcher.submit(lane, features)
+            return await self._batcher.submit(lane, features)
         except TimeoutError:
             raise Refusal(503, f"not computed within {self._time_limit_s:g} s", _LATER) from None
         except QueueFullError as exc:
@@ -216,9 +237,9 @@ class ServeApp:
         }
         return facts | {"stale_because": lane.stale} if lane.stale else facts
 
-    def _lane(self, request: Request) -> Lane:
+    def _lane(self, asked: Asked) -> Lane:
         """Which lane answers: that of the version in the path, else one of all by its share."""
-        name, wanted = (request.path_params.get(key) for key in ("name", "version"))
+        name, wanted = asked.params.get("name"), asked.params.get("version")
         if name not in (self._name, None):
             raise Refusal(404, f"expected the model {self._name}, got {name!r:.60}")
         if wanted is None:
@@ -228,9 +249,9 @@ class ServeApp:
                 return lane
         raise Refusal(404, f"expected one of the versions {', '.join(self._versions())}, got {wanted!r:.60}")
 
-    def _require_version(self, request: Request, lane: Lane, answer: Answer) -> None:
+    def _require_version(self, asked: Asked, lane: Lane, answer: Answer) -> None:
         """Refuse an answer of another version than a request names by number."""
-        wanted = request.path_params.get("version", lane.wanted)
+        wanted = asked.params.get("version", lane.wanted)
         if wanted not in (lane.wanted, str(answer.version.place.version)):
             now = ", ".join(self._versions())
             raise Refusal(404, f"version {wanted!r:.60} was replaced meanwhile: expected one of {now}")
@@ -239,65 +260,73 @@ class ServeApp:
         served = {str(lane.place.version) for lane in self._lanes if lane.place is not None}
         return sorted({*served, *(lane.wanted for lane in self._lanes)})
 
-    async def _body(self, request: Request) -> bytearray:
-        if request.headers.get("content-encoding", "identity") != "identity":
+    async def _body(self, asked: Asked) -> bytes | bytearray:
+        """The whole body. A connection whose body does not come in time is closed (`BoundedProtocol`)."""
+        if asked.header(b"content-encoding") not in ("", "identity"):
             raise Refusal(415, "expected a body that is not compressed", {"Connection": "close"})
-        body, length = bytearray(), request.headers.get("content-length", "")
-        limit = self._max_body_bytes
+        limit, length = self._max_body_bytes, asked.header(b"content-length")
         is_too_long = length.isdecimal() and int(length[:18]) > limit
-        try:
-            async with asyncio.timeout(_DISCARD_S if is_too_long else self._time_limit_s):
-                async for chunk in request.stream():
-                    if not is_too_long:
-                        self._hold(len(chunk), request.scope)
-                        body += chunk
-                        is_too_long = len(body) > limit
-        except TimeoutError:
-            if not is_too_long:
-                reason = f"expected the body within {self._time_limit_s:g} s"
-                raise Refusal(408, reason, {"Connection": "close"}) from None
-        if is_too_long:  # what came of it was read: a client that still sends would not see the answer
+        body: bytes | bytearray = b""
+        is_whole = False
+        while not is_whole and not is_too_long:
+            message = await asked.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            chunk, is_whole = message.get("body", b""), not message.get("more_body", False)
+            self._hold(len(chunk), asked)
+            if body:
+                body = body if isinstance(body, bytearray) else bytearray(body)
+                body += chunk
+            else:
+                body = chunk
+            is_too_long = len(body) > limit
+        if is_too_long:
+            await _discard(asked.receive)
             raise Refusal(413, f"expected a body of at most {limit} bytes", {"Connection": "close"})
         return body
 
-    def _hold(self, count: int, scope: MutableMapping[str, Any]) -> None:
+    def _hold(self, count: int, asked: Asked) -> None:
         """A request has got so many bytes more."""
         if self._held_bytes + count > _BODIES * self._max_body_bytes:
             reason = f"other requests have {self._held_bytes} bytes in memory: send fewer at a time"
             raise Refusal(429, reason, {**_LATER, "Connection": "close"})
         self._held_bytes += count
-        scope[_HELD] += count
+        asked.held_bytes += count
 
     # --- what there is
 
-    async def _live(self, request: Request) -> Response:
+    async def _live(self, asked: Asked) -> Response:
         return _json({"live": True})
 
-    async def _ready(self, request: Request) -> Response:
+    async def _ready(self, asked: Asked) -> Response:
         reasons = {lane.wanted: lane.problem for lane in self._lanes if lane.copy is None}
         return _json({"ready": False, "reasons": reasons}, 503) if reasons else _json({"ready": True})
 
-    async def _model_ready(self, request: Request) -> Response:
-        lane = self._lane(request)
+    async def _model_ready(self, asked: Asked) -> Response:
+        lane = self._lane(asked)
         if lane.copy is None:
             return _json({"name": self._name, "ready": False, "reason": lane.problem}, 503)
         return _json({"name": self._name, "ready": True})
 
-    async def _server_metadata(self, request: Request) -> Response:
+    async def _server_metadata(self, asked: Asked) -> Response:
         return _json({"name": "doll", "version": doll.__version__, "extensions": ["binary_tensor_data"]})
 
-    async def _model_metadata(self, request: Request) -> Response:
-        self._lane(request)
+    async def _model_metadata(self, asked: Asked) -> Response:
+        self._lane(asked)
         tensors = {"inputs": self._signature.inputs, "outputs": self._signature.outputs}
         infos = {key: [info._asdict() for info in each] for key, each in tensors.items()}
         return _json({"name": self._name, "versions": self._versions(), "platform": "doll", **infos})
 
-    async def _page(self, request: Request) -> Response:
+    async def _page(self, asked: Asked) -> Response:
         return Response(self._metrics.page(), media_type=CONTENT_TYPE)
 
 
-def _header(headers: list[tuple[bytes, bytes]], name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in headers if key == name), "")
+async def _discard(receive: Receive) -> None:
+    """Read what still comes, for a while: a client that still sends would not see the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            while (await receive()).get("more_body"):
+                pass
 
 
 @lru_cache(64)
@@ -319,25 +348,15 @@ def _response_to(error: Exception, scope: Scope) -> Response:
     match error:
         case Refusal():
             return _json({"error": str(error)[:_LONGEST_REASON]}, error.status, error.headers)
-        case HTTPException():
-            what = f"{scope['method']} {scope['path']}"[:200]
-            return _json({"error": f"{error.detail}: {what}"}, error.status_code, error.headers)
+        case MalformedError():
+            return _json({"error": str(error)[:_LONGEST_REASON]}, 400)
+        case SampleError() | SkipRecord():
+            return _json({"error": str(error)[:_LONGEST_REASON]}, 422)
     log.error("request_failed", path=scope["path"][:200], exc_info=error)
     return _json({"error": "the server has failed; its log says why"}, 500)
 
 
-@contextmanager
-def _refusing() -> Iterator[None]:
-    """What is wrong with a request becomes a refusal."""
-    try:
-        yield
-    except MalformedError as exc:
-        raise Refusal(400, str(exc)) from exc
-    except (SampleError, SkipRecord) as exc:
-        raise Refusal(422, str(exc)) from exc
-
-
-def _records(body: bytearray) -> list[bytes]:
+def _records(body: bytes | bytearray) -> list[bytes]:
     """The records in the body of `POST /predict`: a JSON object, or a list of records."""
     try:
         if body.lstrip()[:1] != b"[":

@@ -7,6 +7,7 @@ on the event loop's own thread, else on another one, so that the loop goes on me
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +21,9 @@ from doll.serving.tensors import Features
 
 Compute = Callable[[Lane, Sequence[Features]], Sequence[Answer | SampleError]]
 INLINE_S: Final = 0.001
-_SMOOTHING: Final = 0.1  # of the mean time of a batch
+_TRIED_S: Final = 0.025  # what takes longer on the other thread is not tried on the event loop's
+_TRY_EVERY: Final = 32
+_REMEMBERED: Final = 9
 
 
 class QueueFullError(Exception):
@@ -30,6 +33,36 @@ class QueueFullError(Exception):
 class _Waiting(NamedTuple):
     features: Features
     answer: asyncio.Future[Answer]
+    until_s: float  # monotonic
+
+
+class BatchTimes:
+    """Which thread computes: the event loop's own one where batches usually take less than `INLINE_S` there.
+
+    On the other thread a batch waits for Python's lock, too. So what it takes there does not say what it would take
+    here: now and then one is tried here, unless all of them are long. Medians, because a loaded machine takes the
+    processor away from some of them.
+    """
+
+    def __init__(self) -> None:
+        self._here: deque[float] = deque([0.0], _REMEMBERED)
+        self._elsewhere: deque[float] = deque([0.0], _REMEMBERED)
+        self._untried = 0
+
+    def are_short(self) -> bool:
+        """Whether the next batch is to be computed here."""
+        if _median(self._here) < INLINE_S:
+            return True
+        self._untried += 1
+        return self._untried % _TRY_EVERY == 0 and _median(self._elsewhere) < _TRIED_S
+
+    def add(self, seconds: float, *, here: bool) -> None:
+        """A batch has taken so long."""
+        (self._here if here else self._elsewhere).append(seconds)
+
+
+def _median(values: deque[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 class Batcher:
@@ -39,21 +72,24 @@ class Batcher:
         compute: answers a batch; called by one thread at a time.
         max_samples: of a batch, unless one request alone has more.
         max_waiting: requests that may wait.
+        time_limit_s: for a request to be answered.
         on_batch: told how many samples a batch had, and the seconds that it took.
     """
 
     def __init__(
-        self, compute: Compute, executor: Executor, *, max_samples: int, max_waiting: int,
+        self, compute: Compute, executor: Executor, *, max_samples: int, max_waiting: int, time_limit_s: float,
         on_batch: Callable[[int, float], object] = lambda samples, seconds: None,
     ) -> None:  # fmt: skip
         self._compute = compute
         self._executor = executor
         self._max_samples = max_samples
         self._max_waiting = max_waiting
+        self._time_limit_s = time_limit_s
         self._on_batch = on_batch
         self._queues: dict[tuple[Lane, Any], deque[_Waiting]] = {}
         self._is_busy = False
-        self._batch_s = 10 * INLINE_S  # mean; the first batches go to the other thread
+        self._batch: list[_Waiting] = []  # that is computed
+        self._times = BatchTimes()
         self.num_waiting = 0
 
     async def submit(self, lane: Lane, features: Features) -> Answer:
@@ -63,11 +99,12 @@ class Batcher:
             QueueFullError: too many requests wait.
             SampleError: the model does not answer this request; the message says why.
             LookupError: no version has been read yet.
+            TimeoutError: it has taken too long.
         """
         if self.num_waiting >= self._max_waiting:
             raise QueueFullError(f"{self.num_waiting} requests wait already")
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(features, loop.create_future())
+        waiting = _Waiting(features, loop.create_future(), time.monotonic() + self._time_limit_s)
         self._queues.setdefault((lane, features.kind), deque()).append(waiting)
         self.num_waiting += 1
         if not self._is_busy:
@@ -75,19 +112,27 @@ class Batcher:
             loop.call_soon(self._next, loop)  # behind what else this round of the loop reads
         return await waiting.answer
 
+    def expire(self) -> None:
+        """Give up the requests that have taken too long; to be called several times a second."""
+        now_s = time.monotonic()
+        for waiting in itertools.chain(self._batch, *self._queues.values()):
+            if waiting.until_s <= now_s and not waiting.answer.done():
+                waiting.answer.set_exception(TimeoutError())
+
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         """Compute the next batch, if requests wait."""
         lane, batch = self._take()
         if lane is None:
             self._is_busy = False
             return
+        self._batch = batch
         features = [waiting.features for waiting in batch]
         is_usual = sum(item.num_samples for item in features) <= self._max_samples
-        if is_usual and self._batch_s < INLINE_S:
-            self._finish(loop, batch, *self._timed(lane, features))
+        if is_usual and self._times.are_short():
+            self._finish(loop, batch, *self._timed(lane, features), here=True)
         else:
             future = loop.run_in_executor(self._executor, self._timed, lane, features)
-            future.add_done_callback(lambda done: self._finish(loop, batch, *done.result()))
+            future.add_done_callback(lambda done: self._finish(loop, batch, *done.result(), here=False))
 
     def _take(self) -> tuple[Lane | None, list[_Waiting]]:
         """The first requests of the queue whose turn it is; none where none wait."""
@@ -117,9 +162,10 @@ class Batcher:
 
     def _finish(
         self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Waiting], answers: Sequence[Any] | Exception,
-        took_s: float,
+        took_s: float, *, here: bool,
     ) -> None:  # fmt: skip
-        self._batch_s += _SMOOTHING * (took_s - self._batch_s)
+        self._batch = []
+        self._times.add(took_s, here=here)
         self._on_batch(sum(waiting.features.num_samples for waiting in batch), took_s)
         if isinstance(answers, Exception):
             answers = [answers] * len(batch)

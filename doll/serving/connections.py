@@ -24,6 +24,7 @@ KEY_ENV: Final = "DOLL_SERVE_KEY"
 CLIENT_CA_ENV: Final = "DOLL_SERVE_CLIENT_CA"
 
 IDLE_S: Final = 30.0
+_LOOK_S: Final = 1.0
 _MAX_CONNECTIONS: Final = 8192
 _MAX_HEAD_BYTES: Final = 65_536  # the parser has no limit of its own
 _OTHER_FILES: Final = 256  # that a process has open beside connections
@@ -86,6 +87,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.idle_since_s = self.loop.time()
+        self.message_since_s: float | None = None  # a request comes since then, and is not whole
         self.in_head = False
         self.head_bytes = 0
         if len(self.connections) > self.max_connections:
@@ -102,12 +104,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.message_since_s = self.loop.time()
         self.in_head = True
         self.head_bytes = 0
 
     def on_headers_complete(self) -> None:
         self.in_head = False
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self.message_since_s = None
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -117,8 +124,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().pause_writing()
         self.idle_since_s = self.loop.time()
 
-    def close_if_idle(self, now_s: float) -> None:
-        """Close a connection whose next request does not come, or comes a byte at a time, or that reads no answer."""
+    def close_if_idle(self, now_s: float, time_limit_s: float) -> None:
+        """Close a connection whose next request does not come, or is not whole in time, or that reads no answer."""
+        if self.message_since_s is not None and now_s - self.message_since_s > time_limit_s:
+            if self.in_head or not self.cycle.response_started:
+                self.transport.write(_refusal("408 Request Timeout", f"expected the body within {time_limit_s:g} s"))
+            self.transport.close()
+            return
         is_idle = self.cycle is None or self.cycle.response_complete or self.flow.write_paused
         if is_idle and now_s - self.idle_since_s > IDLE_S:
             self.transport.abort()
@@ -132,14 +144,18 @@ class BoundedServer(uvicorn.Server):
         """Nothing: the owner sets `should_exit`."""
         yield
 
-    async def close_idle(self, every_s: float = 1.0) -> None:
-        """Until it is cancelled."""
+    async def close_idle(self, time_limit_s: float) -> None:
+        """Until it is cancelled.
+
+        Args:
+            time_limit_s: for a request to come.
+        """
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(_LOOK_S)
             for connection in list(self.server_state.connections):
                 if isinstance(connection, BoundedProtocol):
-                    connection.close_if_idle(loop.time())
+                    connection.close_if_idle(loop.time(), time_limit_s)
 
 
 def allow_many_files() -> None:

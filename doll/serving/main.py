@@ -156,7 +156,7 @@ def serve_here(
         answers = opened.enter_context(_answer_log(job, options, metrics)) if options.log_topic else None
         batcher = Batcher(
             predictor.answer, executor, max_samples=options.max_batch, max_waiting=options.max_queue,
-            on_batch=metrics.computed,
+            time_limit_s=options.time_limit_s, on_batch=metrics.computed,
         )  # fmt: skip
         app = ServeApp(
             task, signature, copies.lanes, batcher, metrics, name=options.name,
@@ -179,7 +179,9 @@ def serve_here(
         if heartbeat is not None:
             heartbeat.expect("loop")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve_until(BoundedServer(uvicorn_config), listener, stop, observe))
+            runner.run(
+                _serve_until(BoundedServer(uvicorn_config), listener, stop, observe, batcher, options.time_limit_s)
+            )
 
 
 def _answer_log(job: ServedJob, options: ServeOptions, metrics: ServeMetrics) -> AnswerLog:
@@ -194,7 +196,8 @@ def _answer_log(job: ServedJob, options: ServeOptions, metrics: ServeMetrics) ->
 
 
 async def _serve_until(
-    server: BoundedServer, listener: socket.socket, stop: threading.Event, observe: Callable[[], None]
+    server: BoundedServer, listener: socket.socket, stop: threading.Event, observe: Callable[[], None],
+    batcher: Batcher, time_limit_s: float,
 ) -> None:  # fmt: skip
     """Serve until `stop` is set, then answer what has begun."""
 
@@ -207,7 +210,12 @@ async def _serve_until(
             await asyncio.sleep(_LOOK_S)
         server.should_exit = True
 
-    tasks = [asyncio.create_task(watch()), asyncio.create_task(server.close_idle())]
+    async def expire() -> None:
+        while True:
+            batcher.expire()
+            await asyncio.sleep(_LOOK_S)
+
+    tasks = [asyncio.create_task(each) for each in (watch(), expire(), server.close_idle(time_limit_s))]
     try:
         # A copy: uvicorn closes it, and other processes accept from the other one.
         await server.serve(sockets=[listener.dup()])

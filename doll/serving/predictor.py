@@ -10,7 +10,7 @@ import torch
 
 from doll.errors import SampleError
 from doll.serving.model_copies import Lane, ModelCopies, ModelCopy, ServedVersion
-from doll.serving.tensors import DATATYPES, Features, Signature
+from doll.serving.tensors import DATATYPE_OF, Features, Signature
 from doll.task import passes, trees
 from doll.task.base import Task, described
 from doll.task.batches import SampleBatch
@@ -112,6 +112,6 @@ class Predictor:
 
 def _array(tensor: torch.Tensor) -> Array:
     array: Array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
-    if array.dtype.name not in DATATYPES:
+    if array.dtype not in DATATYPE_OF:
         raise SampleError(f"expected an output of numbers, got {array.dtype}: this model cannot be served")
     return array

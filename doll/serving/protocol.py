@@ -16,7 +16,7 @@ import numpy as np
 
 from doll.errors import SampleError
 from doll.records.bounded import MalformedError, short
-from doll.serving.tensors import DATATYPES, DTYPES
+from doll.serving.tensors import DATATYPE_OF, DTYPES
 from doll.task.trees import Array, are_numbers
 
 LENGTH_HEADER: Final = "Inference-Header-Content-Length"
@@ -101,7 +101,7 @@ def decode_request(body: bytes | bytearray, json_bytes: str | None) -> tuple[Inf
             raise SampleError(f"{item.name}: expected a datatype of {', '.join(DTYPES)}, got {item.datatype!r:.60}")
         shape = item.shape
         is_possible = len(shape) <= _MAX_DIMENSIONS and min(shape, default=0) >= 0
-        if not is_possible or math.prod(size or 1 for size in shape) > _MAX_NUMBERS:
+        if not is_possible or (0 in shape and math.prod(size or 1 for size in shape) > _MAX_NUMBERS):
             expected_sizes = f"expected a shape of at most {_MAX_DIMENSIONS} sizes that a body can have"
             raise SampleError(f"{item.name}: {expected_sizes}, got {shape!r:.60}")
         if item.name in tensors:
@@ -168,7 +168,7 @@ def encode_answer(
     for output in (by_name[name] for name in wanted) if wanted else outputs:
         array = output.array
         tensor: dict[str, Any] = {
-            "name": output.name, "datatype": DATATYPES[array.dtype.name], "shape": list(array.shape)
+            "name": output.name, "datatype": DATATYPE_OF[array.dtype], "shape": list(array.shape)
         }  # fmt: skip
         if request.is_binary(wanted.get(output.name)):
             behind.append(array.tobytes())

@@ -25,6 +25,7 @@ DATATYPES: Final = {
     "int16": "INT16", "int32": "INT32", "int64": "INT64", "float16": "FP16", "float32": "FP32", "float64": "FP64",
 }  # fmt: skip
 DTYPES: Final = {name: np.dtype(dtype) for dtype, name in DATATYPES.items()}
+DATATYPE_OF: Final = {dtype: name for name, dtype in DTYPES.items()}  # a dtype makes its name each time it is asked
 
 
 class TensorInfo(NamedTuple):

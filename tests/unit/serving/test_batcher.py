@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doll.errors import SampleError
-from doll.serving.batcher import INLINE_S, Batcher, QueueFullError
+from doll.serving.batcher import INLINE_S, Batcher, BatchTimes, QueueFullError
 from doll.serving.model_copies import Lane
 from doll.serving.tensors import Features
 
@@ -40,12 +40,17 @@ class Computed:
         return [SampleError("seven") if item.x[0, 0] == 7 else float(item.x[0, 0]) for item in batch]
 
 
-def run(scenario: Callable[[Batcher, Computed], Any], *, max_waiting: int = 100) -> Computed:
+def run(
+    scenario: Callable[[Batcher, Computed], Any], *, max_waiting: int = 100, time_limit_s: float = 60.0
+) -> Computed:
     computed = Computed()
 
     async def main() -> None:
         with ThreadPoolExecutor(1, "compute") as executor:
-            await scenario(Batcher(computed, executor, max_samples=4, max_waiting=max_waiting), computed)
+            batcher = Batcher(computed, executor, max_samples=4, max_waiting=max_waiting, time_limit_s=time_limit_s)
+            for here in (True, False):
+                batcher._times.add(1.0, here=here)  # the loop itself computes nothing
+            await scenario(batcher, computed)
 
     asyncio.run(main())
     return computed
@@ -133,15 +138,27 @@ def test_a_request_whose_client_has_gone_is_not_computed() -> None:
     assert run(scenario).batches == [[1], [3]]
 
 
-def test_a_model_that_takes_no_time_is_computed_by_the_loop_itself() -> None:
+def test_a_request_that_takes_too_long_is_given_up_computed_or_not() -> None:
     async def scenario(batcher: Batcher, computed: Computed) -> None:
+        tasks = await begun(batcher, computed, 1, 2)
+        batcher.expire()
         computed.go.set()
-        for _ in range(1000):
-            await batcher.submit(LANE, features(1))
-            if batcher._batch_s < INLINE_S:
-                break
-        await batcher.submit(LANE, features(1))
-        assert computed.threads[0].startswith("compute")
-        assert computed.threads[-1] == "MainThread"
+        assert [type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)] == [TimeoutError] * 2
 
-    run(scenario)
+    run(scenario, time_limit_s=0.0)
+
+
+def test_the_loop_itself_computes_what_takes_no_time_there() -> None:
+    times = BatchTimes()
+    assert times.are_short(), "it is tried"
+    times.add(2 * INLINE_S, here=True)
+    times.add(3 * INLINE_S, here=False)
+    tried = [at for at in range(1, 101) if times.are_short()]
+    assert tried == [32, 64, 96], "it may have been the first batch only"
+    for _ in range(3):
+        times.add(INLINE_S / 10, here=True)
+    assert times.are_short()
+    for _ in range(9):
+        times.add(2 * INLINE_S, here=True)
+        times.add(1.0, here=False)
+    assert not any(times.are_short() for _ in range(100)), "long ones are not tried"
