@@ -72,6 +72,7 @@ app.command(short_help="Run a whole job on this machine.", rich_help_panel=_STAR
 app.command(short_help="Resume a run.", rich_help_panel=_START)(runs.resume)
 app.command(short_help="Change the number of workers of a running job.", rich_help_panel=_START)(runs.scale)
 app.command(short_help="Go on with another batch size or policy.", rich_help_panel=_START)(runs.regrid)
+app.command(short_help="Let training go on from an earlier version.", rich_help_panel=_START)(runs.rollback)
 app.add_typer(example_app, name="example", rich_help_panel=_START)
 app.add_typer(config_app, name="config", rich_help_panel=_START)
 
@@ -101,6 +102,7 @@ app.command(short_help="Backtest the planner on recorded markets.", rich_help_pa
 app.command(short_help="Check what a job's roles must be able to do.", rich_help_panel=_EXAMINE)(doctor)
 app.add_typer(dead_app, name="dead", rich_help_panel=_EXAMINE)
 app.command(short_help="Inject faults into a job, then audit it.", rich_help_panel=_EXAMINE)(runs.drill)
+app.command("replay", short_help="Make a version again from its event log.", rich_help_panel=_EXAMINE)(runs.replay_)
 app.command(short_help="Run a job under several consistency policies.", rich_help_panel=_EXAMINE)(compare)
 app.command(short_help="Simulate a whole job in virtual time.", rich_help_panel=_EXAMINE)(simulate)
 app.command(short_help="Measure the layers of a model, for pipelines.", rich_help_panel=_EXAMINE)(profile)

@@ -27,7 +27,7 @@ def audit(
 
     job_target = job.target(run_folder)
     report = audit_target(job_target)
-    details = [*report.violations(), *(report.losses() if report.loss_allowed else ())]
+    details = [*report.violations(), *(report.losses() if report.loss_allowed else ()), *report.rolled_back()]
     emit(as_json, report.to_dict(), "\n  ".join([report.summary(), *details]))
     if not report.ok:
         raise typer.Exit(4)

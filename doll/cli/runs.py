@@ -1,4 +1,4 @@
-"""Commands that run a whole job on this machine, or use what a run has left: up, drill, resume, export."""
+"""Commands that run a whole job on this machine, or use what a run has left: up, drill, resume, rollback, export."""
 
 from __future__ import annotations
 
@@ -158,6 +158,75 @@ def regrid(
         )
     result = regrid_deployed(target)
     emit(as_json, dataclasses.asdict(result), result.text())
+
+
+def rollback(
+    job: RunOptions,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="VERSION", help="A version that is kept: a number or an alias.", show_default=False
+        ),
+    ],
+    skip: Annotated[
+        bool | None,
+        typer.Option(
+            "--skip/--replay", help="What was learned since: leave it out, or learn it again.", show_default=False
+        ),
+    ] = None,
+    run_folder: RunFolderOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let training go on from an earlier version.
+
+    The earlier model gets the number behind the newest one, and is the newest one from then on. With --replay the
+    samples that were learned since are learned again; with --skip they are left out, and doll audit counts them as
+    skipped. The versions since stay as long as others. A run that has ended is then resumed; a killed rollback leaves
+    it as it was, or rolled back. To serve an earlier version: doll versions alias.
+
+    Of a job file, whose roles are started one by one: end its parameter server, run doll rollback JOB.yaml, and start
+    all roles again.
+
+    Example: doll rollback runs/digits-20260101-120000 --to 120 --skip
+    """
+    import dataclasses
+
+    from doll.run.local.rollback import rollback_deployed, rollback_run
+
+    if skip is None:
+        raise typer.BadParameter("expected --replay, to learn again what was learned since, or --skip, to leave it out")
+    target = job.target(run_folder)
+    if target.is_run_folder:
+        _finish(rollback_run(target, to, skip=skip, say=lambda text: typer.echo(text, err=True)), as_json)
+    result = rollback_deployed(target, to, skip=skip)
+    emit(as_json, dataclasses.asdict(result), result.text())
+
+
+def replay_(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.", show_default=False)],
+    to: Annotated[
+        str, typer.Option("--to", metavar="VERSION", help="latest, a number, or an alias.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Output folder [default: replayed/ in the run folder].")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a version again from the event log of its run, to the bit, and write it as doll export does.
+
+    The run must have been made with checkpoint.event_log: true. Where a checkpoint of the version is kept, all its
+    tensors are compared.
+
+    Example: doll replay runs/digits-20260101-120000 --to 120
+    """
+    import dataclasses
+
+    from doll.run.replay import replay_version
+    from doll.run.target import open_target
+
+    target = open_target(run, [])
+    made = replay_version(target.run, to, out or target.run.path / "replayed")
+    emit(as_json, dataclasses.asdict(made), made.text())
 
 
 def scale(

@@ -120,7 +120,7 @@ def alias_(
 ) -> None:
     """Give a version a name, or give the name to another version. A version with an alias is kept.
 
-    To go back in serving, give the alias to an earlier version.
+    To go back in serving, give the alias to an earlier version. To go back in training: doll rollback.
 
     Example: doll versions alias runs/digits-20260101-120000 stable 120
     """

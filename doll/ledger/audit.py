@@ -152,7 +152,7 @@ def _durable(
         durable = DurableModel(
             term=checkpoint.term, version=checkpoint.version, applied=counts.applied, origins=counts.origins,
             records_per_batch=counts.records_per_batch, left_out=counts.left_out, location=location,
-            earlier_grids=counts.earlier_grids,
+            earlier_grids=counts.earlier_grids, rollbacks=counts.rollbacks,
         )  # fmt: skip
     added = (0,) * (reader.num_partitions(samples) - len(durable.origins))  # offsets at which they begin
     left_out = durable.left_out + added if durable.left_out else ()

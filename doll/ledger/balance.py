@@ -1,9 +1,9 @@
 """The ledger: proof that every sample is in the durable model exactly once, is still to come, or is dead-lettered.
 
 At every moment each offset of each partition is in exactly one of: not yet applied, applied in exactly one update that
-the durable model contains, or dead-lettered. The ledger checks it from four things that different processes wrote: the
-update records (`doll.ledger.valid_updates` says which count), the dead letters, the checkpoint's counts of applied
-batches, and the partitions' ends.
+the durable model contains, dead-lettered, or skipped, because a rollback was told so. The ledger checks it from four
+things that different processes wrote: the update records (`doll.ledger.valid_updates` says which count), the dead
+letters, the checkpoint's counts of applied batches, and the partitions' ends.
 
 An offset is dead only if the update that counts says so. A batch that was not durable when its worker died is decoded
 again, perhaps by a corrected task, and its gradient may be computed again at another version: what an earlier process
@@ -27,7 +27,7 @@ from doll.records.bounds import Bounds, Cuts, Grid
 from doll.records.control import DeadLetter, Member, Update
 
 _NAMED: Final = 8  # ranges that a message names; the report holds them all
-OffsetState = Literal["pending", "applied", "partly", "dead", "absent"]
+OffsetState = Literal["pending", "applied", "partly", "dead", "absent", "skipped"]
 
 
 class Range(NamedTuple):
@@ -60,6 +60,7 @@ class PartitionCounts:
     twice: int
     superseded: int = 0
     lost: int = 0
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,9 @@ class LedgerReport:
     lost: int = 0  # offsets that were deleted from the log before they were in the durable model
     lost_ranges: tuple[Range, ...] = ()  # where they are
     loss_allowed: bool = False  # the job file allows that (`data.on_data_loss: skip`)
+    skipped: int = 0  # offsets that a rollback has left out of the model, as it was told
+    skipped_ranges: tuple[Range, ...] = ()  # where they are
+    rollbacks: tuple[str, ...] = ()  # of the durable model, one sentence each
 
     @property
     def ok(self) -> bool:
@@ -97,12 +101,13 @@ class LedgerReport:
         """The result in one line."""
         gaps = f", {self.gaps} without a record" if self.gaps else ""
         lost = f", {self.lost} lost" if self.lost else ""
+        skipped = f", {self.skipped} skipped by doll rollback" if self.skipped else ""
         superseded = f", {self.superseded} dead letters superseded" if self.superseded else ""
         others = f"; {len(self.problems)} other problems" if self.problems else ""
         return (
             f"audit: {self.produced} offsets produced, {self.applied} applied exactly once, "
             f"{self.pending} not yet applied, {count(self.missing)} missing, {count(self.twice)} twice{lost}, "
-            f"{self.dead} dead-lettered{superseded}{gaps}{others}"
+            f"{self.dead} dead-lettered{superseded}{skipped}{gaps}{others}"
         )
 
     def violations(self) -> list[str]:
@@ -117,6 +122,11 @@ class LedgerReport:
         allowed = "allowed by data.on_data_loss: skip" if self.loss_allowed else "see data.on_data_loss"
         loss = f"lost: {named(self.lost_ranges)}: deleted from the log before they were learned ({allowed})"
         return [loss] if self.lost_ranges else []
+
+    def rolled_back(self) -> list[str]:
+        """What rollbacks have done, one line each, and what they have skipped."""
+        skipped = f"skipped by doll rollback: {named(self.skipped_ranges)}"
+        return [*self.rollbacks, *([skipped] if self.skipped_ranges else [])]
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON, where ranges are [partition, lo, hi]."""
@@ -135,13 +145,14 @@ def named(ranges: Sequence[Range]) -> str:
 
 
 class PartitionResult(NamedTuple):
-    """The counts of a partition, and the ranges behind four of them."""
+    """The counts of a partition, and the ranges behind five of them."""
 
     line: PartitionCounts
     missing: list[Range]
     twice: list[Range]
     gaps: list[Range]
     lost: list[Range]
+    skipped: list[Range]
 
 
 class PartitionAccount:
@@ -152,6 +163,7 @@ class PartitionAccount:
         self._grids = [_PartitionGrid.of(grid, partition) for grid in durable.grids]
         self._grid = 0  # of the batches that are added
         self.origin, self.until = self._grids[0].bounds.origin, self._grids[-1].until
+        self._skipped = offset_ranges.union((grid.until, grid.until + grid.skipped) for grid in self._grids)
         self._spans: list[Span] = []
         self._dead = array("q")
         self._gaps: list[Span] = []
@@ -201,6 +213,8 @@ class PartitionAccount:
         (self._whole_letters if letter.whole else self._part_letters).append(letter.offset)
 
     def offset_state(self, offset: int) -> OffsetState:
+        if offset_ranges.contains(self._skipped, offset):
+            return "skipped"
         if not self.origin <= offset < self.until or not offset_ranges.contains(self._covered, offset):
             return "pending"
         if offset_ranges.contains(self._dead_spans, offset):
@@ -233,13 +247,14 @@ class PartitionAccount:
                     f"partition {self.partition}: {grid.applied} batches end at offset {grid.until - 1} by the "
                     f"checkpoint, and at {until - 1} by the cuts of its updates"
                 )
-            if later is not None and later.bounds.origin != grid.until:
+            if later is not None and later.bounds.origin != grid.until + grid.skipped:
+                skipped = f", {grid.skipped} are skipped" if grid.skipped else ""
                 problems.append(
                     f"partition {self.partition}: what was learned before the job was regridded ends at offset "
-                    f"{grid.until - 1}, and goes on at {later.bounds.origin}"
+                    f"{grid.until - 1}{skipped}, and goes on at {later.bounds.origin}"
                 )
         low, known = (self.origin, False) if low is None else (low, True)
-        prefix = _span(self.origin, self.until)
+        prefix = offset_ranges.subtract(_span(self.origin, self.until), self._skipped)
         covered, doubled = self._covered, self._doubled
         dead, gaps, lost = self._dead_spans, self._gap_spans, self._lost_spans
         letters, present = offset_ranges.points(self._whole_letters), offset_ranges.union(present)
@@ -284,10 +299,11 @@ class PartitionAccount:
             twice=offset_ranges.size(twice),
             superseded=offset_ranges.size(superseded),
             lost=offset_ranges.size(lost) + offset_ranges.size(unread),
+            skipped=offset_ranges.size(self._skipped),
         )
         return PartitionResult(
             line, self._ranges(missing), self._ranges(twice), self._ranges(empty),
-            self._ranges(offset_ranges.union([*lost, *unread])),
+            self._ranges(offset_ranges.union([*lost, *unread])), self._ranges(self._skipped),
         )  # fmt: skip
 
     def _unlettered_parts(self) -> list[Span]:
@@ -310,14 +326,16 @@ class _PartitionGrid(NamedTuple):
     bounds: Bounds
     applied: int
     until: int
+    skipped: int = 0
 
     @classmethod
     def of(cls, grid: Grid, partition: int) -> _PartitionGrid:
+        skipped = grid.skipped[partition] if partition < len(grid.skipped) else 0
         if partition >= len(grid.origins):  # it was added later, and begins at offset 0
-            return cls(Bounds(0, grid.records_per_batch), 0, 0)
+            return cls(Bounds(0, grid.records_per_batch), 0, 0, skipped)
         origin, size, applied = grid.origins[partition], grid.records_per_batch, grid.applied[partition]
         left_out = grid.left_out[partition] if grid.left_out else 0
-        return cls(Bounds(origin, size), applied, Bounds(origin, size, Cuts(left_out)).lo(applied))
+        return cls(Bounds(origin, size), applied, Bounds(origin, size, Cuts(left_out)).lo(applied), skipped)
 
 
 def _may_cut(bounds: Bounds, member: Member) -> bool:
@@ -420,7 +438,8 @@ class Ledger:
 
         Returns:
             "pending": nothing yet; "applied"; "partly": applied, in a batch with refused samples inside packed
-            records; "dead": by the update that counts; "absent": the log held no record when the batch was read.
+            records; "dead": by the update that counts; "absent": the log held no record when the batch was read;
+            "skipped": a rollback has left it out.
         """
         return self._accounts[partition].offset_state(offset) if 0 <= partition < len(self._accounts) else "pending"
 
@@ -466,6 +485,9 @@ class Ledger:
             lost=sum(line.lost for line in lines),
             lost_ranges=tuple(item for result in results for item in result.lost),
             loss_allowed=loss_allowed,
+            skipped=sum(line.skipped for line in lines),
+            skipped_ranges=tuple(item for result in results for item in result.skipped),
+            rollbacks=tuple(rollback.text() for rollback in self._durable.rollbacks),
             missing=tuple(item for result in results for item in result.missing),
             twice=tuple(item for result in results for item in result.twice),
             gap_ranges=tuple(item for result in results for item in result.gaps),

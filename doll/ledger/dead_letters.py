@@ -58,7 +58,7 @@ class DeadRecord:
         match self.offset_state:
             case "pending":
                 return "pending"
-            case "dead" | "absent":
+            case "dead" | "absent" | "skipped":
                 return "replayed" if self.replayed_as else "dead"
             case "partly" if not self.letter.whole:
                 return "in part"

@@ -8,6 +8,7 @@ import msgspec
 
 from doll.errors import CheckpointError
 from doll.records.bounds import Grid, ends_of
+from doll.records.rollbacks import Rollback
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -25,6 +26,7 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
     run_id: str = ""  # of the run; "" in a checkpoint of an earlier release
     left_out: tuple[int, ...] = ()  # per partition, records that cuts of these batches have left out; (): none
     earlier_grids: tuple[Grid, ...] = ()  # `applied` and `origins` are of the present one
+    rollbacks: tuple[Rollback, ...] = ()  # in their order
 
     @property
     def first_offsets(self) -> tuple[int, ...]:

@@ -1,13 +1,14 @@
 """Valid updates: which update records count, because no later parameter server voided them.
 
-An update is void where a later server began again from a version below it, or where its own server had been fenced
-before it was written. Both are known only after the whole topic is read, so it is read twice: first for the servers,
-then for their updates. Memory grows with the number of servers, not with the number of updates.
+An update is void where a later server began again from a version below it, where a rollback has left it behind, or
+where its own server had been fenced before it was written. This is known only after the whole topic is read, so it is
+read twice: first for the servers, then for their updates. Memory grows with the number of servers, not with the number
+of updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -15,6 +16,7 @@ from doll.ledger import offset_ranges
 from doll.ledger.lineage import UpdatesRecord
 from doll.records.bounds import Grid
 from doll.records.control import Finished, TermStarted, Update
+from doll.records.rollbacks import Rollback, is_left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class DurableModel:
     left_out: tuple[int, ...] = ()
     location: str = "the checkpoint store"  # where checkpoints were looked for, for messages
     earlier_grids: tuple[Grid, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
 
     @property
     def grids(self) -> tuple[Grid, ...]:
@@ -60,7 +63,8 @@ class ValidUpdates:
     _versions: list[offset_ranges.Span] = field(default_factory=list)  # of the updates that stand at this moment
 
     def __iter__(self) -> Iterator[Update]:
-        void_limits = _void_limits(self.records)
+        rollbacks = self.durable.rollbacks
+        void_limits = _void_limits(self.records, rollbacks)
         servers, newest = 0, 0
         finished: Finished | None = None
         later_update: Update | None = None
@@ -74,10 +78,13 @@ class ValidUpdates:
                         self.problems.append(
                             f"parameter server term {newest} begins twice: two servers had the same term"
                         )
+                    kept = _kept_version(record, newest, rollbacks)
                     newest, finished = record.term, None
                     servers += 1
-                    self._check_term(record, is_void=void_limits[servers] < record.resumed_version)
-                    self._void_above(record.resumed_version)
+                    is_void = void_limits[servers] < record.resumed_version
+                    is_void |= is_left(rollbacks, record.term, record.resumed_version, record.grid)
+                    self._check_term(record, is_void=is_void)
+                    self._void_above(kept)
                 case Update():
                     if record.term > newest:
                         self.problems.append(f"no record says from which version term {record.term} began")
@@ -91,6 +98,7 @@ class ValidUpdates:
                         yield record
                 case Finished():
                     finished = record
+        self._void_above(_left_from(newest, float("inf"), rollbacks))
         self._finish(finished, later_update)
         if not self.durable.term and (servers or self._versions):
             self._report_no_checkpoint(servers, finished)
@@ -106,13 +114,14 @@ class ValidUpdates:
             return False
         return True
 
-    def _void_above(self, version: int) -> None:
+    def _void_above(self, version: float) -> None:
         versions = self._versions
         while versions and versions[-1][1] > version + 1:
             lo, hi = versions.pop()
-            if lo <= version:
-                versions.append((lo, version + 1))
-            self.voided += hi - max(lo, version + 1)
+            first = max(lo, int(version) + 1)
+            if lo < first:
+                versions.append((lo, first))
+            self.voided += hi - first
 
     def _check_term(self, record: TermStarted, *, is_void: bool) -> None:
         """`is_void`: a later server began again from a version below."""
@@ -123,6 +132,8 @@ class ValidUpdates:
                 f"is of version {durable.version}, term {durable.term}"
             )
         grids = durable.grids
+        if is_left(durable.rollbacks, record.term, record.resumed_version, record.grid):
+            return
         if record.grid >= len(grids):
             if not is_void:
                 self.problems.append(
@@ -149,6 +160,8 @@ class ValidUpdates:
         counted = offset_ranges.intersect(self._versions, [(0, durable.version + 1)])
         self.updates = offset_ranges.size(counted)
         self.unsaved = offset_ranges.size(self._versions) - self.updates
+        left = offset_ranges.union((rollback.to + 1, rollback.version + 1) for rollback in durable.rollbacks)
+        counted = offset_ranges.union([*counted, *left])
         unrecorded = offset_ranges.subtract([(1, durable.version + 1)], counted) if durable.version else []
         for lo, hi in unrecorded:
             self.problems.append(
@@ -173,14 +186,25 @@ class ValidUpdates:
         )
 
 
-def _void_limits(records: Iterable[UpdatesRecord]) -> list[float]:
-    """For updates after so many servers have begun: the highest version that no later server voided."""
-    resumed: list[float] = []
+def _void_limits(records: Iterable[UpdatesRecord], rollbacks: Sequence[Rollback]) -> list[float]:
+    """For updates after so many servers have begun: the highest version that no later server or rollback voided."""
+    kept: list[float] = []
     newest = 0
     for record in records:
         if record.term < newest:
             continue
-        newest = record.term
         if isinstance(record, TermStarted):
-            resumed.append(record.resumed_version)
-    return list(accumulate(reversed([*resumed, float("inf")]), min))[::-1]
+            kept.append(_kept_version(record, newest, rollbacks))
+        newest = record.term
+    last = _left_from(newest, float("inf"), rollbacks)
+    return list(accumulate(reversed([*kept, last]), min))[::-1]
+
+
+def _kept_version(record: TermStarted, newest: int, rollbacks: Sequence[Rollback]) -> float:
+    """The last version that counts of the servers before this one, the newest of which has term `newest`."""
+    return min(record.resumed_version, _left_from(newest, record.term, rollbacks))
+
+
+def _left_from(newest: int, term: float, rollbacks: Sequence[Rollback]) -> float:
+    """The lowest version that a rollback goes back to between two servers' terms; infinite without one."""
+    return min((item.to for item in rollbacks if newest < item.term < term), default=float("inf"))

@@ -38,6 +38,8 @@ POINTS: Final = (
     "regrid.after_checkpoint",
     "regrid.after_copy",
     "regrid.after_job",
+    "rollback.after_claim",
+    "rollback.after_checkpoint",
 )
 ENV: Final = "DOLL_FAULT"
 MARKER_ENV: Final = "DOLL_FAULT_MARKER"

@@ -267,8 +267,8 @@ class Observed(KeptState):
                 self.last_decision = None
         self.finished = None
         self.version, self.batches_done = max(0, record.resumed_version), max(0, record.resumed_batches)
-        self.evaluations = [evaluation for evaluation in self.evaluations if evaluation[0] <= record.resumed_version]
-        self.losses.cut(record.resumed_version)
+        self.evaluations = [evaluation for evaluation in self.evaluations if evaluation[0] <= record.kept_version]
+        self.losses.cut(record.kept_version)
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
         """The end of each slot's streams, offsets, as seen at `now_s`: how fast samples come while they come. These are

@@ -33,6 +33,7 @@ from doll.ps.engine.events import EngineSnapshot
 from doll.ps.model.updater import make_parts
 from doll.ps.policies import make_policy
 from doll.ps.start import engine_settings
+from doll.ps.tables.bounded_table import renumbered
 from doll.ps.tables.store import stored_rows
 from doll.records.bounds import Grid
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
@@ -108,49 +109,74 @@ def regrid(
 
 def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Checkpoint, Regridded]:
     """The checkpoint that begins the new grid, checked as by the server that will go on from it; not saved yet."""
-    model = build(config, load_task(config))
-    check_recipe(config.training, model)
-    mark = fingerprint(config, model)
     before = store.load_newest(None)
     if before is None:
         raise ConfigError(
             f"no checkpoint of job {config.job} in {store.location}: expected one to go on from; where the job has not "
             "begun, edit its job file and start it"
         )
-    saved, wanted = parse(before.fingerprint), parse(mark)
-    if refused := refused_changes(saved, wanted, REGRIDDABLE):
-        raise ConfigError(f"{store.location}: doll regrid cannot change this: {refused}; undo it, or begin a new job")
+    state = regridded(decode_snapshot(before), config.data.records_per_batch, config.training.policy.name)
+    checkpoint, optimizer_state = converted(config, store, before, state, term=term, command="doll regrid")
+    saved, wanted = parse(before.fingerprint), parse(checkpoint.fingerprint)
     if not differences(saved, wanted):
         raise ConfigError(
             f"{store.location}: expected another batch size, policy, optimizer or number of workers than before, got "
             "the same: the job goes on without a regrid"
         )
-    snapshot = decode_snapshot(before)
-    state = regridded(snapshot, config.data.records_per_batch, config.training.policy.name)
+    return checkpoint, Regridded(
+        config.job, before.version, term, len(state.earlier_grids), state.origins, state.records_per_batch,
+        _changes(saved, wanted), optimizer_state,
+    )  # fmt: skip
+
+
+def converted(
+    config: JobConfig, store: CheckpointStore, before: Checkpoint, state: EngineSnapshot, *, term: int, command: str
+) -> tuple[Checkpoint, str]:
+    """A checkpoint of `state`, a grid that begins with the model of `before` as `config` goes on with it; and what
+    became of the optimizer's state, for people. It is checked as by the server that will go on from it, and not saved.
+
+    Args:
+        command: for messages.
+
+    Raises:
+        ConfigError: `config` changes what a new grid cannot change, or its model cannot be built.
+        CheckpointError: `before` does not fit.
+    """
+    model = build(config, load_task(config))
+    check_recipe(config.training, model)
+    mark = fingerprint(config, model)
+    saved, wanted = parse(before.fingerprint), parse(mark)
+    if refused := refused_changes(saved, wanted, REGRIDDABLE):
+        raise ConfigError(f"{store.location}: {command} cannot change this: {refused}; undo it, or begin a new job")
     why_new = _why_new(saved, wanted)
-    if why_new and model.tables is not None and model.tables.bounds:
+    bounded = () if model.tables is None else tuple(model.tables.bounds)
+    if why_new and bounded:
         raise ConfigError(
-            f"doll regrid: expected the same optimizer, settings of tables and kind of pushes for a model with bounded "
-            f"tables ({', '.join(model.tables.bounds)}), whose rows are kept with their state; got {why_new}"
+            f"{command}: expected the same optimizer, settings of tables and kind of pushes for a model with bounded "
+            f"tables ({', '.join(bounded)}), whose rows are kept with their state; got {why_new}"
         )
     tensors = _tensors(config, model, before, keep_state=not why_new)
+    for name in bounded:
+        tensors |= renumbered(tensors, name, state.version - before.version)
     checkpoint = Checkpoint(
-        job=config.job, fingerprint=mark, term=term, version=before.version, state=encode_snapshot(state),
+        job=config.job, fingerprint=mark, term=term, version=state.version, state=encode_snapshot(state),
         tensors=tensors, layout=model.layout, code=before.code,
     )  # fmt: skip
     _require_fit(config, before, state)
-    return checkpoint, Regridded(
-        config.job, before.version, term, len(state.earlier_grids), state.origins, state.records_per_batch,
-        _changes(saved, wanted), _optimizer_state(config, why_new),
+    return checkpoint, _optimizer_state(config, why_new)
+
+
+def closed(snapshot: EngineSnapshot) -> Grid:
+    """The grid of a snapshot, which ends with it."""
+    return Grid(
+        version=snapshot.version, records_per_batch=snapshot.records_per_batch, origins=snapshot.origins,
+        applied=snapshot.applied, left_out=snapshot.left_out,
     )  # fmt: skip
 
 
 def regridded(snapshot: EngineSnapshot, records_per_batch: int, policy: str) -> EngineSnapshot:
     """The same state in a new grid: its batches begin where those of `snapshot` end. Pure."""
-    grid = Grid(
-        version=snapshot.version, records_per_batch=snapshot.records_per_batch, origins=snapshot.origins,
-        applied=snapshot.applied, left_out=snapshot.left_out,
-    )  # fmt: skip
+    grid = closed(snapshot)
     return msgspec.structs.replace(
         snapshot,
         records_per_batch=records_per_batch,

@@ -193,6 +193,7 @@ class ParameterServer:
                 run_id=engine.start.run_id,
                 grid=engine.start.grid,
                 init_from=engine.start.init_from,
+                rolled_back_to=engine.start.rolled_back_to,
             )
         )
         for worker in range(engine.settings.places):

@@ -141,14 +141,16 @@ class Bounds:
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model's batches were numbered before `doll regrid`, and how far they were learned (docs/decisions/0085).
+    """How a model's batches were numbered before `doll regrid` or `doll rollback`, and how far they were learned
+    (docs/decisions/0085, 0090).
 
-    The batches of the next grid begin at `ends`, and are numbered from 0 again. Partitions that the grid does not have
-    were added later, and begin at offset 0.
+    The batches of the next grid begin at `next_origins`, and are numbered from 0 again. Partitions that the grid does
+    not have were added later, and begin at offset 0.
 
     Attributes:
         version: the last one that was made of its batches.
         origins, applied, left_out: of each partition, as in a checkpoint of that version.
+        skipped: of each partition, how many records behind `ends` are left out of the model; (): none.
     """
 
     version: int
@@ -156,6 +158,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     origins: tuple[int, ...]
     applied: tuple[int, ...]
     left_out: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -163,9 +166,14 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         return ends_of(self.origins, self.records_per_batch, self.applied, self.left_out)
 
     @property
+    def next_origins(self) -> tuple[int, ...]:
+        """Per partition, the offset at which the next grid begins."""
+        return tuple(end + records for end, records in zip_longest(self.ends, self.skipped, fillvalue=0))
+
+    @property
     def num_records(self) -> int:
-        """How many records its batches hold."""
-        return sum(self.ends) - sum(self.origins)
+        """How many records its batches hold, with those that are skipped."""
+        return sum(self.next_origins) - sum(self.origins)
 
 
 def ends_of(origins: Sequence[int], size: int, applied: Sequence[int], left_out: Sequence[int] = ()) -> tuple[int, ...]:

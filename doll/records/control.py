@@ -346,7 +346,7 @@ class Detach(Record, frozen=True):
 
 
 class TermStarted(Record, frozen=True, omit_defaults=True):
-    """A parameter server started from the checkpoint of `resumed_version`: later versions of lower terms are void."""
+    """A parameter server started from the checkpoint of `resumed_version`; see `kept_version`."""
 
     term: int
     resumed_version: int
@@ -358,6 +358,12 @@ class TermStarted(Record, frozen=True, omit_defaults=True):
     run_id: str = ""  # random; of all terms of one generation, also of terms that resume it
     grid: int = 0  # how often the generation was regridded before (docs/decisions/0085)
     init_from: str = ""  # whose weights the generation began with, see `EngineSnapshot.init_from`
+    rolled_back_to: int = -1  # the version that `resumed_version` is again (docs/decisions/0090); -1: none
+
+    @property
+    def kept_version(self) -> int:
+        """Later versions of lower terms are void."""
+        return self.resumed_version if self.rolled_back_to < 0 else self.rolled_back_to
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -10,6 +10,7 @@ from doll.ledger.balance import LedgerReport
 from doll.ledger.valid_updates import DurableModel
 from doll.ps.engine import events as ev
 from doll.ps.regrid import regridded
+from doll.ps.rollback import rolled_back
 from doll.records.control import Member, TermStarted, Update
 from engine_world import POLICIES, Process, World
 from record_builders import balance
@@ -31,7 +32,7 @@ class LedgerWorld(World):
             TermStarted(
                 term=self.term, resumed_version=self.engine.version, origins=tuple(self.origins),
                 records_per_batch=self.settings.records_per_batch, time_s=self.now,
-                grid=len(self.engine.start.earlier_grids),
+                grid=len(self.engine.start.earlier_grids), rolled_back_to=self.engine.start.rolled_back_to,
             )
         )  # fmt: skip
 
@@ -46,14 +47,24 @@ class LedgerWorld(World):
         self.origins = list(self.stored.origins)
         self.whole_at = {self.stored.version: [set() for _ in self.origins]}
 
+    def rollback(self, earlier: ev.EngineSnapshot, *, skip: bool) -> None:
+        """`doll rollback` to a checkpoint that the newest one has gone through. Processes live on, as in a regrid."""
+        self.kill_server()
+        assert self.stored is not None
+        self.term += 1
+        size, policy = self.settings.records_per_batch, self.policy.name
+        self.stored = rolled_back(earlier, self.stored, size, policy, term=self.term, skip=skip)
+        self.origins = list(self.stored.origins)
+        self.whole_at = {self.stored.version: [set() for _ in self.origins]}
+
     def acknowledge(self, process: Process, partition: int, until: int) -> None:
         """A process of an earlier grid may still acknowledge what is durable in that."""
         assert self.stored is not None
         grids = self.stored.earlier_grids
-        if (grid := process.protocol.grid) < len(grids):
-            assert until <= grids[grid].applied[partition]
-        else:
+        if (grid := process.protocol.grid) >= len(grids):
             super().acknowledge(process, partition, until)
+        elif not self.stored.rollbacks:  # else it may have been durable in what was left
+            assert until <= grids[grid].applied[partition]
 
     def compute(self, process: Process, *, blob_lost: bool = False, end_set: bool = False) -> None:
         if process.orders and isinstance(order := process.orders[0], Compute):
@@ -89,6 +100,6 @@ class LedgerWorld(World):
         durable = DurableModel(
             term=self.term, version=self.stored.version, applied=self.stored.applied,
             origins=tuple(self.origins), records_per_batch=self.settings.records_per_batch,
-            left_out=self.stored.left_out, earlier_grids=self.stored.earlier_grids,
+            left_out=self.stored.left_out, earlier_grids=self.stored.earlier_grids, rollbacks=self.stored.rollbacks,
         )  # fmt: skip
         return balance(durable=durable, ends=self.high, records=self.records, dead_letters=[])

@@ -18,8 +18,9 @@ from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records.control import AnyRecord, Grant, Join, ServerStatus, Welcome
 from doll.storage.blobs import encode_blob, gradient_key
+from doll.storage.checkpoints import CheckpointStore
 from doll.task.base import load_task
-from memory_stores import MemoryBlobs, MemoryCheckpointStore
+from memory_stores import MemoryBlobs
 from pushes import answer
 from record_builders import announce
 
@@ -63,7 +64,7 @@ class LoggedRun:
     """
 
     def __init__(
-        self, folder: Path, store: MemoryCheckpointStore, *overrides: str, seed: int = 0, has_weights: bool = False
+        self, folder: Path, store: CheckpointStore, *overrides: str, seed: int = 0, has_weights: bool = False
     ) -> None:
         """`has_weights`: of samples."""
         self.has_weights = has_weights

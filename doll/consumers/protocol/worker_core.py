@@ -401,7 +401,7 @@ class WorkerCore:
             # The dead letters of the batches held here belong to the run before.
             return [Exit(1, "another run of the job has begun: reading again")]
         if record.grid != self.grid:
-            return [Exit(1, "the job was regridded, and numbers other batches: reading again")]
+            return [Exit(1, "the job was regridded or rolled back, and numbers other batches: reading again")]
         actions = self._serve(record.served)
         for item in record.served:
             served = self.served[item.partition]

@@ -21,7 +21,7 @@ class Continuity:
 
     Attributes:
         until: per partition, one above the last offset in an update.
-        offsets: that the updates hold.
+        offsets: that the updates hold, also those that a rollback has left.
         missing, twice: offsets that no update holds, or two.
         problem: the first of them in words; "" where there is none.
     """
@@ -46,7 +46,7 @@ class Continuity:
             if change is Change.GENERATION:
                 self._begin()
             self._take_back(record.resumed_version)
-            if record.resumed_version == 0:
+            if record.resumed_version == 0 or record.rolled_back_to >= 0:  # learned again, or skipped as it was told
                 self.until = dict(enumerate(record.origins))
         elif isinstance(record, Update):
             self._add(record)

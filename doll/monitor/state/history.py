@@ -122,6 +122,8 @@ class History:
         self.samples_total = 0
         self.restarts = 0
         """Terms after the first: starts of a parameter server that resumed."""
+        self._kept_version = 0  # later versions of earlier servers are void
+        self._left: list[tuple[int, int]] = []  # versions [lo, hi) that a rollback has left out
         self.finished: Finished | None = None
         self.first_time_s = math.nan
         self.last_time_s = math.nan
@@ -185,7 +187,7 @@ class History:
         if not self.is_current(term):
             return False
         row = {**metrics, "time_s": time_s, "term": term, "version": version, "loss": loss}
-        return self.evaluations.append(row, void=term < self.term and version > self.version)
+        return self.evaluations.append(row, void=term < self.term and version > self._kept_version)
 
     def is_current(self, term: int) -> bool:
         """Whether records of this term belong to the current run."""
@@ -196,7 +198,8 @@ class History:
         self.loss_trend = LossTrend(self.prequential.window)
         dropped = [table.drop_below(self.generation) for table in (self.updates, self.evaluations)]
         self.prequential = Prequential(self._window)
-        self.term = self.restarts = self.version = self.samples_total = 0
+        self.term = self.restarts = self.version = self.samples_total = self._kept_version = 0
+        self._left.clear()
         self.finished = None
         self.first_time_s = self.last_time_s = math.nan
         return any(dropped)
@@ -207,9 +210,12 @@ class History:
             self.restarts += 1
         self.term, self.run_id = record.term, record.run_id
         self.finished = None
-        voided = self.updates.void_above(record.resumed_version, record.term)
-        voided += self.evaluations.void_above(record.resumed_version, record.term)
-        self.prequential.rollback(record.resumed_version)
+        kept = self._kept_version = record.kept_version
+        voided = self.updates.void_above(kept, record.term)
+        voided += self.evaluations.void_above(kept, record.term)
+        self.prequential.rollback(kept)
+        if record.rolled_back_to >= 0:
+            self._left = [(lo, hi) for lo, hi in self._left if hi <= kept] + [(kept, record.resumed_version)]
         self.version = record.resumed_version
         last = self.updates.last()
         self.samples_total = int(last["samples_total"]) if last else 0
@@ -243,7 +249,7 @@ class History:
     def learned_updates(self) -> int:
         """Updates so far that count for a stop rule: those whose batches held no usable sample do not."""
         is_empty = (self.updates.valid("n_samples") == 0) & (self.updates.valid("batches") > 0)
-        return self.version - int(is_empty.sum())
+        return self.version - int(is_empty.sum()) - sum(hi - lo for lo, hi in self._left)
 
     def before(self, time_s: float) -> Span:
         """What was learned before a Unix time: of the seconds, those between the first and the last update of each

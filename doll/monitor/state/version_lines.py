@@ -19,6 +19,7 @@ from doll.config.fingerprint import MODEL_KEYS, differences, parse
 from doll.errors import CheckpointError
 from doll.ledger.snapshot_counts import SnapshotCounts
 from doll.records.bounded import short
+from doll.records.rollbacks import Rollback, is_left
 from doll.storage.checkpoints import CheckpointHead
 from doll.storage.retention import StoredVersion
 from doll.storage.version_marks import VersionMarks
@@ -68,6 +69,7 @@ class VersionLine:
         fingerprint: of the job file and the model.
         code: digest of the task's source.
         aliases, is_pinned: its marks.
+        notes: what else is to be known, one sentence each.
     """
 
     version: int
@@ -88,6 +90,7 @@ class VersionLine:
     is_pinned: bool
     init_from: str = ""
     grid: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -111,7 +114,7 @@ def version_line(item: StoredVersion, head: CheckpointHead, marks: VersionMarks,
             f"version {item.version} of job {head.job!r} holds no engine state that this build reads ({short(exc)})"
         ) from exc
     fields = parse(head.fingerprint)
-    updates = [row for row in records.updates if _counts(row, item)]
+    updates = [row for row in records.updates if _counts(row, item, state.rollbacks)]
     made = next((row for row in reversed(updates) if row["version"] == item.version), None)
     return VersionLine(
         version=item.version, term=item.term, saved_s=item.saved_s, size_bytes=item.size_bytes,
@@ -121,13 +124,15 @@ def version_line(item: StoredVersion, head: CheckpointHead, marks: VersionMarks,
         cost_usd=_cost(records.spent_usd, item.saved_s if made is None else made["time_s"]),
         fingerprint=head.fingerprint, code=head.code, aliases=tuple(marks.aliases_of(item.version)),
         is_pinned=item.version in marks.pins, init_from=state.init_from, grid=len(state.earlier_grids),
+        notes=tuple(rollback.text() for rollback in state.rollbacks),
     )  # fmt: skip
 
 
-def _counts(row: Row, item: StoredVersion) -> bool:
+def _counts(row: Row, item: StoredVersion, rollbacks: Sequence[Rollback] = ()) -> bool:
     """Whether an update is in a version. One that was voided since is, where the same server saved the version."""
-    is_void = bool(row.get("void")) and row.get("term", 0) != item.term
-    return not is_void and row.get("version", math.inf) <= item.version
+    term, version = row.get("term", 0), row.get("version", math.inf)
+    is_void = bool(row.get("void")) and term != item.term
+    return not is_void and version <= item.version and not is_left(rollbacks, int(term), int(version))
 
 
 def _prequential(updates: Sequence[Row]) -> dict[str, float]:

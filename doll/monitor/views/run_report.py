@@ -136,6 +136,8 @@ def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
         "gaps": ledger.gaps,
         "lost": ledger.lost,
         "losses": ledger.losses(),
+        "skipped": ledger.skipped,
+        "rolled_back": ledger.rolled_back(),
         "summary": ledger.summary(),
         "violations": ledger.violations(),
     }
@@ -169,6 +171,7 @@ def summary(report: Mapping[str, Any]) -> str:
     violations = (audit or {}).get("violations", [])
     lines.extend(f"  {violation}" for violation in violations)
     lines.extend(f"  {loss}" for loss in (audit or {}).get("losses", []) if loss not in violations)
+    lines.extend(f"  {text}" for text in (audit or {}).get("rolled_back", []))
     if report.get("dead_reasons"):
         counts = tuple((item["reason"], item["letters"]) for item in report["dead_reasons"])
         lines.append(f"  {DeadLetterCounts(counts).text()}")

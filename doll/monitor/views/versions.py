@@ -49,6 +49,7 @@ def version_text(line: VersionLine) -> str:
         ("model", " ".join(f"{key}={value}" for key, value in model_fields(line).items())),
         ("job", f"fingerprint {line.digest}, grid {line.grid}"),
         ("code", line.code or "not known"),
+        *(("note", note) for note in line.notes),
     ]
     return "\n".join([f"version {line.version}", *(f"  {row}" for row in aligned(rows, left=(0, 1)))])
 

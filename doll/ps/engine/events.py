@@ -37,6 +37,7 @@ from doll.records.control import (
     Welcome,
 )
 from doll.records.refusals import RefusalState
+from doll.records.rollbacks import Rollback
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
@@ -253,7 +254,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0  # see `doll.ledger.lineage`
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
     run_id: str = ""  # see `doll.records.control.TermStarted`; "": of an earlier release
-    empty_updates: int = 0  # of `version`, those that learned no sample
+    # Of `version`, those that learned no sample, and the numbers that rollbacks have left out.
+    empty_updates: int = 0
     refusals: RefusalState = RefusalState()
     # Of the job; `sessions` and what follows may be of more, for which it has place, or had. 0: of as many.
     num_workers: int = 0
@@ -266,6 +268,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     left_out: tuple[int, ...] = ()  # records that cuts of each partition's applied batches have left out; (): none
     earlier_grids: tuple[Grid, ...] = ()  # in their order; `origins` and `applied` are of the present one
     init_from: str = ""  # the file or version that its first weights are of, and their sha256; "": of the task
+    rollbacks: tuple[Rollback, ...] = ()  # in their order
 
     @property
     def grid(self) -> int:
@@ -276,3 +279,9 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     def earlier_batches(self) -> int:
         """How many batches of today's size the earlier grids hold: progress in the streams."""
         return sum(grid.num_records for grid in self.earlier_grids) // self.records_per_batch
+
+    @property
+    def rolled_back_to(self) -> int:
+        """The version that this one is again; -1: it was made by an update."""
+        is_again = bool(self.rollbacks) and self.rollbacks[-1].version == self.version
+        return self.rollbacks[-1].to if is_again else -1

@@ -20,7 +20,7 @@ from doll.tables.rows import Ids
 
 Slots = npt.NDArray[np.int64]
 
-_FREE: Final = -1
+FREE: Final = -1
 _COUNTS_PER_ROW: Final = 8  # between two times that all counts are halved
 _AT_ONCE: Final = (
     64  # one in so many rows is evicted at once, and ttl_updates is looked at so often: a look at all costs
@@ -46,7 +46,7 @@ class BoundedIds:
         size = bounds.max_rows
         self._index = IdIndex(size)
         self._counts = np.zeros(size, np.int64)
-        self._touched = np.full(size, _FREE, np.int64)  # version of the last update that has named the id
+        self._touched = np.full(size, FREE, np.int64)  # version of the last update that has named the id
         self._free: Slots = np.arange(size)  # sorted: what a restart finds
         self._num_slots = 0  # that have ever been used
         self._waiting = IdCounts(size) if bounds.min_count > 1 else None
@@ -88,7 +88,7 @@ class BoundedIds:
         ttl = self._bounds.ttl_updates
         if ttl is None or version % max(1, ttl // _AT_ONCE):
             return
-        slots = np.flatnonzero((self._touched != _FREE) & (self._touched < version - ttl))
+        slots = np.flatnonzero((self._touched != FREE) & (self._touched < version - ttl))
         self._expired += len(slots)
         self._take(slots)
 
@@ -134,7 +134,7 @@ class BoundedIds:
 
     def _evict(self, count: int, version: int) -> None:
         """Take `count` rows at least, or all that this update does not name."""
-        slots = np.flatnonzero((self._touched != _FREE) & (self._touched < version))
+        slots = np.flatnonzero((self._touched != FREE) & (self._touched < version))
         count = max(count, self._bounds.max_rows // _AT_ONCE)
         if len(slots) > count:
             ranks = (np.minimum(self._counts[slots], _MAX_RANKED) << 40) | self._touched[slots]
@@ -149,7 +149,7 @@ class BoundedIds:
     def _take(self, slots: Slots) -> None:
         self._index.remove(slots)
         self._counts[slots] = 0
-        self._touched[slots] = _FREE
+        self._touched[slots] = FREE
         self._free = np.sort(np.concatenate([self._free, slots]))
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class BoundedIds:
         counters = [self._num_counted, *self.totals[1:], 0 if self._waiting is None else self._waiting.num_added]
         touched = self._touched[used].copy()
         tensors: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.uint8]] = {
-            "ids": np.where(touched == _FREE, _FREE, self._index.ids[used]),
+            "ids": np.where(touched == FREE, FREE, self._index.ids[used]),
             "counts": self._counts[used].copy(), "last_touch": touched, "counters": np.array(counters, np.int64),
         }  # fmt: skip
         return tensors if self._waiting is None else tensors | {"waiting": self._waiting.cells.copy()}
@@ -175,11 +175,11 @@ class BoundedIds:
     ) -> None:
         """Continue from what `tensors` has returned."""
         self.__init__(self._bounds)  # type: ignore[misc]
-        slots = np.flatnonzero(ids != _FREE)
+        slots = np.flatnonzero(ids != FREE)
         self._index.insert(ids[slots], slots)
         self._num_slots = len(ids)
         self._counts[: len(ids)], self._touched[: len(ids)] = counts, last_touch
-        self._free = np.flatnonzero(self._touched == _FREE)
+        self._free = np.flatnonzero(self._touched == FREE)
         self._num_counted, self._admitted, self._evicted, self._expired, self._refused, num_added = counters.tolist()
         if self._waiting is not None and waiting is not None:
             self._waiting.cells[:], self._waiting.num_added = waiting, num_added

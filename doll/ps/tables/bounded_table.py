@@ -18,7 +18,7 @@ import torch
 
 from doll.errors import CheckpointError
 from doll.optim.row_optimizer import RowOptimizer, state_width
-from doll.ps.tables.bounded_ids import BoundedIds, Totals
+from doll.ps.tables.bounded_ids import FREE, BoundedIds, Totals
 from doll.ps.tables.row_array import RowArray
 from doll.ps.tables.table_parts import SUM_FACTOR, Answer, check_finite, stored_tensor, tensor_name
 from doll.storage.sections import RowRequest
@@ -181,3 +181,17 @@ def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, widt
     order = np.argsort(ids, kind="stable")
     order = order[np.count_nonzero(ids < 0) :]
     return Rows(ids[order], values[order])
+
+
+def renumbered(tensors: Mapping[str, npt.NDArray[Any]], name: str, by: int) -> dict[str, npt.NDArray[Any]]:
+    """What of bounded table `name` in a checkpoint is another where its version has a number that is `by` higher:
+    its rows are as old as before.
+
+    Raises:
+        CheckpointError: it is missing.
+    """
+    numbers, touched = stored_tensor(tensors, name, "bounded", (3,)), stored_tensor(tensors, name, "last_touch", None)
+    return {
+        tensor_name(name, "bounded"): numbers + np.array([0, by, 0], np.int64),
+        tensor_name(name, "last_touch"): np.where(touched == FREE, FREE, touched + by),
+    }

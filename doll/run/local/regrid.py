@@ -107,19 +107,31 @@ def regrid_deployed(target: Target) -> Regridded:
         CheckpointError: its checkpoints cannot be read.
         ServiceUnavailableError: Kafka does not answer.
     """
-    process = JobProcess.alone(target, "regrid", redis="unused", has_checkpoints=True)
+    config, above_term = stopped_job(target, "regrid")
+    return _regrid(config, target.run, above_term=above_term)
+
+
+def stopped_job(target: Target, command: str) -> tuple[JobConfig, int]:
+    """A job whose roles run elsewhere and have ended, and the highest term that its topics hold.
+
+    Raises:
+        ConfigError: a parameter server leads, or the topics hold another run than the checkpoints.
+        CheckpointError: its checkpoints cannot be read.
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    process = JobProcess.alone(target, command, redis="unused", has_checkpoints=True)
     config, services = process.config, process.services
     with LeaderCheck(config, services) as leader_check:
         try:
             leader_check.require_no_leader(lambda: False)
         except FencedError as exc:
             raise ConfigError(
-                f"a parameter server leads job {config.job}: expected none while the job is regridded; end it first "
+                f"a parameter server leads job {config.job}: expected none during doll {command}; end it first "
                 "(SIGTERM), and start it again afterwards with this job file"
             ) from exc
     store = open_store(config, target.run.path)
     lineage = admit(config, services, store, checkpoint_location(config, target.run.path), 0)
-    return _regrid(config, target.run, above_term=lineage.newest_term)
+    return config, lineage.newest_term
 
 
 def _regrid(

@@ -42,7 +42,7 @@ def run_resume(folder: Path, overrides: list[str], *, page: bool = False) -> dic
         raise ConfigError(f"{folder}: expected the folder of a run that has started (with a stack.json)")
     with run.locked():
         check_runnable(config, begins=False)
-        _check_same_ledger(run, config)
+        check_same_ledger(run, config)
         config = on_same_broker(run, config)
         run.write_job(config)
         return resume_in(run, config, page=page)
@@ -55,7 +55,7 @@ def resume_in(run: RunFolder, config: JobConfig, *, page: bool = False) -> dict[
     return run_in(run, config, page=page)
 
 
-def _check_same_ledger(run: RunFolder, config: JobConfig) -> None:
+def check_same_ledger(run: RunFolder, config: JobConfig) -> None:
     """Refuse a job file that does not fit the checkpoints or topics of this run.
 
     Raises:

@@ -15,6 +15,7 @@ from commands import doll
 from doll.config import load
 from doll.config.fingerprint import make_fingerprint
 from doll.model.layout import WeightsLayout
+from doll.records.rollbacks import Rollback
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.file_checkpoints import FileCheckpointStore
 
@@ -128,6 +129,23 @@ def test_a_diff_has_offsets_samples_errors_settings_and_distances(run: Path) -> 
         assert words in text
     content = json.loads(versions("diff", run, "1", "3", "--json"))
     assert content["distances"]["w"] == {"change": 0.0, "length": 5.0}
+
+
+def test_the_version_of_a_rollback_has_the_errors_of_the_one_it_is(run: Path) -> None:
+    store = FileCheckpointStore(run / "checkpoints", "shop", keep=10)
+    newest = store.load_newest(None)
+    assert newest is not None
+    rollback = Rollback(to=1, grid=0, version=4, term=3, skipped=True)
+    state = msgspec.msgpack.decode(newest.state) | {"version": 4, "rollbacks": [msgspec.to_builtins(rollback)]}
+    store.save(
+        Checkpoint(
+            job="shop", fingerprint=newest.fingerprint, term=3, version=4, state=msgspec.msgpack.encode(state),
+            tensors=newest.tensors, layout=newest.layout,
+        )
+    )  # fmt: skip
+    content = json.loads(versions("show", run, "latest", "--json"))
+    assert content["prequential"] == {"accuracy": 0.1, "loss": 0.9}
+    assert "version 4 is version 1 again (doll rollback): the samples since then are skipped" in content["notes"]
 
 
 def test_bad_names_are_refused_with_what_was_expected(run: Path) -> None:

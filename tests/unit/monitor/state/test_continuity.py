@@ -1,5 +1,6 @@
 """The running account of offsets: it sees what is missing or twice, and follows a server that resumes."""
 
+import msgspec
 from doll.monitor.state.continuity import Continuity
 from record_builders import term_started, update
 
@@ -51,6 +52,17 @@ def test_what_is_durable_is_not_taken_back() -> None:
     account.feed(term_started(2, 3))
     account.feed(update(2, 4, (0, 3)))
     assert (account.offsets, account.problem) == (32, "")
+
+
+def test_a_rollback_goes_on_where_its_grid_begins() -> None:
+    for origins, batch in (((8, 0), 1), ((24, 8), 3)):  # learned again, and skipped
+        back = msgspec.structs.replace(term_started(3, 4, origins=origins), rolled_back_to=1)
+        account = folded(
+            term_started(1), *(update(1, version, (0, version - 1)) for version in range(1, 4)), back,
+            update(3, 5, (0, batch)),
+        )  # fmt: skip
+        assert account.problem == ""
+        assert account.until[0] == 8 * batch + 8
 
 
 def test_a_new_generation_begins_again() -> None:

@@ -59,6 +59,29 @@ def test_a_term_voids_later_versions_of_the_one_before() -> None:
     assert history.prequential.running().loss == pytest.approx((3 * 9 + 2 * 1) / 5)
 
 
+def test_a_rollback_voids_what_it_leaves_and_counts_only_what_the_model_has() -> None:
+    history = History()
+    history.feed(term_started(1))
+    for version in range(1, 6):
+        history.feed(update(1, version, loss=9.0))
+    history.evaluated(time_s=1.0, term=1, version=5, loss=2.0, metrics={"accuracy": 0.4})
+    back = msgspec.structs.replace(term_started(3, resumed=6), rolled_back_to=2)
+    for term in (3, 4):  # a server that dies before its first update
+        history.feed(msgspec.structs.replace(back, term=term))
+        assert (history.version, history.samples_total, history.learned_updates) == (6, 32, 2)
+    assert history.evaluations.valid("version").tolist() == []
+    history.evaluated(time_s=2.0, term=1, version=5, loss=2.0, metrics={"accuracy": 0.4})
+    assert history.evaluations.valid("version").tolist() == [], "it comes late"
+    history.feed(update(4, 7, loss=1.0))
+    assert history.updates.valid("version").tolist() == [1, 2, 7]
+    assert history.prequential.running().loss == pytest.approx((2 * 9 + 1) / 3)
+    assert history.learned_updates == 3
+    history.feed(msgspec.structs.replace(term_started(6, resumed=8), rolled_back_to=1))  # before the first rollback
+    assert history.learned_updates == 1
+    history.feed(msgspec.structs.replace(term_started(8, resumed=9), rolled_back_to=8))
+    assert history.learned_updates == 1
+
+
 def test_a_new_generation_counts_nothing_of_the_run_before() -> None:
     history = History()
     history.evaluated(time_s=1.0, term=3, version=1, loss=0.5, metrics={"accuracy": 0.9})  # of the file of this run

@@ -1,0 +1,174 @@
+"""`doll replay`: a version once more, to the bit, from the event log of the parameter server that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.config import JobConfig, StopConfig, load
+from doll.config.fingerprint import difference
+from doll.errors import ConfigError, VersionUnknownError
+from doll.evaluation.stored_weights import weights_of
+from doll.ledger.snapshot_counts import count_grids
+from doll.model.flat_model import build, fingerprint
+from doll.process.files import refuse_unwritable
+from doll.ps.event_log import read_log, replay
+from doll.ps.model.updater import ModelParts
+from doll.ps.start import Start
+from doll.run.export import ExportOptions, write_model
+from doll.run.folder import RunFolder
+from doll.storage.checkpoints import Checkpoint, decode_checkpoint
+from doll.storage.stores import open_store
+from doll.storage.version_marks import resolve_version
+from doll.task.base import load_task
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A version that was made again.
+
+    Attributes:
+        log: the event log.
+        sha256: of all its tensors, optimizer state included.
+        is_kept: a checkpoint of it is kept, and has the same tensors, to the bit.
+        content: of `model.json`.
+    """
+
+    version: int
+    term: int
+    log: str
+    sha256: str
+    is_kept: bool
+    content: dict[str, Any]
+
+    def text(self) -> str:
+        equal = "equal to its checkpoint to the bit" if self.is_kept else "its checkpoint is not kept any more"
+        return f"version {self.version} from {self.log} (sha256 {self.sha256[:16]}): {equal}"
+
+
+class _MadeAgain(Exception):
+    """The version that is asked for, at the moment when it is the model."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
+def replay_version(run: RunFolder, to: str, out_folder: Path) -> Replayed:
+    """Make version `to` again from the event logs of a run, and write it to `out_folder` as `doll export` does.
+
+    Args:
+        to: `latest`, a number (of a version that need not be kept), or an alias.
+
+    Raises:
+        VersionUnknownError: no log makes it.
+        ConfigError: the run has no event log, or its checkpoint differs from what its log makes.
+        RecordError: a log is not one of this build.
+        CheckpointError: the checkpoints cannot be read.
+    """
+    with refuse_unwritable(out_folder):
+        out_folder.mkdir(parents=True, exist_ok=True)
+    logs = sorted(path for path in (run.path / "events").glob("*.log") if path.stat().st_size)
+    if not logs:
+        raise ConfigError(
+            f"{run.path}: expected event logs in events/, got none: a run keeps them with checkpoint.event_log: true"
+        )
+    store = open_store(load(run.job), run.path)
+    version = int(to) if to.isascii() and to.isdigit() and len(to) < 19 else resolve_version(store, to)
+    marks = {term: store.read_head(term, at).fingerprint for term, at in store.versions()}
+    # The newest server that has made it: whatever earlier ones have made of this number is void.
+    for path in reversed(logs):
+        start, _ = read_log(path)
+        begun = decode_checkpoint(start.checkpoint) if start.checkpoint else None
+        if begun is not None:
+            marks.setdefault(begun.term, begun.fingerprint)
+        if begun is not None and begun.version > version:
+            continue
+        config = _job_of(run, begun)
+        _require_same_job(config, path, marks.get(start.term))
+        tensors = _made_again(config, path, version)
+        if tensors is None:
+            break
+        is_kept = any(key[1] == version for key in store.versions())
+        checkpoint = store.load_newest(None, version) if is_kept else None
+        if checkpoint is not None and not _equal(checkpoint.tensors, tensors):
+            raise ConfigError(
+                f"{path}: version {version} of the log differs from the checkpoint of term {checkpoint.term}: are the "
+                "task, the libraries and the kind of processor the same?"
+            )
+        return _written(config, path, start, version, tensors, out_folder, is_kept=checkpoint is not None)
+    raise VersionUnknownError(
+        f"{run.path}: expected a version that its event logs make, got {version}: it is above the last one, or was "
+        "lost with its server and made again under later numbers"
+    )
+
+
+def _job_of(run: RunFolder, begun: Checkpoint | None) -> JobConfig:
+    """The job file of the grid that a server began in: that of a grid is kept when a regrid replaces it."""
+    grid = 0 if begun is None else count_grids(begun.state)
+    later = sorted(
+        (int(path.stem.removeprefix("job.grid-")), path) for path in run.path.glob("job.grid-[0-9]*.yaml")
+    )  # fmt: skip
+    config = load(next((path for number, path in later if number >= grid), run.job))
+    return config.model_copy(update={"stop": StopConfig()})  # a later session may have had another stop rule
+
+
+def _require_same_job(config: JobConfig, path: Path, saved: str | None) -> None:
+    """Refuse a job file that is not the one that the server of a log ran with, as far as its checkpoints tell.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    wanted = fingerprint(config, build(config, load_task(config), with_rows=False))
+    if saved is not None and (changed := difference(saved, wanted)):
+        raise ConfigError(
+            f"{path}: expected the job file that the server of this log ran with; since then was changed: {changed}"
+        )
+
+
+def _made_again(config: JobConfig, path: Path, version: int) -> Tensors | None:
+    def note(made: int, parts: ModelParts) -> None:
+        if made == version:
+            raise _MadeAgain({name: np.array(tensor) for name, tensor in parts.tensors().items()})
+
+    try:
+        for _ in replay(config, path, on_update=note):
+            pass
+    except _MadeAgain as made:
+        return made.tensors
+    return None
+
+
+def _equal(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(
+        (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
+        and np.ascontiguousarray(a[name]).tobytes() == np.ascontiguousarray(b[name]).tobytes()
+        for name in a
+    )
+
+
+def _written(
+    config: JobConfig, path: Path, start: Start, version: int, tensors: Tensors, out_folder: Path, *, is_kept: bool
+) -> Replayed:  # fmt: skip
+    digest = sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(np.ascontiguousarray(tensor).data)
+    task = load_task(config)
+    model = build(config, task, with_rows=False)
+    made = Checkpoint(
+        job=config.job, fingerprint=fingerprint(config, model), term=start.term, version=version, state=b"",
+        tensors=tensors,
+    )  # fmt: skip
+    content = write_model(
+        config, task, model, weights_of(made, model, location=str(path)), out_folder, ExportOptions()
+    )  # fmt: skip
+    return Replayed(version, start.term, path.name, digest.hexdigest(), is_kept, content)
