@@ -38,7 +38,8 @@ def test_workers_become_more_and_fewer_while_the_job_runs(make_pipeline: Any, po
     def learn(more: int) -> None:
         job.send(job.samples(6 * 8 * more))
         seen = len(job.updates)
-        job.until(lambda: len(job.updates) > seen + 1, "more updates")
+        # Under isp the rests of steps are updates without batches.
+        job.until(lambda: sum(bool(update.members) for update in job.updates[seen:]) > 1, "more updates")
 
     def scale(workers: int) -> None:
         job.until_status(lambda status: bool(status.run_id), "a status")
