@@ -227,16 +227,16 @@ class _NoTables(TableManager):  # type: ignore[misc]
             await self.recovery.start()
 
 
-def run_faust(config: JobConfig, services: Services, runtime: WorkerRuntime, folder: Path) -> int:
-    """Run a worker's app, with Faust's own data in `folder`, until the worker's end; its exit code."""
-    loop = _new_loop()
-    asyncio.set_event_loop(loop)
+def run_faust(app: DollApp, runtime: WorkerRuntime, drain_s: float) -> int:
+    """Run a worker's app until the worker's end, with `drain_s` to leave; its exit code."""
+    app.runtime = runtime
+    for task in runtime.tasks():
+        app.task(task)
     worker = _FaustWorker(
-        _make_app(config, services, runtime, folder), loop=loop, quiet=True, loglevel="WARN", override_logging=False,
-        redirect_stdouts=False, daemon=True,
-    )  # fmt: skip
+        app, loop=app.loop, quiet=True, loglevel="WARN", override_logging=False, redirect_stdouts=False, daemon=True
+    )
     worker.spinner = None  # it writes control sequences, also to what is no terminal
-    worker.runtime, worker.drain_s = runtime, config.worker.drain_s
+    worker.runtime, worker.drain_s = runtime, drain_s
     runtime.main_loop = worker
     try:
         worker.execute_from_commandline()
@@ -245,10 +245,17 @@ def run_faust(config: JobConfig, services: Services, runtime: WorkerRuntime, fol
     return runtime.exit.code
 
 
-def _make_app(config: JobConfig, services: Services, runtime: WorkerRuntime, folder: Path) -> DollApp:
+def make_app(config: JobConfig, services: Services, worker: int, folder: Path) -> DollApp:
+    """A worker's app, with Faust's own data in `folder`, on an event loop of its own.
+
+    Most of what Faust needs to start is done here: call it before partitions wait for this worker.
+    """
+    loop = _new_loop()
+    asyncio.set_event_loop(loop)
     folder.mkdir(parents=True, exist_ok=True)
     app = DollApp(
-        f"doll-{config.job}-w{runtime.worker}",
+        f"doll-{config.job}-w{worker}",
+        loop=loop,
         broker=[f"doll://{address}" for address in services.kafka.split(",")],
         topic_allow_declare=False,
         topic_disable_leader=True,
@@ -268,13 +275,11 @@ def _make_app(config: JobConfig, services: Services, runtime: WorkerRuntime, fol
     async def read_samples(stream: Any) -> None:
         async for event in stream.noack().events():
             for chunk in event.value:
-                runtime.feed(chunk)
+                app.runtime.feed(chunk)
 
-    app.samples_topic, app.runtime = config.topic("samples"), runtime
+    app.samples_topic = config.topic("samples")
     app.partitions = {TP(app.samples_topic, _LANE)}
     app.agent(app.topic(app.samples_topic, value_serializer="raw"), name="samples")(read_samples)
-    for task in runtime.tasks():
-        app.task(task)
     return app
 
 

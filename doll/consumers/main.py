@@ -33,7 +33,7 @@ from doll.consumers.compute.gradient_engine import (
 from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.compute.task_steps import OwnSteps
-from doll.consumers.faust_app import run_faust
+from doll.consumers.faust_app import DollApp, make_app, run_faust
 from doll.consumers.intake.batching import stream_buffer_records
 from doll.consumers.intake.dead_letters import DeadLetters, Decoder
 from doll.consumers.lifecycle.departure import Departure
@@ -179,9 +179,13 @@ class _WorkerProcess:
     def run(self) -> int:
         """Work until the end of the job; the exit code, as in `run_worker`."""
         try:
+            # Before it joins: from then on partitions wait for it.
+            app = make_app(
+                self._config, self._services, self._worker, self._run_folder / "faust" / f"worker-{self._worker}"
+            )
             with self._limit.lifted():
                 joined = self._join()
-            return 0 if joined is None else self._work(*joined)
+            return 0 if joined is None else self._work(app, *joined)
         finally:
             self._channel.close()
 
@@ -223,7 +227,7 @@ class _WorkerProcess:
             log.info("spare", worker=self._worker, hint="other workers serve all partitions; `doll scale` changes that")
         return joined
 
-    def _work(self, welcome: Welcome, commands_offset: int) -> int:
+    def _work(self, app: DollApp, welcome: Welcome, commands_offset: int) -> int:
         config, services, channel = self._config, self._services, self._channel
         with self._limit.lifted():
             blobs = open_blobs(config, services, give_up=self._departure)
@@ -247,7 +251,7 @@ class _WorkerProcess:
             link=self._link(welcome), row_client=row_client,
         )  # fmt: skip
         try:
-            return run_faust(config, services, runtime, self._run_folder / "faust" / f"worker-{self._worker}")
+            return run_faust(app, runtime, config.worker.drain_s)
         finally:
             decoder.close()
             engine.close()

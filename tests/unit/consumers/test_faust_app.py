@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.config import parse
-from doll.consumers.faust_app import ChunkConsumer, run_faust
+from doll.consumers.faust_app import ChunkConsumer, make_app, run_faust
 from doll.consumers.intake import deleted_records
 from doll.consumers.intake.decoding import Decoded, RawRecords
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
@@ -120,7 +120,8 @@ def run(
 ) -> tuple[int, ScriptedReader, Rig]:
     """Exit code, reader and rig (worker 1, from offset 110 on, two records a batch)."""
     rig = Rig(script, *overrides)
-    return run_faust(rig.config, services, rig.runtime, tmp_path), rig.reader, rig
+    app = make_app(rig.config, services, 1, tmp_path)
+    return run_faust(app, rig.runtime, rig.config.worker.drain_s), rig.reader, rig
 
 
 def test_chunks_become_batches_and_what_is_durable_is_committed(tmp_path: Path, nowhere: Services) -> None:
