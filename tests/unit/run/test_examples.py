@@ -23,6 +23,7 @@ NAMES = [
     "factors",
     "intrusion",
     "lda",
+    "lora",
     "market",
     "pipeline",
     "ranker",
@@ -30,6 +31,7 @@ NAMES = [
     "stdin",
     "synthetic",
     "trips",
+    "trunk",
     "words",
 ]
 
@@ -48,8 +50,8 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
     assert [example["name"] for example in listed] == NAMES
     assert [example["command"] for example in listed] == [
         "doll up characters", "doll up clicks", "doll up clicks_avro", "doll up digits", "doll up emnist",
-        "doll up factors", "doll up intrusion", "doll up lda", "doll spot market", "doll up pipeline",
-        "doll up ranker", "doll up ratings", "doll up stdin", "doll up synthetic", "doll up trips",
+        "doll up factors", "doll up intrusion", "doll up lda", "doll up lora", "doll spot market", "doll up pipeline",
+        "doll up ranker", "doll up ratings", "doll up stdin", "doll up synthetic", "doll up trips", "doll up trunk",
         "doll up words",
     ]  # fmt: skip
     text = doll("example", "list").stdout

@@ -1,0 +1,133 @@
+"""Digits of a camera that was turned: a frozen trunk that knows upright ones, and adapters of low rank that learn.
+
+E. J. Hu et al.: LoRA: Low-rank adaptation of large language models, ICLR 2022; the adapters are those of the package
+peft.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from doll import GreyImageTask, Sample
+from doll.errors import ConfigError
+from doll.producers.sources import digits
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+_HOLDOUT_SEED = 1
+
+
+class Adapted(GreyImageTask):
+    """Handwritten digits by a perceptron, the trunk: all of it is trained, or adapters beside its frozen layers.
+
+    An adapter adds B A x alpha / rank to what a layer makes of x, with A of `rank` rows and B of `rank` columns, and
+    begins with B = 0: the model begins as the trunk.
+
+    Args:
+        hidden: widths of the trunk's hidden layers.
+        trunk_file: its weights, as the job `trunk` exports them; None: they are drawn.
+        rank: of the adapters; 0: there are none, and the trunk is trained.
+        alpha: see above.
+        quarter_turns: by which the images are turned: another stream than the trunk's.
+        holdout_samples: held-out digits, from originals that no stream has, turned as the stream's.
+    """
+
+    input_shape = (8, 8)
+    num_classes = 10
+
+    def __init__(
+        self, hidden: Sequence[int] = (256, 128), trunk_file: str | None = None, rank: int = 0, alpha: float = 8.0,
+        quarter_turns: int = 0, holdout_samples: int = 1000,
+    ) -> None:  # fmt: skip
+        if not (all(width > 0 for width in hidden) and rank >= 0 and alpha > 0):
+            raise ValueError(
+                f"expected hidden layers wider than 0, rank of 0 or more and alpha above 0, got {list(hidden)}, {rank} "
+                f"and {alpha}"
+            )
+        if rank and trunk_file is None:
+            raise ConfigError(
+                "task.args.trunk_file: expected a file beside rank: a random trunk is nothing to adapt; doll up trunk "
+                "exports one"
+            )
+        if trunk_file is not None and not Path(trunk_file).is_file():
+            raise ConfigError(f"task.args.trunk_file: expected a file, but {trunk_file} does not exist")
+        if rank and importlib.util.find_spec("peft") is None:
+            raise ConfigError(
+                "task.args.rank: expected the package peft, which has the adapters, and it is not installed: pip "
+                "install 'doll-online[lora]'"
+            )
+        self.hidden = tuple(hidden)
+        self.trunk_file = trunk_file
+        self.rank = rank
+        self.alpha = alpha
+        self.quarter_turns = quarter_turns
+        self.holdout_samples = holdout_samples
+
+    def build_model(self) -> nn.Module:
+        trunk = perceptron(64, self.hidden, self.num_classes)
+        if self.trunk_file is not None:
+            load_trunk(trunk, self.trunk_file)
+        return adapted(trunk, self.rank, self.alpha) if self.rank else trunk
+
+    def decode(self, record: bytes) -> Sample:
+        sample = super().decode(record)
+        return sample._replace(x=self._turned(sample.x))
+
+    def decode_block(self, block: memoryview, width: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+        decoded = super().decode_block(block, width)
+        return None if decoded is None else (self._turned(decoded[0]), decoded[1])
+
+    def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        # Grey values are about 80 with a deviation of about 85: roughly standardised, the first layer learns faster.
+        output: torch.Tensor = model((x.float() - 80.0) * (1 / 85.0))
+        return output
+
+    def holdout(self) -> Iterable[Sample]:
+        images, labels = digits.holdout(self.holdout_samples, _HOLDOUT_SEED)
+        return [Sample(image, int(label)) for image, label in zip(self._turned(images), labels, strict=True)]
+
+    def _turned(self, images: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        return np.ascontiguousarray(np.rot90(images, self.quarter_turns, axes=(-2, -1)))
+
+
+def perceptron(inputs: int, hidden: Sequence[int], classes: int) -> nn.Sequential:
+    widths = (inputs, *hidden)
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
+
+
+def load_trunk(trunk: nn.Module, path: str) -> None:
+    """
+    Raises:
+        ValueError: the file does not hold the weights of this trunk.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as exc:
+        raise ValueError(f"task.args.trunk_file: cannot read {path}: {exc}") from exc
+    expected, got = (
+        ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(state.items()))
+        for state in (trunk.state_dict(), tensors)
+    )
+    if got != expected:
+        raise ValueError(f"task.args.trunk_file: {path}: expected {expected} (task.args.hidden), got {got}")
+    trunk.load_state_dict(tensors)
+
+
+def adapted(trunk: nn.Sequential, rank: int, alpha: float) -> nn.Module:
+    """The trunk, frozen, with an adapter at each layer of weights; DOLL trains and sends what is not frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    layers = [name for name, layer in trunk.named_children() if isinstance(layer, nn.Linear)]
+    model: nn.Module = get_peft_model(trunk, LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers))
+    return model
