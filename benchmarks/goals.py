@@ -12,7 +12,7 @@ SHARES = {("cnn", 8): 0.90, ("small", 8): 0.80, ("small", 2): 0.66}
 # DOLL's ratio to the bare loops, at least this part of the ratio of that program.
 RATIOS = {("cnn", 8): (1.0, "ddp"), ("small", 8): (0.93, "ddp"), ("cnn", 2): (1.0, "redis")}
 # Samples/s of one worker, by the end of the row's name.
-INTAKE = {"m=64": 400_000.0, "m=1": 100_000.0, "json": 60_000.0, "avro": 100_000.0}
+INTAKE = {"m=64": 400_000.0, "m=1": 100_000.0, "json": 330_000.0, "avro": 100_000.0}
 APPLY_SHARE = 0.03
 GRANT_TO_GRADIENT_MS = {"p50": 1.0, "p99": 10.0}
 UPDATE_RATE = 0.01

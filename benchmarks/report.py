@@ -19,6 +19,7 @@ from benchmarks.results import DOCS, newest, update_section
 from benchmarks.tables import Table
 
 MARK, COMMAND = "bench", "make bench-docs"
+INTAKE_MARK, INTAKE_COMMAND = "intake", 'make bench BENCH="--only B --docs"'
 # Of the rows of DOLL: key, heading, digits.
 ANATOMY = (
     ("apply_ms", "apply", 1), ("compute_ms", "compute", 1), ("fetch_ms", "fetch weights", 1),
@@ -116,14 +117,16 @@ def show(path: Path) -> str:
 
 
 def write_docs(path: Path) -> None:
-    """Replace the section of docs/benchmarks.md that shows the last run.
+    """Replace the section of docs/benchmarks.md that shows the last run: of one of intake alone, a section of its own.
 
     Raises:
         ValueError: the document does not have its marks.
     """
     result = json.loads(path.read_text(encoding="utf-8"))
     text = "\n\n".join([conditions(result), *(table.markdown() for table in tables(result["rows"]))])
-    update_section(DOCS / "benchmarks.md", MARK, COMMAND, text)
+    of_intake = {row["section"] for row in result["rows"]} == {"B"}
+    mark, command = (INTAKE_MARK, INTAKE_COMMAND) if of_intake else (MARK, COMMAND)
+    update_section(DOCS / "benchmarks.md", mark, command, text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

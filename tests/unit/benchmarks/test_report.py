@@ -57,7 +57,7 @@ def test_goals_of_intake_and_of_the_update_rate() -> None:
     rows = summarize(
         [
             row("B", "stored m=64", 410_000.0), row("B", "stored m=1", 99_000.0), row("B", "live m=64", 1.0),
-            row("B", "stored json", 60_000.0), row("E", "update rate / prediction", 1.012),
+            row("B", "stored json", 330_000.0), row("E", "update rate / prediction", 1.012),
         ]
     )  # fmt: skip
     assert [(goal.what, goal.met) for goal in goals(rows)] == [
