@@ -171,7 +171,7 @@ def rollback(
     skip: Annotated[
         bool | None,
         typer.Option(
-            "--skip/--replay", help="What was learned since: leave it out, or learn it again.", show_default=False
+            "--skip/--again", help="What was learned since: leave it out, or learn it again.", show_default=False
         ),
     ] = None,
     run_folder: RunFolderOption = None,
@@ -179,7 +179,7 @@ def rollback(
 ) -> None:
     """Let training go on from an earlier version.
 
-    The earlier model gets the number behind the newest one, and is the newest one from then on. With --replay the
+    The earlier model gets the number behind the newest one, and is the newest one from then on. With --again the
     samples that were learned since are learned again; with --skip they are left out, and doll audit counts them as
     skipped. The versions since stay as long as others. A run that has ended is then resumed; a killed rollback leaves
     it as it was, or rolled back. To serve an earlier version: doll versions alias.
@@ -194,7 +194,7 @@ def rollback(
     from doll.run.local.rollback import rollback_deployed, rollback_run
 
     if skip is None:
-        raise typer.BadParameter("expected --replay, to learn again what was learned since, or --skip, to leave it out")
+        raise typer.BadParameter("expected --again, to learn again what was learned since, or --skip, to leave it out")
     target = job.target(run_folder)
     if target.is_run_folder:
         _finish(rollback_run(target, to, skip=skip, say=lambda text: typer.echo(text, err=True)), as_json)

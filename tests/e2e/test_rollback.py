@@ -47,7 +47,7 @@ def test_a_run_goes_back_through_three_kills_and_counts_what_it_skipped(tmp_path
     for options, words in (
         (("--to", "9999", "--skip"), "an alias (none) or latest, got '9999'"),
         (("--to", "../1", "--skip"), "got '../1'"),
-        (("--to", str(to)), "expected --replay, to learn again what was learned since, or --skip"),
+        (("--to", str(to)), "expected --again, to learn again what was learned since, or --skip"),
     ):
         refused = doll("rollback", run, *options)
         assert refused.returncode == 2, refused.stderr
@@ -70,7 +70,7 @@ def test_a_run_goes_back_through_three_kills_and_counts_what_it_skipped(tmp_path
     # Once more, further back than what was skipped: now all of it is learned.
     first = versions[0]
     stop = f"stop={{samples: {sum(newest.read_until) + 160}}}"
-    done = doll("rollback", run, "--to", str(first), "--replay", "--set", stop, "--json")
+    done = doll("rollback", run, "--to", str(first), "--again", "--set", stop, "--json")
     report = report_of(done)
     assert f"rolled back {job_name} from version" in done.stderr
     assert report["audit"]["skipped"] == 0

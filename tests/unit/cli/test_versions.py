@@ -173,6 +173,7 @@ def test_a_damaged_checkpoint_is_left_out_of_the_list(run: Path) -> None:
     assert "version_left_out" in result.stderr
 
 
+@pytest.mark.slow  # Kafka is given time to answer
 def test_a_job_without_versions_says_so(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     job = (str(tmp_path / "job.yaml"), "--run-folder", str(tmp_path), "--set", "kafka.address=127.0.0.1:1")

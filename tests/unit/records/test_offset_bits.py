@@ -39,6 +39,7 @@ def test_bits_of_no_batch_are_refused(data: bytes) -> None:
         ranges_of(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_push_of_batches_whose_records_are_refused_fits_into_a_megabyte(step: int) -> None:
     dead = tuple(range(BASE, BASE + N, step))
@@ -47,6 +48,7 @@ def test_a_push_of_batches_whose_records_are_refused_fits_into_a_megabyte(step: 
     assert decode(encode(record)) == record
 
 
+@pytest.mark.slow
 def test_a_push_of_a_batch_with_holes_everywhere_fits_too() -> None:
     gaps = tuple((at, at + 1) for at in range(BASE, BASE + N, 4))
     lost = tuple((at, at + 1) for at in range(BASE + 2, BASE + N, 4))
