@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 FEATURES, HIDDEN, CLASSES = 64, 128, 10
 SWAPS_PER_S = 20.0
@@ -160,13 +161,19 @@ if __name__ == "__main__":
 
 
 class Load(NamedTuple):
-    """What asking has shown: requests/s, latencies in ms, and when each version was first answered (monotonic)."""
+    """What asking has shown.
+
+    Attributes:
+        first_seen: when each version was first answered, in monotonic seconds.
+        cpu_us: processor time of the server for each request, which other programs of the machine change least.
+    """
 
     per_s: float
     p50_ms: float
     p99_ms: float
     errors: int
     first_seen: dict[int, float]
+    cpu_us: float = 0.0
 
 
 class _Asker(asyncio.Protocol):
@@ -253,7 +260,7 @@ def asked(port: int, path: str, connections: int, seconds: float, samples: int =
 
 
 @contextlib.contextmanager
-def server(command: list[str], port: int) -> Iterator[None]:
+def server(command: list[str], port: int) -> Iterator[psutil.Process]:
     """A server that listens while the context lasts."""
     import socket
 
@@ -266,7 +273,7 @@ def server(command: list[str], port: int) -> Iterator[None]:
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise SystemExit(f"{command[:3]} does not serve")
             time.sleep(0.1)
-        yield
+        yield psutil.Process(process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -344,6 +351,12 @@ class Publisher:
             thread.join()
 
 
+def cpu_s(process: psutil.Process) -> float:
+    """Processor time of a server and its processes."""
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
 def row(name: str, loads: list[Load]) -> str:
     """A line of the table: medians, and the range of requests/s."""
     per_s, p50, p99 = ([getattr(load, field) for load in loads] for field in ("per_s", "p50_ms", "p99_ms"))
@@ -351,7 +364,7 @@ def row(name: str, loads: list[Load]) -> str:
     median = statistics.median
     return (
         f"| {name} | {median(per_s):,.0f} ({min(per_s):,.0f} to {max(per_s):,.0f}) | {median(p50):.2f} "
-        f"| {median(p99):.2f} | {errors} |"
+        f"| {median(p99):.2f} | {median(load.cpu_us for load in loads):.0f} | {errors} |"
     )
 
 
@@ -379,18 +392,21 @@ def main() -> None:
         if options.litserve:
             servers["litserve"] = [options.litserve, str(folder / "lit.py"), str(ports["litserve"])]
         paths = {"litserve": "/predict"}
+        processes: dict[str, psutil.Process] = {}
         loads: dict[str, list[Load]] = {}
 
         def measure(name: str, port: int, connections: int, path: str = "/v2/models/digits/infer") -> Load:
+            before_s = cpu_s(processes[name.split()[0]])
             load = asked(port, path, connections, options.seconds)
+            used_s = cpu_s(processes[name.split()[0]]) - before_s
+            load = load._replace(cpu_us=1e6 * used_s / max(1.0, load.per_s * options.seconds))
             loads.setdefault(f"{name}, {connections} connections", []).append(load)
             return load
 
         delays: list[float] = []
         with contextlib.ExitStack() as started:
-            started.enter_context(server(doll_command, ports["doll"]))
-            for name, command in servers.items():
-                started.enter_context(server(command, ports[name]))
+            for name, command in {"doll": doll_command, **servers}.items():
+                processes[name] = started.enter_context(server(command, ports[name]))
             for name in ("doll", *servers):
                 asked(ports[name], paths.get(name, "/v2/models/digits/infer"), 4, 1.0)
             for _ in range(options.rounds):
@@ -404,7 +420,7 @@ def main() -> None:
                     for version, at_s in load.first_seen.items()
                     if version in publisher.published
                 ]
-    print("| server | requests/s | p50 ms | p99 ms | errors |\n|---|---|---|---|---|")
+    print("| server | requests/s | p50 ms | p99 ms | CPU us | errors |\n|---|---|---|---|---|---|")
     for name, measured in loads.items():
         print(row(name, measured))
 
@@ -414,6 +430,7 @@ def main() -> None:
 
     many, one = f"{options.connections} connections", "1 connections"
     print(f"\nrequests/s against bare, {many}: {ratio('per_s', f'doll, {many}', f'bare, {many}'):.2f} (goal: 0.85)")
+    print(f"processor time against bare, {many}: {ratio('cpu_us', f'doll, {many}', f'bare, {many}'):.2f}")
     print(f"p50 against bare, {many}: {ratio('p50_ms', f'doll, {many}', f'bare, {many}'):.2f} (goal: below 1.2)")
     print(f"p50 against bare, {one}: {ratio('p50_ms', f'doll, {one}', f'bare, {one}'):.2f}")
     swaps = ratio("p99_ms", f"doll while versions come, {many}", f"doll, {many}")

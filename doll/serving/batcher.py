@@ -20,9 +20,9 @@ from doll.serving.predictor import Answer
 from doll.serving.tensors import Features
 
 Compute = Callable[[Lane, Sequence[Features]], Sequence[Answer | SampleError]]
-INLINE_S: Final = 0.001
+INLINE_S: Final = 0.002
 _TRIED_S: Final = 0.025  # what takes longer on the other thread is not tried on the event loop's
-_TRY_EVERY: Final = 32
+_TRY_EVERY: Final = 16
 _REMEMBERED: Final = 9
 
 
@@ -40,29 +40,29 @@ class BatchTimes:
     """Which thread computes: the event loop's own one where batches usually take less than `INLINE_S` there.
 
     On the other thread a batch waits for Python's lock, too. So what it takes there does not say what it would take
-    here: now and then one is tried here, unless all of them are long. Medians, because a loaded machine takes the
-    processor away from some of them.
+    here: now and then one is tried here, unless all of them are long. A loaded machine takes the processor away from
+    many of them, so that the quarter that was faster counts.
     """
 
     def __init__(self) -> None:
-        self._here: deque[float] = deque([0.0], _REMEMBERED)
-        self._elsewhere: deque[float] = deque([0.0], _REMEMBERED)
+        self._here: deque[float] = deque(maxlen=_REMEMBERED)
+        self._elsewhere: deque[float] = deque(maxlen=_REMEMBERED)
         self._untried = 0
 
     def are_short(self) -> bool:
         """Whether the next batch is to be computed here."""
-        if _median(self._here) < INLINE_S:
+        if _undisturbed(self._here) < INLINE_S:
             return True
         self._untried += 1
-        return self._untried % _TRY_EVERY == 0 and _median(self._elsewhere) < _TRIED_S
+        return self._untried % _TRY_EVERY == 0 and _undisturbed(self._elsewhere) < _TRIED_S
 
     def add(self, seconds: float, *, here: bool) -> None:
         """A batch has taken so long."""
         (self._here if here else self._elsewhere).append(seconds)
 
 
-def _median(values: deque[float]) -> float:
-    return sorted(values)[len(values) // 2]
+def _undisturbed(values: deque[float]) -> float:
+    return sorted(values)[len(values) // 4] if values else 0.0
 
 
 class Batcher:

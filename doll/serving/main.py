@@ -169,6 +169,8 @@ def serve_here(
             timeout_graceful_shutdown=max(1, round(options.grace_s)), **access.tls,
         )  # fmt: skip
 
+        server = BoundedServer(uvicorn_config)
+
         def observe() -> None:
             metrics.observe(copies, following.facts.samples, batcher.num_waiting)
             if heartbeat is not None:
@@ -179,9 +181,7 @@ def serve_here(
         if heartbeat is not None:
             heartbeat.expect("loop")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(
-                _serve_until(BoundedServer(uvicorn_config), listener, stop, observe, batcher, options.time_limit_s)
-            )
+            runner.run(_serve_until(server, listener, stop, observe, batcher, options.time_limit_s))
 
 
 def _answer_log(job: ServedJob, options: ServeOptions, metrics: ServeMetrics) -> AnswerLog:
