@@ -61,12 +61,12 @@ class RecordingGuard(Guard):
         self.inspected = 0
         self.inspect_s = self.check_s = 0.0
 
-    def _is_unusual(self, gradient: Gradient, count: int) -> bool:
+    def is_unusual(self, gradient: Gradient) -> bool:
         started = time.perf_counter()
-        is_unusual = super()._is_unusual(gradient, count)
+        is_unusual = super().is_unusual(gradient)
         self.check_s += time.perf_counter() - started
         if self._canary is not None:
-            self.ratios.append(gradient.norm / count / max(self._norms.usual, 1e-300))
+            self.ratios.append(gradient.norm / (gradient.weight or 1.0) / max(self._norms.usual, 1e-300))
         return is_unusual
 
     def _spikes(self, samples: SampleBatch) -> dict[int, str]:
@@ -175,7 +175,7 @@ def cost(rounds: int = 40) -> dict[str, float]:
         started = time.perf_counter()
         gradient = compute(x, y)
         times.append(1e3 * (time.perf_counter() - started))
-    computer.compute = lambda x, y, **_: gradient  # type: ignore[method-assign]
+    computer.compute = lambda *_, **__: gradient  # type: ignore[method-assign]
     values = torch.from_numpy(gradient.values)
     bookkeeping_ms = _mean_ms(lambda: guard.compute(x, y))
     norm_ms = _mean_ms(lambda: float(torch.dot(values, values)))

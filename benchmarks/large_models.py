@@ -121,7 +121,7 @@ def work(pipe: Connection, worker: int, config: JobConfig, kind: str, place: str
     from doll.process.memory import keep_freed_memory
     from doll.storage.contributions import Compressor
 
-    telemetry.configure("warning", process=f"worker-{worker}")
+    telemetry.configure(process=f"worker-{worker}")
     keep_freed_memory()  # as a worker does
     blobs = open_store(kind, place)
     replica, compressor = Replica(numel), Compressor(config.job)
@@ -215,7 +215,7 @@ def serve(
     from doll.storage.file_checkpoints import FileCheckpointStore
     from doll.task.base import load_task
 
-    telemetry.configure("warning", process="ps")
+    telemetry.configure(process="ps")
     keep_freed_memory()
     torch.set_num_threads(1)
     blobs, outbox = open_store(kind, place), PipeOutbox(pipes)
