@@ -1,4 +1,4 @@
-"""`doll regrid` of a job whose roles are started one by one: its file is edited, the roles of before are refused."""
+"""`doll regrid` and `doll rollback` of a job whose roles are started one by one: those of before are refused."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 from doll.config import dump, load
 from doll.ps.checkpointing import decode_snapshot
+from doll.storage.stores import open_store
 
 pytestmark = pytest.mark.integration
 
 
-def regrid(job: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "doll", "regrid", str(job.job_path), "--run-folder", str(job.run)]
+def doll(command: str, job: Any, *options: str) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", "doll", command, str(job.job_path), "--run-folder", str(job.run), *options]
     env = {**os.environ, "DOLL_KAFKA": job.services.kafka, "DOLL_REDIS": job.services.redis}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False, env=env)
 
 
-def test_a_deployed_job_goes_on_in_another_grid(make_pipeline: Any) -> None:
+def test_a_deployed_job_goes_on_in_another_grid_from_an_earlier_version(make_pipeline: Any) -> None:
     job = make_pipeline()
     before = shutil.copy(job.job_path, job.folder / "before.yaml")
     ps = job.launch("ps-before", "ps_role", job_path=before)
@@ -31,20 +32,28 @@ def test_a_deployed_job_goes_on_in_another_grid(make_pipeline: Any) -> None:
 
     job.config = load(job.job_path, ["data.batch_size=12", "training.policy={name: asp}", "stop.samples=700"])
     job.job_path.write_text(dump(job.config))
-    led = regrid(job)
+    led = doll("regrid", job)
     assert led.returncode == 2, led.stderr
     assert "a parameter server leads" in led.stderr
     ps.terminate()
     job.until(lambda: ps.poll() is not None, "the end of the parameter server")
     saved = job.checkpoint()
 
-    done = regrid(job)
+    done = doll("regrid", job)
     assert done.returncode == 0, done.stderr
     assert f"at version {saved.version}: batches of 12 records from offsets" in done.stdout
     assert (job.checkpoint().version, job.checkpoint().term) == (saved.version, saved.term + 1)
     learned = decode_snapshot(saved)
     grid = decode_snapshot(job.checkpoint())
     assert grid.origins == tuple(8 * count for count in learned.applied)
+
+    # An earlier version goes on in a third grid, and what was learned since is skipped.
+    to = min(version for _, version in open_store(job.config, job.run).versions())
+    back = doll("rollback", job, "--to", str(to), "--skip")
+    assert back.returncode == 0, back.stderr
+    assert f"from version {saved.version} to {to}, which is version {saved.version + 1} now" in back.stdout
+    rolled_back = decode_snapshot(job.checkpoint())
+    assert (rolled_back.origins, rolled_back.grid) == (grid.origins, 2)
 
     # Whoever has the job file of before is refused.
     old = job.launch("ps-old", "ps_role", job_path=before)
@@ -57,6 +66,7 @@ def test_a_deployed_job_goes_on_in_another_grid(make_pipeline: Any) -> None:
     job.until_finished()
     report = job.assert_audit_ok()
     assert report.applied >= 700
+    assert report.skipped == 8 * sum(learned.applied) - rolled_back.samples_total > 0
     assert [line.origin for line in report.partitions] == [0, 0]
-    assert job.term_starts[-1].grid == 1
+    assert (job.term_starts[-1].grid, job.term_starts[-1].rolled_back_to) == (2, to)
     assert {member.hi - member.lo for update in job.updates for member in update.members} == {8, 12}
