@@ -89,7 +89,7 @@ def make_graph(
     names = [re.sub(r"\W+", "_", name).strip("_") for name in trees.names("x", structure)]
     wrapped = _AsTheTaskUsesIt(task, module, structure).eval()
     with _quiet(), torch.no_grad():
-        program = _traced(task, wrapped, tuple(example))
+        program = _traced(kind, task, wrapped, tuple(example))
         if kind == "onnx":
             content, run = _onnx(program, names)
         else:
@@ -102,7 +102,9 @@ def make_graph(
     return Graph(content, names, samples.num_samples, worst)
 
 
-def _traced(task: Task, wrapped: _AsTheTaskUsesIt, example: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+def _traced(
+    kind: Format, task: Task, wrapped: _AsTheTaskUsesIt, example: tuple[torch.Tensor, ...]
+) -> torch.export.ExportedProgram:
     any_length = range(example[0].ndim if task.is_ragged else 1)  # of ragged samples, more than their number
     shapes = tuple(
         {at: torch.export.Dim.AUTO for at in range(array.ndim) if at in any_length} for array in example
@@ -110,7 +112,7 @@ def _traced(task: Task, wrapped: _AsTheTaskUsesIt, example: tuple[torch.Tensor, 
     try:
         return torch.export.export(wrapped, example, dynamic_shapes=(shapes,), strict=False)
     except Exception as exc:  # torch's, and whatever the user's code raises while it is traced
-        raise _refusal(task, "torch.export", exc) from exc
+        raise _refusal(kind, task, exc) from exc
 
 
 def _torch_export(program: torch.export.ExportedProgram) -> tuple[bytes, Callable[..., list[Any]]]:
@@ -139,7 +141,7 @@ def _onnx(program: torch.export.ExportedProgram, names: Sequence[str]) -> tuple[
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as exc:  # of torch.onnx, onnxscript or onnxruntime, which have many
-        raise _refusal(None, "ONNX", exc) from exc
+        raise _refusal("onnx", None, exc) from exc
 
     def run(arrays: Sequence[torch.Tensor]) -> list[Any]:
         inputs = {item.name: array.numpy() for item, array in zip(session.get_inputs(), arrays, strict=True)}
@@ -148,7 +150,7 @@ def _onnx(program: torch.export.ExportedProgram, names: Sequence[str]) -> tuple[
     return content, run
 
 
-def _refusal(task: Task | None, what: str, error: Exception) -> ConfigError:
+def _refusal(kind: Format, task: Task | None, error: Exception) -> ConfigError:
     """Why there is no graph, with the operator's name."""
     chain: list[Exception] = []
     at: BaseException | None = error
@@ -165,7 +167,7 @@ def _refusal(task: Task | None, what: str, error: Exception) -> ConfigError:
         operator = type(chain[-1]).__name__
     of = "" if task is None else f" of {type(task).__name__}"
     return ConfigError(
-        f"--format {'onnx' if what == 'ONNX' else what}: the operator {operator}{of} has no form in {what}: "
+        f"--format {kind}: the operator {operator}{of} has no form in {'ONNX' if kind == 'onnx' else kind}: "
         f"{short(described(chain[-1]), 400)}; --format safetensors writes the tensors of any model"
     )
 

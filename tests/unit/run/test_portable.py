@@ -104,7 +104,7 @@ def test_each_example_is_a_graph_as_torch_computes_it_or_names_the_operator(name
     for task, x, operator in EXAMPLE_TASKS[name]:
         for kind in ("onnx", "torch.export"):
             if operator:
-                says = rf"the operator {operator} of {type(task).__name__} has no form in"
+                says = rf"--format {kind}: the operator {operator} of {type(task).__name__} has no form in"
                 with pytest.raises(ConfigError, match=says):
                     graph_of(kind, task, x())
             else:
