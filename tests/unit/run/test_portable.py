@@ -30,6 +30,7 @@ from examples.digits.task import Digits
 from examples.emnist.task import Emnist
 from examples.intrusion.task import Intrusion
 from examples.lda.task import Topics
+from examples.lora.task import Adapted
 from examples.ratings.task import MatrixFactorization, Pmf
 from examples.stdin.task import Churn
 from examples.synthetic.task import Gaussian
@@ -77,6 +78,12 @@ EXAMPLE_TASKS: dict[str, list[tuple[Task, Callable[[], np.ndarray[Any, Any]], st
     "emnist": [(Emnist(), lambda: whole(0, 256, 28, 28).astype(np.uint8), "")],
     "intrusion": [(Intrusion(), lambda: floats(38 + 128), "")],
     "lda": [(Topics(4, **SMALL), words, "Tensor.numpy")],
+    "lora": [
+        (
+            Adapted(trunk_file=str(EXAMPLES / "lora" / "trunk.safetensors"), rank=4),
+            lambda: whole(0, 256, 8, 8).astype(np.uint8), "",
+        ),
+    ],
     "ratings": [
         (MatrixFactorization(50, 40, rank=4), ratings, ""),
         (Pmf(50, 40, rank=4, sparse=True), ratings, ""),
@@ -114,7 +121,7 @@ def test_each_example_is_a_graph_as_torch_computes_it_or_names_the_operator(name
 
 
 def test_no_example_is_left_out() -> None:
-    assert {path.parent.name for path in EXAMPLES.glob("*/task.py")} == set(EXAMPLE_TASKS)
+    assert {path.parent.name for path in EXAMPLES.glob("*/task.py")} == {*EXAMPLE_TASKS, "ranker"}, "ranker is below"
 
 
 class Odd(Task):
@@ -245,11 +252,22 @@ def test_the_command_names_the_comparison_and_refuses_bad_values(tmp_path: Path)
         assert says in " ".join(refused.output.split())
 
 
-def test_rows_of_ids_that_nobody_has_seen_have_no_graph(tmp_path: Path) -> None:
-    overrides = [
-        "example=clicks", "task.args.bounded=true", "training.tables={'.*': {max_rows: 5000}}",
-        "data.batch_size=64",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "table"),
+    [
+        (
+            [
+                "example=clicks",
+                "task.args.bounded=true",
+                "training.tables={'.*': {max_rows: 5000}}",
+                "data.batch_size=64",
+            ],
+            "table.weight",
+        ),
+        (["example=ranker"], "items.weight"),
+    ],
+)
+def test_rows_of_ids_that_nobody_has_seen_have_no_graph(overrides: list[str], table: str, tmp_path: Path) -> None:
     config = trained(tmp_path, *overrides)
-    with pytest.raises(ConfigError, match=r"the operator doll.BoundedEmbedding \(table.weight\) has no form in onnx"):
+    with pytest.raises(ConfigError, match=rf"the operator doll.BoundedEmbedding \({table}\) has no form in onnx"):
         export_model(config, tmp_path, tmp_path / "out", ExportOptions(format="onnx"))
