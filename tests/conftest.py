@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 import re
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,10 @@ UNDER_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 # No deadline: the machines are slow and shared. In CI the examples are the same each time.
 settings.register_profile("doll", deadline=None, derandomize=UNDER_CI)
 settings.load_profile("doll")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has what it starts in the background ignore SIGINT, and a program that a test interrupts inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 SLOW_FOLDERS = {"integration", "e2e"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from doll.errors import ServiceUnavailableError
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchFailure, Order
-from fleet_rigs import RIGS, Rig, refused
+from fleet_rigs import RIGS, Rig, end_clusters, refused
 
 SLOW_RIGS = {"kubernetes", "ray"}  # they start in 4 s and in 15
 
@@ -19,6 +19,12 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     with RIGS[request.param]() as made:
         yield made
         made.fleet.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _clusters() -> Iterator[None]:
+    yield
+    end_clusters()
 
 
 def need(rig: Rig, *abilities: str) -> None:

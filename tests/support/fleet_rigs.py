@@ -605,13 +605,21 @@ def kubernetes() -> Iterator[Rig]:
 
 @functools.cache
 def _ray_cluster() -> ray_cluster.RayCluster:
-    """One cluster for all tests of this process, which ends with it."""
+    """One cluster for the tests of a module; `end_clusters` ends it, or the end of this process."""
     import ray
 
     cluster = ray_cluster.RayCluster()
     atexit.register(cluster.close)
     ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
     return cluster
+
+
+def end_clusters() -> None:
+    """End what the rigs have kept for each other: a cluster of Ray is twenty processes."""
+    if _ray_cluster.cache_info().currsize:
+        _ray_cluster().close()
+        atexit.unregister(_ray_cluster().close)
+        _ray_cluster.cache_clear()
 
 
 @contextmanager
