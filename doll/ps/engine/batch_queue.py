@@ -150,6 +150,7 @@ class BatchQueue:
         count = max(0, min(run.until - begin, room))
         if run.first > begin or (count and not partition.announce(run, count)):
             return None
+        partition.is_short = run.until > partition.announced
         names = map(BatchId, repeat(partition.number), range(begin, begin + count))
         self.waiting.extend(map(WaitingBatch, repeat(partition), names))
         self.pending += count

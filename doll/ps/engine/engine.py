@@ -254,6 +254,8 @@ class Engine(EngineState):
                 continue
             is_hole = run.partition not in queue.partitions or not is_possible(run, self.settings.records_per_batch)
             if not is_hole:
+                if queue.partitions[run.partition].lacks_room_before(run):
+                    continue  # it announces all that it holds again now and then
                 room = self.settings.max_pending_batches - queue.pending
                 is_hole = queue.announce(run, room) is None and room > 0
             if is_hole:

@@ -32,6 +32,7 @@ class Partition:
         leader_epoch: of the last applied batch, see `doll.records.control.PushedBatch`; -1: not known.
         left_out: records that cuts of the applied batches had left out at the start.
         cuts: of the announced batches that are not durable.
+        is_short: its worker has announced more of it than there was room for, and says so again within seconds.
         held: batches whose gradient is at the server.
         computing: batches granted whose gradient has not come.
     """
@@ -46,6 +47,7 @@ class Partition:
     announced: int = field(init=False)
     held: int = 0
     computing: int = 0
+    is_short: bool = False
 
     def __post_init__(self, left_out: int) -> None:
         self.cuts = Cuts(left_out)
@@ -91,8 +93,13 @@ class Partition:
         self.announced += count
         return True
 
+    def lacks_room_before(self, run: Run) -> bool:
+        """Whether there was no room for some of the batches before `run`, which were announced."""
+        return self.is_short and run.first > self.announced
+
     def forget_waiting(self) -> None:
         """What was announced and not granted has to be announced again, perhaps with other cuts."""
+        self.is_short = False
         self.announced = self.granted
         self.cuts.forget_from(self.announced)
 

@@ -202,3 +202,27 @@ def test_another_number_leaves_the_released_ones_as_they_are_where_that_can_be()
 
 def owned(engine: Engine) -> list[list[int]]:
     return [sorted(worker.queue.partitions) for worker in engine.workers()]
+
+
+def test_a_worker_goes_on_that_announces_more_than_there_is_room_for_behind_a_move() -> None:
+    """What the giver has in the model counts for the taker, which has not read it again yet."""
+    engine = engine_of(num_workers=1)
+    session = join(engine, 0).session
+    actions = engine.handle(
+        Announce(worker=0, session=session, runs=tuple(Run(number, 0, 1) for number in range(4))), 0.0
+    )
+    while grants := [action for action in actions if isinstance(action, Grant)]:
+        actions = engine.handle(answer(grants[0], 1, ""), 0.0)
+    assert engine.version == 4
+    engine.handle(Scale(workers=2, run_id="run"), 0.0)
+    actions = engine.handle(Join(worker=1, process="p1"), 0.0)
+    session = engine.worker(1).session
+    engine.handle(Announce(worker=1, session=session, runs=(Run(2, 0, 8),)), 0.0)
+    partition = engine.worker(1).queue.partitions[2]
+    assert partition.announced == 7, "8 batches may be pending, and one is of partition 3"
+    engine.handle(CheckpointStored(version=4), 0.0)
+    actions = engine.handle(Announce(worker=1, session=session, runs=(Run(2, 8, 9),)), 0.0)
+    assert (partition.announced, [action for action in actions if isinstance(action, SendHello)]) == (7, [])
+    engine.handle(Announce(worker=1, session=session, runs=(Run(2, 1, 9),)), 0.0)
+    assert partition.announced == 9
+    engine.check_invariants()
