@@ -34,6 +34,12 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     launcher.die_with_parent(os.getppid() if parent_pid is None else parent_pid)
 
 
+def tied(argv: Sequence[str]) -> list[str]:
+    """The command that runs `argv` and is killed when this process ends, as `spawn` says."""
+    watched = () if IS_LINUX else (launcher.WATCH,)
+    return [sys.executable, "-I", "-S", launcher.__file__, *watched, str(os.getpid()), *argv]
+
+
 def spawn(
     argv: Sequence[str],
     log_path: Path,
@@ -52,11 +58,10 @@ def spawn(
         log_path: standard error, and standard output unless `stdout` is given, are appended to this file.
         env: additions to the environment.
     """
-    watched = () if IS_LINUX else (launcher.WATCH,)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", launcher.__file__, *watched, str(os.getpid()), *argv],
+            tied(argv),
             stdin=stdin,
             stdout=log if stdout is None else stdout,
             stderr=log,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, get_args
 from doll import telemetry
 from doll.config import ComposeFleetConfig
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.provisioner.fleets.orders import identity
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 from doll.records.bounded import MalformedError, json_object, json_value, short
@@ -202,17 +203,11 @@ class ComposeFleet:
             INCARNATION_LABEL: str(order.incarnation),
             MARKET_LABEL: order.market,
         }
-        environment = {
-            "DOLL_WORKER": str(order.slot),
-            "DOLL_INCARNATION": str(order.incarnation),
-            "DOLL_INSTANCE": name,
-            "DOLL_MARKET": order.market,
-        }
         try:
             self._run([
                 *self._compose, "run", "--detach", "--no-deps", "--name", name,
                 *(word for key, value in labels.items() for word in ("--label", f"{key}={value}")),
-                *(word for key, value in environment.items() for word in ("--env", f"{key}={value}")),
+                *(word for key, value in identity(order, name).items() for word in ("--env", f"{key}={value}")),
                 self._service,
             ])  # fmt: skip
         except DockerError as error:

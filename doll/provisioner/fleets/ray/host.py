@@ -16,8 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from doll.local import launcher
-from doll.process.platform import IS_LINUX
+from doll.local import processes
 
 
 class WorkerHost:
@@ -42,13 +41,10 @@ class WorkerHost:
         self._folder = tempfile.TemporaryDirectory(prefix="doll-worker-", ignore_cleanup_errors=True)
         path = Path(self._folder.name) / "job.yaml"
         path.write_text(job + yaml.safe_dump({"base_folder": base_folder or str(Path.cwd())}), encoding="utf-8")
-        watched = () if IS_LINUX else (launcher.WATCH,)
         # Linux kills it with the thread that started it: the constructor and the methods of an actor share one.
         program = [word.format(job=path, python=sys.executable) for word in command]
         self._worker = subprocess.Popen(
-            [sys.executable, "-I", "-S", launcher.__file__, *watched, str(os.getpid()), *program],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **env, **identity},
+            processes.tied(program), stdin=subprocess.DEVNULL, env={**os.environ, **env, **identity}
         )
         self._asked = threading.Event()
         threading.Thread(target=self._end_with_worker, daemon=True).start()
