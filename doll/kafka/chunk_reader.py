@@ -139,6 +139,7 @@ class _Reading:
         number: `ReadFrom.reading`.
         durable: everything below it is durable; guarded by the reader's condition.
         asked, committed: of the commit under way, and of the last one that was answered.
+        ended_at: where nothing more could be read when the library last said so.
         log_end: at the last fetch.
     """
 
@@ -147,7 +148,7 @@ class _Reading:
         self.start, self.learned, self.number = read.start, read.learned, read.reading
         self.position = read.start
         self.unreadable: tuple[int, UnreadValue] | None = None
-        self.durable = self.log_end = self.asked = self.committed = -1
+        self.durable = self.ended_at = self.log_end = self.asked = self.committed = -1
 
 
 class ChunkReader:
@@ -352,7 +353,9 @@ class ChunkReader:
         for number in self._readings if numbers is None else numbers:
             reading = self._readings[number]
             where = _TopicPartition(*reading.where)
-            reading.log_end = int(self._consumer.get_watermark_offsets(where, cached=True)[1])
+            high = int(self._consumer.get_watermark_offsets(where, cached=True)[1])
+            # What an open transaction holds back is below the high watermark, and cannot be read: it is not there yet.
+            reading.log_end = reading.position if reading.ended_at == reading.position else high
 
     def _read(self) -> None:
         for number in self._unreadable:
@@ -465,6 +468,7 @@ class ChunkReader:
         """Whether what follows of this partition may be read."""
         code, number = error.code(), reading.where.number
         if code == KafkaError._PARTITION_EOF:
+            reading.ended_at = offset or 0
             if (offset or 0) > reading.position:  # else the last chunk says it, as of most partitions
                 reading.position = offset or 0
                 self._send(NoRecordBelow(number, reading.position, reading.number))

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.integration
 
 FEATURES = 4
 STAGES, WAVE = 3, 4
+EACH = 5  # samples of each kind of poison
 JOB = (
     f"task.args={{features: {FEATURES}, hidden: [16, 16]}}",
     f"training.policy={{name: wsp, wave_batches: {WAVE}, clock_distance: 1}}",
@@ -78,7 +79,7 @@ def test_poison_among_the_records_is_refused_by_stages(make_pipeline: Any) -> No
         "extreme": np.array([1e30, -1e30, 1e30, -1e30, 1], "<f4").tobytes(),
     }
     places = [300 + 37 * at for at in range(20)]
-    for place, value in zip(places, (value for value in poison.values() for _ in range(5)), strict=True):
+    for place, value in zip(places, (value for value in poison.values() for _ in range(EACH)), strict=True):
         values[place] = value
     job.send(values)
     job.until_version(20)
@@ -87,7 +88,9 @@ def test_poison_among_the_records_is_refused_by_stages(make_pipeline: Any) -> No
     report = job.assert_audit_ok()
     # Of the worker whose stage died less may be learned by the end, or nothing: the other one does not wait for it.
     reached = [place for place in places if place // 2 < report.partitions[place % 2].applied_until]
-    assert report.dead == len(reached) >= len(places) // 2, report.partitions
+    # The extreme ones come last. One that the model happens to get right has no gradient, and is learned.
+    certain = [place for place in reached if place < places[-EACH]]
+    assert len(places) // 2 <= len(certain) <= report.dead <= len(reached), report.partitions
     assert np.isfinite(job.checkpoint().tensors["weights"]).all()
     losses = [update.loss for update in job.updates]
     assert np.mean(losses[-20:]) < np.mean(losses[:10])

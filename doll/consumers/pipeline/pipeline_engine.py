@@ -153,7 +153,7 @@ class PipelineGradientEngine:
         self._flights: dict[int, deque[Flight]] = {}  # by batch; more than one where it is computed again
         self._in_stages: deque[Flight] = deque()  # sent, and not back
         self._returned: deque[Backward] = deque()  # that wait for an inspection
-        self._suspect: tuple[Flight, Backward] | None = None
+        self._suspect: Flight | None = None
         self._is_inspecting = False
         self._answers: dict[tuple[str, int | None], set[int]] = {}  # stages that have answered, until all have
         self._keys: dict[int, str] = {}  # of waves, by the batch below which they end
@@ -449,7 +449,7 @@ class PipelineGradientEngine:
         gradient = gradient_of(message)
         problem = message.problem or gradient.problem()
         if flight.bad is None and (problem or self._guard.is_unusual(gradient)):
-            self._suspect = (flight, message)
+            self._suspect = flight
             self._core.hold()
             return
         if problem:
@@ -500,7 +500,7 @@ class PipelineGradientEngine:
 
     def _inspect(self) -> None:
         assert self._suspect is not None
-        flight, message = self._suspect
+        flight = self._suspect
         number = flight.batch.number
         self._suspect, self._is_inspecting = None, False
         if self._core.is_void(number):
@@ -509,17 +509,16 @@ class PipelineGradientEngine:
             return
         gradient, bad = self._guard.compute(*flight.samples, batch=number)
         flight.bad = bad
-        seen = gradient_of(message)
         if gradient is None or not gradient.weight:
             flight.computed = self._computed(flight, gradient)
             self._complete(flight, 0.0, 0.0)
-        elif bad or message.problem or seen.problem():
+        else:
+            # Also where no sample is refused: what came back is of older weights, at which one may do harm that the
+            # model gets right by now, with no gradient at all.
             left = [at for at in range(flight.samples.num_samples) if at not in bad]
             flight.samples = flight.samples.of(left)
             self._in_stages.appendleft(flight)
             self._send_samples(self._core.again(number, len(left)), flight)
-        else:
-            self._accept(flight, seen)
         self._go_on()
 
     def _go_on(self) -> None:

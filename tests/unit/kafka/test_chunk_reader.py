@@ -224,8 +224,10 @@ def test_offsets_without_a_record_are_told_where_the_log_ends(make_rig: Callable
     assert producer.flush(60) == 0
     with pytest.raises(queue.Empty):
         rig.deliveries.get(timeout=0.5)
+    assert rig.reader.log_end(0) == 9, "an open transaction that nobody ends is no lag"
     producer.commit_transaction(60)
     assert rig.read(9) == {9: b"d"}
+    until(lambda: rig.reader.log_end(0) == 11, "the end behind its marker")
 
 
 @pytest.mark.parametrize("beyond", [False, True])

@@ -292,6 +292,34 @@ def test_nothing_begins_while_a_batch_is_inspected(
     assert computing == [1], "another batch than the inspected one is in the stages"
 
 
+def test_what_is_learned_of_an_unusual_batch_is_what_was_judged(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came back with a gradient of older weights, and was judged at those that the batches before it have made."""
+    rig = make_rig(3, 4)
+    weights = rig.publish(1, 0)
+    learn(rig, weights, 4)
+    guard = rig.engine._guard
+    seen: list[float] = []
+    judged: list[float] = []
+    compute = guard.compute
+
+    def is_unusual(gradient: Any) -> bool:
+        seen.append(gradient.loss_sum)
+        return len(seen) == 3
+
+    def record(*arguments: Any, **options: Any) -> Any:
+        result = compute(*arguments, **options)
+        judged.append(result.gradient.loss_sum)
+        return result
+
+    monkeypatch.setattr(guard, "is_unusual", is_unusual)
+    monkeypatch.setattr(guard, "compute", record)
+    answers = [answer(future) for future in [rig.submit(number, weights) for number in (4, 5, 6, 7)]]
+    assert answers[2].batches[0].loss_sum == pytest.approx(judged[0], rel=1e-5)
+    assert answers[2].batches[0].loss_sum != pytest.approx(seen[2], rel=1e-3)
+
+
 def test_a_batch_of_bad_samples_only_is_left_out(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(3, 2)
     weights = rig.publish(1, 0)
