@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from doll.records.control import SourceEnded, Update
-from doll.run.local.source_end import report_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
@@ -46,15 +45,14 @@ def test_a_quiet_partition_holds_up_no_group_and_no_record_counts_twice(make_pip
     assert all(0 < member.hi - member.lo < 8 for member in cut)
 
 
-def test_the_end_of_a_source_is_learned_where_it_is_told_again(make_pipeline: Any) -> None:
-    """The server was not there when the source ended."""
+def test_the_end_of_a_source_is_learned_by_a_server_that_was_not_there(make_pipeline: Any) -> None:
+    """The source ended before the first server began, and said so; more is said there of a topic that is gone."""
     job = make_pipeline("data.batch_size=8", "data.partitions=3", "training.policy={name: doll, group_size: 4}")
     job.send(job.samples(31))
     job.control("events", SourceEnded(ends=(11, 10, 10)))
+    job.control("events", SourceEnded(ends=(5_000, 10, 10)))
+    job.control("events", b"sourceended")
     job.start()
-    job.until_status(lambda status: sum(item.retained_batches for item in status.workers) == 3, "3 full batches")
-    assert (job.status.source_ended, job.updates) == (False, [])
-    report_end(job.config, job.services)
     until_learned(job, 31)
     job.until_status(lambda status: status.source_ended, "a server that knows of it")
     job.until_status(lambda status: status.durable_version == status.version, "a checkpoint of all")
@@ -87,17 +85,7 @@ def test_a_source_that_ends_is_learned_to_its_last_record(make_pipeline: Any, po
     job.start_producer()
     job.until(lambda: learned(job.updates) > 40, "some updates")
     job.kill("worker-1")
-    told_terms = 1
-
-    def is_learned() -> bool:
-        nonlocal told_terms
-        # The server that the producer has told may be gone with what a worker had held back: `doll up` says it again.
-        if job.supervisor.exit_codes()["producer"] == 0 and len(job.term_starts) > told_terms:
-            told_terms = len(job.term_starts)
-            report_end(job.config, job.services)
-        return learned(job.updates) >= samples
-
-    job.until(is_learned, f"{samples} samples in the model")
+    until_learned(job, samples)
     job.until_status(lambda status: status.durable_version == status.version, "a checkpoint of all")
     report = job.assert_audit_ok()
     assert (report.produced, report.applied, report.pending) == (samples, samples, 0)

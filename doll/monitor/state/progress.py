@@ -352,11 +352,6 @@ class ProgressModel:
         """How many workers the job is to have now."""
         return (0 if self._status is None else self._status.num_workers) or self.config.data.workers
 
-    @property
-    def source_ended(self) -> bool:
-        """Whether the parameter server knows where a source has ended."""
-        return self._status is not None and self._status.source_ended
-
     def worker_lines(self) -> tuple[WorkerLine, ...]:
         """One line per worker that the job is to have, and per spare, by the newest status of the parameter server."""
         status = self._status

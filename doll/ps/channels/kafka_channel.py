@@ -1,6 +1,7 @@
 """The parameter server's channel to Kafka: reads `events` from its end, writes `commands`, `updates` and `metrics`.
 
 No consumer group and no committed offsets: what was sent while no server was there, workers send again after Hello.
+A source says once where it has ended, and goes: of the newest events before the end, only that is read.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from typing import Final
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka.publisher import Delivery, Publisher
-from doll.kafka.reader import Partition, Reader, from_end
-from doll.records.control import AnyRecord, ServerStatus
+from doll.kafka.reader import Message, Partition, Reader
+from doll.records.control import AnyRecord, ServerStatus, SourceEnded
 from doll.services import Services
 
 _PER_POLL: Final = 500
 _LOOKUP_S: Final = 15.0
+_LOOK_BACK: Final = 20_000  # events: about 0.1 s
+_SOURCE_ENDED: Final = b"sourceended"  # in each such record, and in few others
 
 
 class KafkaChannel:
@@ -30,9 +33,9 @@ class KafkaChannel:
         self._updates_topic = config.topic("updates")
         self._metrics_topic = config.topic("metrics")
         self._publisher = Publisher(config, services)
-        self._reader = Reader(
-            config, services, "ps", [Partition(config.topic("events"))], from_end, lookup_timeout_s=_LOOKUP_S,
-        )  # fmt: skip
+        self._events = Partition(config.topic("events"))
+        self._samples_topic = config.topic("samples")
+        self._reader = Reader(config, services, "ps", [self._events], _from_newest, lookup_timeout_s=_LOOKUP_S)
         self._address = services.kafka
         self._acknowledged = 0
         self._had_traffic = False
@@ -66,7 +69,22 @@ class KafkaChannel:
         """
         messages = self._reader.messages(timeout_s, limit=_PER_POLL)
         self._had_traffic |= bool(messages)
+        if messages and messages[0].offset < self._reader.ends[self._events]:
+            messages = [message for message in messages if self._is_for_this_server(message)]
         return [message.value for message in messages]
+
+    def _is_for_this_server(self, message: Message) -> bool:
+        """Whether it came since this server began, or says where a source has ended in the topic that there is now."""
+        if message.offset >= self._reader.ends[self._events]:
+            return True
+        if message.value is None or _SOURCE_ENDED not in message.value:
+            return False
+        record = self._reader.decode(message)
+        if not isinstance(record, SourceEnded):
+            return False
+        # A topic that took the place of another one holds less than that one did.
+        known = self._reader.partition_ends(self._samples_topic) or ()
+        return len(record.ends) <= len(known) and all(map(int.__le__, record.ends, known))
 
     def send_command(self, worker: int, record: AnyRecord) -> None:
         self._publisher.send(self._commands_topic, record, partition=worker, on_delivery=self._on_record)
@@ -106,3 +124,7 @@ class KafkaChannel:
 
     def _on_metric(self, delivery: Delivery) -> None:
         self._had_traffic |= not delivery.refusal
+
+
+def _from_newest(partition: Partition, low: int, high: int) -> int:
+    return max(low, high - _LOOK_BACK)

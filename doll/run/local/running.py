@@ -14,7 +14,6 @@ from doll.process.files import write_json
 from doll.run.folder import display_path
 from doll.run.local.context import PARAMETER_SERVERS, LocalRun
 from doll.run.local.follower import POLL_S, RunFollower
-from doll.run.local.source_end import report_end
 
 # After the end of the source: a policy of another distribution may leave a last group that is never full.
 IDLE_AFTER_SOURCE_S = 5.0
@@ -32,7 +31,7 @@ class Learning:
         self._follower = follower
         self._model = follower.model
         self._supervisor = Supervisor(run.launch, on_restart=follower.role_restarted)
-        self._producer_started = self._end_reported = False
+        self._producer_started = False
         self._pids: dict[str, int] = {}
         self._workers = set(range(run.config.data.workers))  # that were started, and not ended for serving nothing
 
@@ -92,11 +91,7 @@ class Learning:
             if codes.get("producer") != 0 or self._model.history.version != version:
                 idle_since_s, version = time.monotonic(), self._model.history.version
             if codes.get("producer") == 0 and self._all_read() and self._idle(time.monotonic() - idle_since_s):
-                if self._model.source_ended or self._end_reported:
-                    return SOURCE_ENDED
-                # The server that its producer has told is gone, with what fills no batch yet.
-                self._end_reported, idle_since_s = True, time.monotonic()
-                report_end(self._run.config, self._run.stack.services)
+                return SOURCE_ENDED
 
     def _start_producer(self, waited_s: float) -> None:
         """Start the source when the workers are live: samples that arrive earlier would be learned in one burst."""

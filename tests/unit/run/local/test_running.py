@@ -103,8 +103,8 @@ def test_a_worker_that_a_drill_has_taken_from_the_supervisor_is_not_started_besi
 class Ended:
     """A run whose producer has ended, and whose model does not change any more; its clock goes on with each turn."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, source_ended: bool) -> None:
-        self.source_ended, self.reported, self.now = source_ended, list[float](), 0.0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
         self.history = SimpleNamespace(version=7, service_s=lambda: 0.1)
         self.finished, self.num_workers = False, 1
         run = SimpleNamespace(
@@ -122,7 +122,6 @@ class Ended:
         producer.code = 0
         monkeypatch.setattr(Learning, "_write_pids", lambda self: None)
         monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(running, "report_end", lambda *args: self.reported.append(self.now))
 
     def follow(self) -> None:
         self.now += 1.0
@@ -131,11 +130,7 @@ class Ended:
         return [SimpleNamespace(worker=0, is_spare=False, is_live=True, lag_records=0)]
 
 
-@pytest.mark.parametrize("source_ended", [True, False])
-def test_a_server_that_does_not_know_of_the_end_is_told_again_and_gets_time(
-    monkeypatch: pytest.MonkeyPatch, source_ended: bool
-) -> None:
-    run = Ended(monkeypatch, source_ended=source_ended)
+def test_a_run_goes_on_for_a_while_behind_the_end_of_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Ended(monkeypatch)
     assert run.learning.follow() == running.SOURCE_ENDED
-    assert len(run.reported) == (0 if source_ended else 1), "once"
-    assert run.now >= (1 if source_ended else 2) * running.IDLE_AFTER_SOURCE_S
+    assert run.now >= running.IDLE_AFTER_SOURCE_S
