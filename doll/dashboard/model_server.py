@@ -128,4 +128,5 @@ def reading_of(text: str, now_s: float) -> Reading:
         waiting=max(of_processes("waiting_requests")),
         is_stale=any(of_processes("stale")),
         swaps=sum(of_processes("swaps")),
+        unlogged=sum(of_processes("unlogged_answers")),
     )

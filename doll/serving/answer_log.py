@@ -1,11 +1,12 @@
 """Answers as records of a topic, with version and id of the request: to be joined with labels that come later.
 
-It never holds a request up: while Kafka is away, answers that the producer's queue does not take are counted, and are
-not logged.
+It never holds a request up. While Kafka is away, answers wait in the producer's queue, which is bounded; those that it
+does not take, and those that Kafka refuses, are counted and are not logged.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -13,33 +14,69 @@ from typing import Any, Final
 import msgspec
 
 from doll.config import JobConfig
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.kafka import topics
+from doll.kafka.clients import kafka_problem
 from doll.kafka.publisher import Delivery, Publisher
+from doll.kafka.topic_plan import TOPIC_KINDS
 from doll.services import Services
 from doll.serving.model_copies import ServedVersion
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
 
 _ANY_PARTITION: Final = -1  # by the key, as Kafka's clients do
+_POLL_S: Final = 0.2
+_LOOK_S: Final = 2.0  # for other services: a run that is resumed has some
+_REPEAT_S: Final = 30.0
+_ANSWERS_S: Final = 5.0
+# What may wait for Kafka: librdkafka's own bound is 1 GB.
+_QUEUE: Final[dict[str, Any]] = {"queue_buffering_max_messages": 100_000, "queue_buffering_max_kbytes": 65_536}
 
 
 class AnswerLog:
     """Sends to one topic, which exists; a context manager.
 
     Args:
+        find_services: the job's services now; None where none are known.
+        on_logged: called for each answer that Kafka has taken.
         on_dropped: called for each answer that was not logged.
+
+    Raises:
+        ConfigError: no address of Kafka is known, or the topic cannot be used, as far as Kafka says at the beginning.
     """
 
     def __init__(
-        self, config: JobConfig, services: Services, topic: str, model: str, on_dropped: Callable[[], object]
+        self, config: JobConfig, find_services: Callable[[], Services | None], topic: str, model: str, *,
+        on_logged: Callable[[], object], on_dropped: Callable[[], object],
     ) -> None:  # fmt: skip
-        self._publisher = Publisher(config, services)
+        services = find_services()
+        if services is None:
+            raise ConfigError("--log-answers: expected kafka.address in the job file, or DOLL_KAFKA; got neither")
+        _require_topic(config, services, topic)
+        self._config = config
+        self._find_services = find_services
+        self._services = services
         self._topic = topic
         self._model = model
+        self._on_logged = on_logged
         self._on_dropped = on_dropped
+        # Held while deliveries are reported, by the thread that answers requests and by the one that polls.
+        self._lock = threading.RLock()
+        self._publisher = Publisher(config, services, **_QUEUE)
+        self._said_s = float("-inf")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="answer-log", daemon=True)
 
     def __enter__(self) -> AnswerLog:
+        self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
         self._publisher.close()
+        self._publisher.discard()  # what Kafka has not taken by now is counted
 
     def write(self, request_id: str, version: ServedVersion, answer: Any) -> None:
         """Log an answer.
@@ -52,12 +89,69 @@ class AnswerLog:
             "term": version.place.term, "answer": answer,
         }  # fmt: skip
         value = msgspec.json.encode(record)
-        is_queued = self._publisher.try_send(
-            self._topic, value, partition=_ANY_PARTITION, key=request_id.encode(), on_delivery=self._delivered
-        )  # fmt: skip
-        if not is_queued:
-            self._on_dropped()
+        with self._lock:
+            is_queued = self._publisher.try_send(
+                self._topic, value, partition=_ANY_PARTITION, key=request_id.encode(), on_delivery=self._delivered
+            )  # fmt: skip
+            if not is_queued:
+                self._drop(f"Kafka at {self._services.kafka} has not taken what waits for it")
 
     def _delivered(self, delivery: Delivery) -> None:
         if delivery.refusal:
-            self._on_dropped()
+            self._drop(delivery.refusal)
+        else:
+            self._on_logged()
+
+    def _drop(self, reason: str) -> None:
+        self._on_dropped()
+        if time.monotonic() - self._said_s >= _REPEAT_S:
+            self._said_s = time.monotonic()
+            log.warning("answer_not_logged", topic=self._topic, reason=reason)
+
+    def _poll(self) -> None:
+        """Report deliveries also where no request comes, and send to where the job's Kafka is."""
+        look_at_s = time.monotonic() + _LOOK_S
+        while not self._stop.wait(_POLL_S):
+            with self._lock:
+                self._publisher.poll()
+            if time.monotonic() >= look_at_s:
+                look_at_s = time.monotonic() + _LOOK_S
+                self._follow(self._find_services())
+
+    def _follow(self, services: Services | None) -> None:
+        if services is None or services.kafka == self._services.kafka:
+            return
+        try:
+            publisher = Publisher(self._config, services, **_QUEUE)
+        except ConfigError as exc:  # the environment lacks what its log-in needs: the old one goes on
+            log.warning("answer_log_not_moved", reason=str(exc))
+            return
+        with self._lock:
+            before, self._publisher, self._services = self._publisher, publisher, services
+            before.discard()
+
+
+def _require_topic(config: JobConfig, services: Services, topic: str) -> None:
+    """
+    Raises:
+        ConfigError: Kafka has no such topic, or the job itself reads it.
+    """
+    if topic in {config.topic(kind) for kind in TOPIC_KINDS}:
+        raise ConfigError(
+            f"--log-answers {topic}: expected a topic of its own, got one that the job uses: answers would be read as "
+            "its records"
+        )
+    problem = kafka_problem(config, services, _ANSWERS_S)
+    if problem is None:
+        try:
+            if topics.exists(config, services, topic):
+                return
+        except ServiceUnavailableError as exc:
+            problem = str(exc)
+    if problem is not None:
+        log.warning("answers_wait", topic=topic, reason=problem, action="answers wait until Kafka takes them")
+        return
+    raise ConfigError(
+        f"--log-answers {topic}: expected a topic that exists on Kafka at {services.kafka}, and may be written by this "
+        "user: create it, or correct the name"
+    )

@@ -153,7 +153,13 @@ def serve_here(
     with contextlib.ExitStack() as opened:
         executor = opened.enter_context(ThreadPoolExecutor(1, "compute"))
         opened.enter_context(following)
-        answers = opened.enter_context(_answer_log(job, options, metrics)) if options.log_topic else None
+        answers = None
+        if options.log_topic:
+            log_of_answers = AnswerLog(
+                config, job.find_services, options.log_topic, options.name,
+                on_logged=metrics.logged, on_dropped=metrics.unlogged,
+            )  # fmt: skip
+            answers = opened.enter_context(log_of_answers)
         batcher = Batcher(
             predictor.answer, executor, max_samples=options.max_batch, max_waiting=options.max_queue,
             time_limit_s=options.time_limit_s, on_batch=metrics.computed,
@@ -182,17 +188,6 @@ def serve_here(
             heartbeat.expect("loop")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_until(server, listener, stop, observe, batcher, options.time_limit_s))
-
-
-def _answer_log(job: ServedJob, options: ServeOptions, metrics: ServeMetrics) -> AnswerLog:
-    """
-    Raises:
-        ConfigError: no address of Kafka is known.
-    """
-    services = job.find_services()
-    if services is None:
-        raise ConfigError("--log-answers: expected kafka.address in the job file, got none")
-    return AnswerLog(job.config, services, options.log_topic, options.name, metrics.unlogged)
 
 
 async def _serve_until(

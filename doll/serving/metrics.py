@@ -25,6 +25,7 @@ _BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 _COUNTS: Final = {
     "samples": "Samples that were answered.", "batches": "Batches that were computed.",
     "compute_seconds": "Time in which batches were computed.", "swaps": "Versions that took the place of another one.",
+    "logged_answers": "Answers that stand in the topic of --log-answers.",
     "unlogged_answers": "Answers that Kafka did not take.",
 }  # fmt: skip
 _GAUGES: Final = {
@@ -70,6 +71,10 @@ class ServeMetrics(Collector):
     def swapped(self) -> None:
         """A version took the place of another one."""
         self._own[_COLUMNS["swaps"]] += 1
+
+    def logged(self) -> None:
+        """An answer was logged."""
+        self._own[_COLUMNS["logged_answers"]] += 1
 
     def unlogged(self) -> None:
         """An answer could not be logged."""

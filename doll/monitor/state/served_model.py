@@ -25,6 +25,7 @@ class Reading:
         age_s, samples_behind, waiting: the most of all processes.
         is_stale: a newer version may not have been seen by one of them.
         swaps: versions that took the place of another one, since its start.
+        unlogged: answers that Kafka has not taken (`--log-answers`), since its start.
     """
 
     at_s: float
@@ -36,6 +37,7 @@ class Reading:
     waiting: float
     is_stale: bool
     swaps: float
+    unlogged: float = 0.0
 
     @property
     def total(self) -> float:

@@ -37,6 +37,7 @@ def _facts(model: ServedModel, now: Reading) -> list[tuple[str, str]]:
         ("latency", "" if last is None else f"median {_ms(last.median_s)}, 99 % below {_ms(last.p99_s)}"),
         ("refused", ", ".join(f"{of(round(count), None)} with {code}" for code, count in refused.items())),
         ("waiting", of(round(now.waiting), None) if now.waiting else ""),
+        ("not logged", f"{of(round(now.unlogged), None)} answers" if now.unlogged else ""),
     ]
 
 

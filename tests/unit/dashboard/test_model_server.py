@@ -25,6 +25,20 @@ def test_a_reading_is_what_the_server_has_counted() -> None:
     assert reading.buckets[-1] == (float("inf"), 5.0)
 
 
+def test_answers_that_were_not_logged_are_said() -> None:
+    metrics = ServeMetrics("clicks", 2)
+    texts = [metrics.page().decode()]
+    source = WithModelServer(MadeUpJob(), lambda: texts[0])
+    source.look(1.0)
+    assert "not logged" not in dict(source.read(page)["served"]["facts"])
+    metrics.unlogged()
+    metrics.use_row(1)
+    metrics.unlogged()
+    texts[0] = metrics.page().decode()
+    source.look(3.0)
+    assert dict(source.read(page)["served"]["facts"])["not logged"] == "2 answers"
+
+
 @pytest.mark.parametrize("text", ["", "<html>", "doll_serve_version 1\n", "up 1\n"])
 def test_what_is_no_model_server_is_said_and_the_page_goes_on(text: str) -> None:
     made_up = MadeUpJob()

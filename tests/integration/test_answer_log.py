@@ -1,0 +1,137 @@
+"""`doll serve --log-answers` on a real Kafka: each answer stands there once, and no request waits for Kafka."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from doll.errors import ConfigError
+from doll.kafka import topics
+from doll.local.kafka_broker import LocalKafka
+from doll.services import Services
+from doll.serving import answer_log
+from doll.serving.answer_log import AnswerLog
+from owners_topic import OwnersTopic
+from serving_rig import ServingRig, output_of
+from waiting import until
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def topic(broker: LocalKafka, job_name: str) -> str:
+    topic = OwnersTopic(broker.address, f"{job_name}-answers")
+    topic.create(2)
+    return topic.name
+
+
+@pytest.fixture
+def rig(tmp_path: Path, broker: LocalKafka, topic: str) -> Iterator[ServingRig]:
+    with ServingRig(tmp_path, log_topic=topic) as rig:
+        rig.services = dataclasses.replace(rig.services, kafka=broker.address)
+        rig.save(1)
+        yield rig
+
+
+def logged(address: str, topic: str) -> list[tuple[str, Any]]:
+    """Key and content of all records of a topic of two partitions, each in order."""
+    consumer = Consumer({"bootstrap.servers": address, "group.id": "reader", "enable.partition.eof": False})
+    records = []
+    try:
+        for partition in range(2):
+            low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=60)
+            consumer.assign([TopicPartition(topic, partition, low)])
+            while low < high:
+                message = consumer.poll(60)
+                assert message is not None
+                assert message.error() is None, message.error()
+                low = message.offset() + 1
+                records.append((message.key().decode(), json.loads(message.value())))
+    finally:
+        consumer.close()
+    return records
+
+
+def counted(rig: ServingRig, what: str) -> int:
+    lines = rig.request("GET", "/metrics")[2].decode().splitlines()
+    return int(float(next(line for line in lines if line.startswith(f"doll_serve_{what}_total{{")).rsplit(" ", 1)[1]))
+
+
+def test_an_answer_stands_there_with_its_version_and_the_id_of_its_request(rig: ServingRig, topic: str) -> None:
+    rig.start()
+    assert rig.infer([[1, 2]], id="first")[1]["id"] == "first"
+    rig.publish(2)
+    until(lambda: rig.get("/v2/models/line")[1]["versions"][0] == "2", "version 2")
+    body = json.dumps([{"x": [1, 2]}, {"x": [3, 4]}]).encode()
+    answer = json.loads(rig.request("POST", "/predict", body, {"X-Request-Id": "second"})[2])
+    assert (answer["id"], answer["version"]) == ("second", 2)
+    own_id = json.loads(rig.request("POST", "/predict", b'{"x": [1, 2]}')[2])["id"]
+    assert rig.infer([[1, 2, 3]])[0] == 422, "what is refused is no answer"
+    until(lambda: counted(rig, "logged_answers") == 3, "Kafka to have taken all")
+    records = dict(logged(rig.services.kafka, topic))
+    assert records.keys() == {"first", "second", own_id}
+    assert [records[key]["version"] for key in ("first", "second", own_id)] == [1, 2, 2]
+    assert records["first"]["answer"] == {"output": [output_of(1, [[1, 2]])]}
+    assert records["second"]["answer"] == answer["predictions"]
+    for key, record in records.items():
+        assert (record["id"], record["model"], record["term"]) == (key, "line", 1)
+        assert record["time_s"] > 1e9
+    assert counted(rig, "unlogged_answers") == 0
+
+
+def test_requests_go_on_while_kafka_is_away_and_what_is_not_logged_is_counted(
+    rig: ServingRig, topic: str, broker: LocalKafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(answer_log._QUEUE, "queue_buffering_max_messages", 20)
+    rig.start()
+    assert rig.infer(id="before")[0] == 200
+    until(lambda: counted(rig, "logged_answers") == 1, "Kafka to have taken it")
+    broker.kill()
+    try:
+        asked = [f"away-{number}" for number in range(50)]
+        assert [rig.infer(id=each)[0] for each in asked] == 50 * [200]
+        assert counted(rig, "unlogged_answers") == 30, "20 wait, and the others are said to be lost"
+    finally:
+        broker.start()
+    until(lambda: counted(rig, "logged_answers") == 21, "what has waited")
+    assert rig.infer(id="after")[0] == 200
+    until(lambda: counted(rig, "logged_answers") == 22, "Kafka to have taken it")
+    keys = [key for key, _ in logged(broker.address, topic)]
+    assert sorted(keys) == sorted(["before", *asked[:20], "after"]), "each of them once"
+
+
+def test_kafka_may_be_away_at_the_beginning_and_come_back_elsewhere(
+    rig: ServingRig, topic: str, broker: LocalKafka, nowhere: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_log, "_ANSWERS_S", 0.2)
+    rig.services = dataclasses.replace(rig.services, kafka=nowhere.kafka)
+    rig.start()
+    assert rig.infer(id="lost")[0] == 200
+    rig.services = dataclasses.replace(rig.services, kafka=broker.address)  # as of a run that was resumed
+    until(lambda: counted(rig, "unlogged_answers") == 1, "the loss of what has waited for the other Kafka")
+    assert rig.infer(id="there")[0] == 200
+    until(lambda: counted(rig, "logged_answers") == 1, "Kafka to have taken it")
+    assert [key for key, _ in logged(broker.address, topic)] == ["there"]
+
+
+@pytest.mark.parametrize(
+    ("topic", "said"),
+    [
+        ("there-is-none", "expected a topic that exists on Kafka at .*: create it, or correct the name"),
+        ("doll.line.samples", "expected a topic of its own, got one that the job uses"),
+    ],
+)
+def test_a_topic_that_cannot_be_used_is_refused(rig: ServingRig, topic: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        AnswerLog(rig.config, lambda: rig.services, topic, "line", on_logged=int, on_dropped=int)
+    assert not topics.exists(rig.config, rig.services, topic), "nor was it created"
+
+
+def test_without_an_address_of_kafka_nothing_can_be_logged(rig: ServingRig) -> None:
+    with pytest.raises(ConfigError, match=r"--log-answers: expected kafka\.address"):
+        AnswerLog(rig.config, lambda: None, "answers", "line", on_logged=int, on_dropped=int)
