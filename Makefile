@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets compose-check bench-large bench-links bench-stages bench-accuracy paper paper-live build release lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets bench-hosts compose-check bench-large bench-links bench-stages bench-accuracy paper paper-live build release lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,6 +122,9 @@ bench-cluster: setup ## measure pauses with three brokers, one killed every 20 s
 
 bench-faults: setup ## samples learned with a fault every 29 s by those without (20 minutes; BENCH=--asap: a saturated job)
 	@$(BIN)/python -m benchmarks.faults $(BENCH)
+
+bench-hosts: setup ## rates of policies on hosts far from each other, and faults between them (root, Linux; BENCH="--faults 60 ...")
+	@$(BIN)/python -m benchmarks.hosts $(BENCH)
 
 compose-check: setup ## docker-compose.yml on this machine's docker engine: build, a job with kills, a refusal, nothing left
 	@$(BIN)/python deploy/compose_check.py

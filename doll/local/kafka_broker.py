@@ -117,6 +117,7 @@ class LocalKafka(processes.LocalServer):
         advertised_ports: additional plaintext listeners by name (letters, digits, `-`), each with the loopback port
             that it advertises; a relay on that port forwards to `listener_port`.
         member: the place in a cluster.
+        host: where a single node listens.
     """
 
     _grace_s: ClassVar[float] = 10.0
@@ -129,6 +130,7 @@ class LocalKafka(processes.LocalServer):
         identity: Path | None = None,
         advertised_ports: Mapping[str, int] | None = None,
         member: ClusterMember | None = None,
+        host: processes.Host = processes.THIS_HOST,
     ) -> None:
         """
         Raises:
@@ -146,6 +148,7 @@ class LocalKafka(processes.LocalServer):
         self._listener_ports: dict[str, int] = {}
         self._cluster_id = ""
         self._member = member
+        self._host = host
 
     @property
     def cluster_id(self) -> str:
@@ -169,12 +172,12 @@ class LocalKafka(processes.LocalServer):
     @property
     def address(self) -> str:
         """`127.0.0.1:port`; empty before the first start."""
-        return f"{processes.LOOPBACK}:{self._port}" if self._port else ""
+        return f"{self._host.address}:{self._port}" if self._port else ""
 
     @property
     def secure_address(self) -> str:
         """As `address`, of the listener with TLS and SASL; empty without such a listener."""
-        return f"{processes.LOOPBACK}:{self._secure_port}" if self._secure_port else ""
+        return f"{self._host.address}:{self._secure_port}" if self._secure_port else ""
 
     def listener_port(self, name: str) -> int:
         """The port of the listener `name` of `advertised_ports`; known from the first start on."""
@@ -228,8 +231,8 @@ class LocalKafka(processes.LocalServer):
         protocols = {name: "SASL_SSL" if name == "SASL_SSL" else "PLAINTEXT" for name in listeners}
         text = _PROPERTIES.format(
             node=node, folder=self._folder,
-            voters=",".join(f"{number}@{processes.LOOPBACK}:{port}" for number, port in enumerate(controllers, 1)),
-            listeners=_endpoints(listeners), advertised=_endpoints(advertised),
+            voters=",".join(f"{number}@{self._host.address}:{port}" for number, port in enumerate(controllers, 1)),
+            listeners=self._endpoints(listeners), advertised=self._endpoints(advertised),
             protocols=",".join(f"{name}:{protocol}" for name, protocol in protocols.items()),
             **replication_settings(len(controllers)),
         )  # fmt: skip
@@ -254,6 +257,9 @@ class LocalKafka(processes.LocalServer):
         if self._java(jars, "kafka.tools.StorageTool", arguments).wait() != 0:
             raise ServiceUnavailableError(f"Kafka cannot format its data folder:\n{processes.tail(self.log_path)}")
 
+    def _endpoints(self, listeners: Mapping[str, int]) -> str:
+        return ",".join(f"{name}://{self._host.address}:{port}" for name, port in listeners.items())
+
     @property
     def _properties(self) -> Path:
         return self._folder / "server.properties"
@@ -263,7 +269,7 @@ class LocalKafka(processes.LocalServer):
         assert java is not None, "kafka_jars.ensure has checked for it"
         quiet = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.showDateTime=true"
         heap = f"-Xmx{_HEAP_MB if self._member is None else _CLUSTER_HEAP_MB}m"
-        command = [java, heap, *_JVM_FLAGS, *quiet, "-cp", f"{jars}/*", main_class, *arguments]
+        command = [*self._host.prefix, java, heap, *_JVM_FLAGS, *quiet, "-cp", f"{jars}/*", main_class, *arguments]
         return processes.spawn(command, self.log_path)
 
     def _launch(self, jars: Path) -> bool:
@@ -399,7 +405,3 @@ def nodes_with_data(folder: Path) -> int:
 def new_cluster_id() -> str:
     """A random cluster id in Kafka's format (base64 of a UUID)."""
     return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-
-
-def _endpoints(listeners: Mapping[str, int]) -> str:
-    return ",".join(f"{name}://{processes.LOOPBACK}:{port}" for name, port in listeners.items())

@@ -11,6 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, ClassVar, Final, Self
@@ -23,6 +24,22 @@ LOOPBACK: Final = "127.0.0.1"
 _PORTS: Final = range(20_000, 32_000)
 _given: Final[deque[int]] = deque(maxlen=1_000)
 _TAIL_BYTES: Final = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where a local server listens.
+
+    Attributes:
+        address: of the interface that it listens on, and that it tells its clients.
+        prefix: words before its command, which start it in a network namespace of its own; it keeps its process id.
+    """
+
+    address: str = LOOPBACK
+    prefix: tuple[str, ...] = ()
+
+
+THIS_HOST: Final = Host()
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A local Redis server on loopback: a cache without persistence."""
+"""A local Redis server, on loopback where nothing else is said: a cache without persistence."""
 
 from __future__ import annotations
 
@@ -44,24 +44,32 @@ class LocalRedis(processes.LocalServer):
         folder: folder of its log.
         identity: a PEM file with a private key and its certificates. It adds a TLS port at `secure_address`, and needs
             an executable that `supports_tls`.
+        host: where it listens.
     """
 
     _grace_s: ClassVar[float] = 5.0
 
-    def __init__(self, folder: Path, *, max_memory_mb: int = 512, identity: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_memory_mb: int = 512,
+        identity: Path | None = None,
+        host: processes.Host = processes.THIS_HOST,
+    ) -> None:
         super().__init__(folder / "redis.log")
-        self._folder, self._identity, self._max_memory_mb = folder, identity, max_memory_mb
+        self._folder, self._identity, self._max_memory_mb, self._host = folder, identity, max_memory_mb, host
         self._port = self._secure_port = 0
 
     @property
     def address(self) -> str:
         """`redis://127.0.0.1:port/0`; empty before the first start."""
-        return f"redis://{processes.LOOPBACK}:{self._port}/0" if self._port else ""
+        return f"redis://{self._host.address}:{self._port}/0" if self._port else ""
 
     @property
     def secure_address(self) -> str:
         """As `address`, with TLS: `rediss://...`; empty without TLS."""
-        return f"rediss://{processes.LOOPBACK}:{self._secure_port}/0" if self._secure_port else ""
+        return f"rediss://{self._host.address}:{self._secure_port}/0" if self._secure_port else ""
 
     def start(self) -> None:
         """Start an empty server, on its earlier port if it had one, and return when it answers."""
@@ -90,9 +98,12 @@ class LocalRedis(processes.LocalServer):
             tls = ("--tls-port", str(self._secure_port), "--tls-cert-file", identity, "--tls-key-file", identity)
             # Clients authenticate with a password, not with a certificate.
             tls += ("--tls-ca-cert-file", identity, "--tls-auth-clients", "no")
+        # Protected mode is loopback only. Another host of a test is a namespace that nothing else reaches.
+        protected = "yes" if self._host.address == processes.LOOPBACK else "no"
         self._process = processes.spawn(
             [
-                *(executable, "--port", str(port), "--bind", processes.LOOPBACK, "--protected-mode", "yes"),
+                *self._host.prefix,
+                *(executable, "--port", str(port), "--bind", self._host.address, "--protected-mode", protected),
                 *("--save", "", "--appendonly", "no", "--dir", str(self._folder), "--daemonize", "no"),
                 # noeviction: a failed write is reported; an evicted blob of weights would not be.
                 *("--maxmemory", f"{self._max_memory_mb}mb", "--maxmemory-policy", "noeviction"),
@@ -112,4 +123,4 @@ class LocalRedis(processes.LocalServer):
 
     def _answers(self, port: int, pid: int) -> bool:
         # Another run may have picked the same port: compare the process id.
-        return server_pid(Services("", f"redis://{processes.LOOPBACK}:{port}/0")) == pid
+        return server_pid(Services("", f"redis://{self._host.address}:{port}/0")) == pid
