@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,8 +30,18 @@ _MAX_GROUPS: Final = 100  # one request each
 _OLD_SHARE: Final = 0.5  # of the retention
 
 
-def ask_kafka(config: JobConfig, services: Services, timeout_s: float = 10.0) -> KafkaFacts:
+def ask_kafka(
+    config: JobConfig,
+    services: Services,
+    timeout_s: float = 10.0,
+    *,
+    goes_on: Callable[[Sequence[tuple[str, int]]], bool] = lambda brokers: True,
+) -> KafkaFacts:
     """All facts. Nothing is created, changed, written or committed.
+
+    Args:
+        goes_on: told where the brokers say that they are, whether anything else is asked: a client goes on to these
+            places, and each question waits for its time limit where none of them can be reached.
 
     Raises:
         ConfigError: the environment lacks what the log-in needs.
@@ -42,6 +52,9 @@ def ask_kafka(config: JobConfig, services: Services, timeout_s: float = 10.0) ->
     facts = KafkaFacts()
     question = _Questions(make_admin(config, services), config, facts)
     question.metadata()
+    if not goes_on(facts.brokers):
+        return facts
+    question.cluster()
     question.topics()
     question.groups()
     question.settings()
@@ -75,6 +88,8 @@ class _Questions:
                 latencies_s.append(time.perf_counter() - start_s)
             self._facts.latency_s = min(latencies_s)
             self._facts.brokers = [(broker.host, broker.port) for broker in metadata.brokers.values()]
+
+    def cluster(self) -> None:
         with self._about("operations on the cluster"):
             cluster = self._admin.describe_cluster(include_authorized_operations=True, request_timeout=_ASK_S)
             self._facts.allowed["cluster", ""] = _operations(cluster.result(_ASK_S).authorized_operations)

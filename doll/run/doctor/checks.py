@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from doll.kafka.permissions import Permission, Role, allow_command, lacking, needed
 from doll.kafka.topic_plan import (
@@ -33,6 +33,14 @@ _SHOWN_CHARS: Final = 120
 _MAX_SKEW_S: Final = 2.0
 _DAY_S: Final = 86_400.0
 _CERTIFICATE_WARNING_S: Final = 14 * _DAY_S
+_FAR_S: Final = 0.005  # a round trip after which windows of TCP matter more than rates
+Unreachable: TypeAlias = Literal["", "name", "refused", "silent", "no_route", "other"]
+_REMEDIES: Final[Mapping[Unreachable, str]] = {
+    "name": "correct the name, or the DNS of this host",
+    "refused": "its host answers, and nothing listens on this port: start it, or correct the port",
+    "silent": "open the network to it (security group, firewall, route), or correct the address",
+    "no_route": "this host has no route there: correct the address, or its network",
+}
 _WITH_REDIS: Final = frozenset({"worker", "server", "evaluator"})
 
 
@@ -42,6 +50,7 @@ class AddressFacts:
 
     Attributes:
         problem: why nothing answers there; "" where something does.
+        why: the same, for the remedy.
         connect_s: time to connect.
         certificate_left_s: until its certificate expires; None without TLS, or where it was not verified.
         certificate_problem: why its certificate is not accepted.
@@ -49,6 +58,7 @@ class AddressFacts:
 
     address: str
     problem: str = ""
+    why: Unreachable = ""
     connect_s: float = 0.0
     certificate_left_s: float | None = None
     certificate_problem: str = ""
@@ -72,12 +82,23 @@ class StoreFacts:
     is_tried: bool = True
 
 
-def check_addresses(service: str, facts: Sequence[AddressFacts]) -> Iterator[Check]:
-    """Whether names resolve, ports answer, and certificates hold."""
+def check_addresses(service: str, facts: Sequence[AddressFacts], *, advertised_by: str = "") -> Iterator[Check]:
+    """Whether names resolve, ports answer, and certificates hold.
+
+    Args:
+        advertised_by: the address that answers, and that sends clients to these; "": they are configured.
+    """
     for item in facts:
         name = f"{service}: connect to {item.address}"
         if item.problem:
-            yield Check(name, "failed", item.problem, "correct the address, start it, or open the network to it")
+            todo = _REMEDIES.get(item.why, "correct the address, start it, or open the network to it")
+            if advertised_by:
+                name = f"{service}: connect to {item.address}, which the brokers advertise"
+                todo = (
+                    f"{advertised_by} answers, and sends clients there: set advertised.listeners of the broker to what "
+                    f"this host reaches, or: {todo}"
+                )
+            yield Check(name, "failed", item.problem, todo)
             continue
         yield Check(name, "ok", f"{1000 * item.connect_s:.1f} ms")
         if item.certificate_problem:
@@ -106,6 +127,29 @@ def _check_certificate(name: str, left_s: float) -> Check:
     if left_s < _CERTIFICATE_WARNING_S:
         return Check(name, "warning", detail, "renew it; processes read it when they start")
     return Check(name, "ok", detail)
+
+
+def check_unasked(bootstrap: str, places: Sequence[str]) -> Check:
+    """`bootstrap` answers, and no broker can be reached at the places that they advertise."""
+    detail = f"not asked: {bootstrap} answers, and none of what the brokers advertise does ({', '.join(places)})"
+    return Check("Kafka: log in, permissions, topics", "unknown", detail)
+
+
+def check_tcp(latency_s: float, settings: Mapping[str, str]) -> Iterator[Check]:
+    """Whether TCP makes a far Redis slower than it has to be.
+
+    Args:
+        latency_s: of a round trip to Redis.
+        settings: of `/proc/sys/net/ipv4`, by name; none where this is not Linux.
+    """
+    name, setting = "Redis: TCP window", "tcp_slow_start_after_idle"
+    if latency_s < _FAR_S or setting not in settings or settings.get("tcp_congestion_control") == "bbr":
+        return
+    if settings[setting] == "0":
+        yield Check(name, "ok", f"net.ipv4.{setting} is 0")
+        return
+    yield Check(name, "warning", f"net.ipv4.{setting} is {settings[setting]}: after each pause, weights and gradients "
+                "take more round trips", f"sysctl -w net.ipv4.{setting}=0, here and on the host of Redis")  # fmt: skip
 
 
 def check_kafka(

@@ -26,9 +26,11 @@ from doll.run.doctor.checks import (
     check_redis,
     check_registry,
     check_store,
+    check_tcp,
+    check_unasked,
     needs_redis,
 )
-from doll.run.doctor.network import ask_address, environment_authority, tls_context
+from doll.run.doctor.network import ask_address, environment_authority, tcp_settings, tls_context
 from doll.run.doctor.report import Check, Report
 from doll.services import KAFKA_CA_ENV, REDIS_CA_ENV, REDIS_ENV, parse_redis
 from doll.storage.redis_diagnosis import ask_redis
@@ -65,30 +67,42 @@ def examine(target: Target, roles: Sequence[Role] = ROLES) -> Report:
 def _kafka(config: JobConfig, services: Services, roles: Sequence[Role]) -> Iterator[Check]:
     is_tls = config.kafka.security.endswith("ssl")
     bootstrap = services.kafka.split(",")
-    yield from _addresses("Kafka", bootstrap, KAFKA_CA_ENV if is_tls else None)
+    authority_env = KAFKA_CA_ENV if is_tls else None
+    yield from _addresses("Kafka", bootstrap, authority_env)
+    advertised: list[Check] = []
+    unasked: list[Check] = []
+
+    def goes_on(brokers: Sequence[tuple[str, int]]) -> bool:
+        """Look at what the brokers advertise; whether a client can go on to one of these places."""
+        places = [f"{host}:{port}" for host, port in brokers]
+        others = [address for address in places if address not in bootstrap][:_MAX_BROKERS]
+        advertised.extend(_addresses("Kafka", others, authority_env, advertised_by=services.kafka))
+        if 0 < len(others) == len(places) and all(check.result == "failed" for check in advertised):
+            unasked.append(check_unasked(services.kafka, places))
+        return not unasked
+
     try:
         certificate = client_certificate() if is_tls else None
         left_s = None if certificate is None else certificate.not_valid_after_utc.timestamp() - time.time()
         yield from check_own_certificate(left_s)
-        facts = ask_kafka(config, services)
+        facts = ask_kafka(config, services, goes_on=goes_on)
         if config.data.asks_kafka and (count := facts.partitions.get(config.topic("samples"))) is not None:
             config = config.model_copy(update={"data": config.data.model_copy(update={"partitions": count})})
         principal = principal_text(config.kafka)
     except ConfigError as exc:
         yield Check("Kafka: log in", "failed", str(exc))
         return
-    others = [f"{host}:{port}" for host, port in facts.brokers]
-    yield from _addresses(
-        "Kafka", [address for address in others[:_MAX_BROKERS] if address not in bootstrap],
-        KAFKA_CA_ENV if is_tls else None,
-    )  # fmt: skip
-    yield from check_kafka(config, facts, roles, principal, time.time())
+    yield from advertised
+    yield from unasked or check_kafka(config, facts, roles, principal, time.time())
 
 
-def _addresses(service: str, addresses: Sequence[str], authority_env: str | None) -> Iterator[Check]:
+def _addresses(
+    service: str, addresses: Sequence[str], authority_env: str | None, *, advertised_by: str = ""
+) -> Iterator[Check]:
     """
     Args:
         authority_env: variable of the authority's certificates; None: without TLS.
+        advertised_by: as of `check_addresses`.
     """
     context = None
     if authority_env is not None:
@@ -97,7 +111,8 @@ def _addresses(service: str, addresses: Sequence[str], authority_env: str | None
         except OSError as exc:
             yield Check(f"{service}: {authority_env}", "failed", f"cannot be read: {exc.strerror or exc}",
                         "set it to a PEM file of certificates")  # fmt: skip
-    yield from check_addresses(service, [ask_address(address, context) for address in addresses])
+    facts = [ask_address(address, context) for address in addresses]
+    yield from check_addresses(service, facts, advertised_by=advertised_by)
 
 
 def _redis(config: JobConfig, services: Services) -> Iterator[Check]:
@@ -113,6 +128,7 @@ def _redis(config: JobConfig, services: Services) -> Iterator[Check]:
     yield from _addresses("Redis", addresses, REDIS_CA_ENV if place.tls else None)
     facts = ask_redis(services, config.job)
     yield from check_redis(facts, facts.asked_s)
+    yield from check_tcp(facts.latency_s, tcp_settings())
 
 
 def _schemas(section: AvroFormat, config: JobConfig) -> Iterator[Check]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import ssl
 import time
+from pathlib import Path
 from typing import Final
 
-from doll.run.doctor.checks import AddressFacts
+from doll.run.doctor.checks import AddressFacts, Unreachable
 
 _TIMEOUT_S: Final = 5.0
 _DEFAULT_PORT: Final = "9092"  # librdkafka's
 _PEM: Final = "-----BEGIN"
+TCP_SETTINGS: Final = ("tcp_slow_start_after_idle", "tcp_congestion_control")
 
 
 def tls_context(authority: str | None) -> ssl.SSLContext:
@@ -35,9 +38,12 @@ def ask_address(address: str, context: ssl.SSLContext | None) -> AddressFacts:
     try:
         plain = socket.create_connection((host.strip("[]"), int(port)), timeout=_TIMEOUT_S)
     except socket.gaierror as exc:
-        return AddressFacts(address, problem=f"the name does not resolve ({exc.strerror})")
+        return AddressFacts(address, problem=f"the name does not resolve ({exc.strerror})", why="name")
+    except TimeoutError:
+        return AddressFacts(address, problem=f"nothing comes back within {_TIMEOUT_S:g} s", why="silent")
     except (OSError, ValueError) as exc:
-        return AddressFacts(address, problem=f"nothing answers ({getattr(exc, 'strerror', None) or exc})")
+        reason = getattr(exc, "strerror", None) or str(exc)
+        return AddressFacts(address, problem=f"nothing answers ({reason})", why=_why(exc))
     connect_s = time.perf_counter() - start_s
     with plain:
         if context is None:
@@ -52,6 +58,24 @@ def ask_address(address: str, context: ssl.SSLContext | None) -> AddressFacts:
         until = certificate.get("notAfter")
         left_s = ssl.cert_time_to_seconds(until) - time.time() if isinstance(until, str) else None
         return AddressFacts(address, connect_s=connect_s, certificate_left_s=left_s)
+
+
+def _why(exc: Exception) -> Unreachable:
+    number = exc.errno if isinstance(exc, OSError) else None
+    if number == errno.ECONNREFUSED:
+        return "refused"
+    if number in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+        return "no_route"
+    return "silent" if number == errno.ETIMEDOUT else "other"
+
+
+def tcp_settings() -> dict[str, str]:
+    """What this machine's TCP does, of those settings that doctor judges; nothing where it is not Linux."""
+    return {
+        name: path.read_text(encoding="ascii").strip()
+        for name in TCP_SETTINGS
+        if (path := Path("/proc/sys/net/ipv4", name)).is_file()
+    }
 
 
 def _handshake(exc: OSError) -> str:

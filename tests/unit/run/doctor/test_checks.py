@@ -10,12 +10,14 @@ from doll.provisioner.fleets.ec2.quota_facts import QuotaFacts
 from doll.run.doctor.checks import (
     AddressFacts,
     StoreFacts,
+    Unreachable,
     check_addresses,
     check_kafka,
     check_own_certificate,
     check_quotas,
     check_redis,
     check_store,
+    check_tcp,
 )
 from doll.run.doctor.report import Check, Report
 from doll.storage.redis_facts import RedisFacts
@@ -213,3 +215,26 @@ def test_ten_thousand_workers_fit_into_what_managed_services_take() -> None:
         facts.topics[plan.name] = ActualTopic(plan.settings | {"max.message.bytes": "1000000"}, 1, 1)
     checks = check_kafka(config, facts, ["server"], "User:me", NOW_S)
     assert not [check for check in checks if "may take" in check.detail]
+
+
+def test_an_address_that_cannot_be_reached_has_the_remedy_of_its_reason() -> None:
+    reasons: tuple[Unreachable, ...] = ("name", "refused", "silent", "no_route", "other")
+    facts = [AddressFacts(f"{why}:1", problem="no", why=why) for why in reasons]
+    todos = [check.todo for check in check_addresses("Redis", facts)]
+    assert len(set(todos)) == len(reasons)
+    assert "DNS" in todos[0]
+    assert "nothing listens" in todos[1]
+    assert "security group" in todos[2]
+    (check,) = check_addresses("Kafka", [AddressFacts("b:9", problem="no", why="refused")], advertised_by="a:1")
+    assert check.name == "Kafka: connect to b:9, which the brokers advertise"
+    assert check.todo.startswith("a:1 answers, and sends clients there: set advertised.listeners")
+
+
+def test_a_far_redis_needs_a_window_that_survives_a_pause() -> None:
+    assert not list(check_tcp(0.001, {"tcp_slow_start_after_idle": "1"}))
+    assert not list(check_tcp(0.04, {}))  # not Linux
+    assert not list(check_tcp(0.04, {"tcp_slow_start_after_idle": "1", "tcp_congestion_control": "bbr"}))
+    (check,) = check_tcp(0.04, {"tcp_slow_start_after_idle": "1", "tcp_congestion_control": "cubic"})
+    assert check.result == "warning"
+    assert "sysctl -w net.ipv4.tcp_slow_start_after_idle=0" in check.todo
+    assert [check.result for check in check_tcp(0.04, {"tcp_slow_start_after_idle": "0"})] == ["ok"]
