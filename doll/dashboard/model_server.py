@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http
+import ssl
 import threading
 import time
 import urllib.error
@@ -96,9 +98,19 @@ def metrics_of(address: str, token: str) -> Callable[[], str]:
     request = urllib.request.Request(f"{parts.scheme}://{parts.netloc}/metrics", headers=headers)
 
     def read() -> str:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            text: str = answer.read(_MAX_BYTES).decode("utf-8", "replace")
-        return text
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                text: str = answer.read(_MAX_BYTES).decode("utf-8", "replace")
+            return text
+        except urllib.error.HTTPError as exc:
+            if exc.code == http.HTTPStatus.UNAUTHORIZED:
+                raise PermissionError(f"it wants {'another' if token else 'a'} token: set DOLL_SERVE_TOKEN") from None
+            raise
+        except urllib.error.URLError as exc:
+            if isinstance(exc.reason, ssl.SSLCertVerificationError):
+                reason = exc.reason.verify_message
+                raise PermissionError(f"its certificate is not trusted ({reason}): SSL_CERT_FILE names a CA") from None
+            raise
 
     return read
 

@@ -58,13 +58,50 @@ def find_access(token_file: Path | None = None) -> Access:
     cert, key, ca = (os.environ.get(name) or None for name in (CERT_ENV, KEY_ENV, CLIENT_CA_ENV))
     if cert is None and (key or ca):
         raise ConfigError(f"{CERT_ENV}: expected a PEM file with the server's certificate, got none")
-    for path in filter(None, (cert, key, ca)):
-        if not os.access(path, os.R_OK):
-            raise ConfigError(f"{path}: expected a PEM file that can be read")
     tls: dict[str, Any] = {} if cert is None else {"ssl_certfile": cert, "ssl_keyfile": key}
     if ca is not None:
         tls |= {"ssl_ca_certs": ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    if cert is not None:
+        _try_files(cert, key, ca)
     return Access(token, ca is not None, tls)
+
+
+def _try_files(cert: str, key: str | None, ca: str | None) -> None:
+    """Use these files once, so that what is wrong with them is said before anything starts.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    for name, path in ((CERT_ENV, cert), (KEY_ENV, key), (CLIENT_CA_ENV, ca)):
+        if path is not None and not (os.path.isfile(path) and os.access(path, os.R_OK)):
+            raise ConfigError(f"{name}: expected a PEM file that can be read, got {path}")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+    def no_password() -> str:  # without this OpenSSL would ask for it on the terminal
+        raise ConfigError(
+            f"{KEY_ENV if key else CERT_ENV}: expected a private key without a password, in {key or cert}"
+        )
+
+    try:
+        context.load_cert_chain(cert, key, no_password)
+    except ssl.SSLError as exc:
+        where = (
+            f"{cert}, and its private key in {key}"
+            if key
+            else f"{cert}, with its private key ({KEY_ENV} names another file)"
+        )
+        raise ConfigError(f"{CERT_ENV}: expected the server's certificate in {where}: {_reason(exc)}") from None
+    try:
+        if ca is not None:
+            context.load_verify_locations(ca)
+    except ssl.SSLError as exc:
+        wanted = "certificates of the authority that signs those of clients"
+        raise ConfigError(f"{CLIENT_CA_ENV}: expected {wanted}, in {ca}: {_reason(exc)}") from None
+
+
+def _reason(error: ssl.SSLError) -> str:
+    """`key values mismatch`; where OpenSSL says nothing, the file is no PEM file."""
+    return (error.reason or "no PEM file").lower().replace("_", " ")
 
 
 def _refusal(status: str, reason: str) -> bytes:

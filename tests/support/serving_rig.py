@@ -68,12 +68,13 @@ class ServingRig:
     """A context manager.
 
     Args:
+        access: who may ask; None: whoever reaches it.
         task, job: the task's module, and the job file.
         options: as of `ServeOptions`.
     """
 
     def __init__(
-        self, folder: Path, *, token: str = "", task: str = TASK, job: str = JOB, **options: Any
+        self, folder: Path, *, access: Access | None = None, task: str = TASK, job: str = JOB, **options: Any
     ) -> None:  # fmt: skip
         (folder / "line.py").write_text(task)
         (folder / "job.yaml").write_text(job)
@@ -87,7 +88,7 @@ class ServingRig:
         self.fingerprint = fingerprint(self.config, self.model)
         self.has_ended = False
         self._options = ServeOptions(**{"wanted": {"latest": 100.0}, "name": "line", **options})
-        self._token = token
+        self._access = access or Access()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
@@ -116,7 +117,7 @@ class ServingRig:
         self._listener = listener = listen(LOOPBACK, 0, "")
         self.port = listener.getsockname()[1]
         job = ServedJob(self.config, self.run_folder, lambda: self.services, lambda: self.has_ended)
-        arguments = (job, self._options, Access(self._token), listener, ServeMetrics("line", 1), self._stop, None)
+        arguments = (job, self._options, self._access, listener, ServeMetrics("line", 1), self._stop, None)
         self._thread = threading.Thread(target=serve_here, args=arguments)
         self._thread.start()
 
