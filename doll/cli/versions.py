@@ -71,7 +71,7 @@ def diff(
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what lies between two versions: offsets, samples, errors, settings, and how far each tensor has moved.
+    """Show what lies between two versions: offsets, samples, errors, settings, how far tensors and rows have moved.
 
     Example: doll versions diff runs/digits-20260101-120000 stable latest
     """

@@ -14,6 +14,7 @@ from doll.kafka.reader import Tail
 from doll.monitor.state.csv_file import read_rows
 from doll.monitor.state.history import Table
 from doll.monitor.state.progress import ProgressModel
+from doll.monitor.state.table_changes import table_changes
 from doll.monitor.state.version_lines import JobRecords, Row, VersionDiff, VersionLine, changes_between, version_line
 from doll.records.control import ProvisionDecision
 from doll.run.status import of_this_run, reachable_kafka
@@ -81,8 +82,12 @@ def diff_versions(target: Target, a: str, b: str) -> VersionDiff:
     store, records = open_store(target.config, target.run.path), job_records(target)
     versions = [resolve_version(store, name) for name in (a, b)]
     lines = [_line(store, version, records) for version in versions]
-    weights = [_tensors(store.load_newest(None, version)) for version in versions]
-    return VersionDiff(a=lines[0], b=lines[1], changes=changes_between(*lines), distances=_distances(*weights))
+    before, after = (store.load_newest(None, version) for version in versions)
+    return VersionDiff(
+        a=lines[0], b=lines[1], changes=changes_between(*lines),
+        distances=_distances(_tensors(before), _tensors(after)),
+        tables={} if before is None or after is None else table_changes(before.tensors, after.tensors),
+    )  # fmt: skip
 
 
 def _tensors(checkpoint: Checkpoint | None) -> dict[str, np.ndarray[Any, Any]]:

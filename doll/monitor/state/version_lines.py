@@ -18,6 +18,7 @@ import numpy as np
 from doll.config.fingerprint import MODEL_KEYS, differences, parse
 from doll.errors import CheckpointError
 from doll.ledger.snapshot_counts import SnapshotCounts
+from doll.monitor.state.table_changes import TableChange
 from doll.records.bounded import short
 from doll.records.rollbacks import Rollback, is_left
 from doll.storage.checkpoints import CheckpointHead
@@ -167,12 +168,14 @@ class VersionDiff:
         offsets: of each partition, what was learned from the earlier one's end to the later one's, and which offsets.
         changes: of the job file and the model, in words; "" without any.
         distances: of each tensor, the length of the difference of the weights, and that of the earlier weights.
+        tables: of each table, which rows differ.
     """
 
     a: VersionLine
     b: VersionLine
     changes: str
     distances: Mapping[str, tuple[float, float]]
+    tables: Mapping[str, TableChange]
 
     @property
     def offsets(self) -> tuple[tuple[int, int], ...]:
@@ -189,6 +192,7 @@ class VersionDiff:
             "distances": {
                 name: {"change": change, "length": length} for name, (change, length) in self.distances.items()
             },
+            "tables": {name: asdict(change) for name, change in self.tables.items()},
         }  # fmt: skip
 
 

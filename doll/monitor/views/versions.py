@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from doll.amounts import usd
 from doll.monitor.state.formats import aligned, byte_size, clock
+from doll.monitor.state.table_changes import TableChange
 from doll.monitor.state.version_lines import VersionDiff, VersionLine, model_fields
 
 _COLUMNS = ("version", "saved (UTC)", "samples", "policy", "prequential", "held-out", "accuracy", "USD", "job", "marks")
@@ -68,7 +69,18 @@ def diff_text(diff: VersionDiff) -> str:
     for name, (change, length) in diff.distances.items():
         share = f", {change / length:.2%} of its length" if length else ""
         rows.append(("weights", f"{name}: changed by {change:.4g}{share}"))
+    rows += [("table", f"{name}: {_rows_text(change)}") for name, change in diff.tables.items()]
     return "\n".join([f"from version {a.version} to {b.version}", *(f"  {row}" for row in aligned(rows, left=(0, 1)))])
+
+
+def _rows_text(change: TableChange) -> str:
+    """`3 of 40 rows differ, by 0.5 at most, most of all 7 (0.71), 12 (0.5); 2 new, 1 gone`."""
+    text = f"{change.changed} of {change.rows} rows differ"
+    if change.most:
+        most = ", ".join(f"{number} ({length:.4g})" for number, length in change.most)
+        text += f", by {change.largest:.4g} at most, most of all {most}"
+    parts = [f"{count} {what}" for count, what in ((change.new, "new"), (change.gone, "gone")) if count]
+    return f"{text}; {', '.join(parts)}" if parts else text
 
 
 def _pair(a: Mapping[str, float], b: Mapping[str, float]) -> str:

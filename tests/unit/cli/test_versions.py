@@ -64,11 +64,14 @@ def run(tmp_path: Path) -> Path:
         }  # fmt: skip
         mark = make_fingerprint(config, parameters=4, buffers=0, shapes=1)
         weights = np.array([3, 4, 0, version], np.float32)
+        users = np.array([[1, 1], [0, version], [0, 0]], np.float32)
+        ids = np.array([7, 5, 11 if version == 1 else 12])
         layout = WeightsLayout((("w", (2,)), ("b", (2,))))
         store.save(
             Checkpoint(
                 job="shop", fingerprint=mark, term=term, version=version, state=msgspec.msgpack.encode(state),
-                tensors={"weights": weights}, layout=layout, code=code,
+                tensors={"weights": weights, "table.users.ids": ids, "table.users.values": users}, layout=layout,
+                code=code,
             )
         )  # fmt: skip
     return tmp_path
@@ -124,11 +127,13 @@ def test_a_diff_has_offsets_samples_errors_settings_and_distances(run: Path) -> 
     for words in (
         "from version 1 to 3", "16 -> 48 (+32)", "0: 108..124, 1: 15..31", "loss 0.8 -> 0.4, accuracy 0.25 -> 0.75",
         "training.optimizer.lr 0.5 -> 0.1", "code of the task c1 -> c2", "b: changed by 2, 200.00% of its length",
-        "w: changed by 0",
+        "w: changed by 0", "users: 1 of 2 rows differ, by 2 at most, most of all 5 (2); 1 new, 1 gone",
     ):  # fmt: skip
         assert words in text
     content = json.loads(versions("diff", run, "1", "3", "--json"))
     assert content["distances"]["w"] == {"change": 0.0, "length": 5.0}
+    assert (content["tables"]["users"]["changed"], content["tables"]["users"]["most"]) == (1, [[5, 2.0]])
+    assert "users: 0 of 3 rows differ" in versions("diff", run, "1", "1")
 
 
 def test_the_version_of_a_rollback_has_the_errors_of_the_one_it_is(run: Path) -> None:
