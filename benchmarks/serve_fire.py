@@ -6,7 +6,8 @@ A job of `doll up` learns a stream, `doll serve` answers for it in two processes
 killed twice, Redis, Kafka and a serving process once each. Every answer names its term and version; afterwards each is
 compared with what torch gives for the weights of that version: another observer reads these from the blob store as soon
 as an answer names them, and from the checkpoints, of which the job keeps all. `--tables`: of a model whose rows are in
-tables, one of them bounded, so that requests ask for rows that no version has.
+tables, one of them bounded, so that requests ask for rows that no version has. Rows of versions without a checkpoint
+are those of the one before them, with all changes since, which the observer reads from the blob store.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import itertools
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -36,12 +38,14 @@ import psutil
 import torch
 from doll.config import JobConfig, load
 from doll.errors import DollError
-from doll.evaluation.stored_weights import newest_weights, weights_of
+from doll.evaluation.stored_weights import StoredWeights, newest_weights, weights_of
 from doll.local.processes import free_port
 from doll.model.flat_model import build
+from doll.ps.tables.bounded_table import StoredRows
 from doll.run.folder import RunFolder
-from doll.storage.blobs import decode_blob, scope_of, weights_key
+from doll.storage.blobs import decode_blob, row_changes_key, scope_of, weights_key
 from doll.storage.checkpoints import checkpoint_name, decode_checkpoint
+from doll.storage.row_changes import RowChanges, decode_row_changes
 from doll.storage.stores import open_blobs, open_store
 from doll.task.base import load_task
 
@@ -50,6 +54,7 @@ TOLERANCE: Final = 1e-5
 CLIENTS: Final = 4
 _REFUSALS: Final = (429, 503)
 _INPUTS: Final = 16
+_CHAIN: Final = 50  # versions whose changes are read at once
 JOB: Final = f"""
 job: fire
 task: {{class: "examples.synthetic.task:Gaussian", args: {{features: {FEATURES}, hidden: [16]}}}}
@@ -97,7 +102,7 @@ class Answered(NamedTuple):
     input: int
     place: tuple[int, int]
     output: tuple[float, ...]
-    stale: bool
+    stale: str  # why a newer version may have been missed; "": none has
 
 
 class FireReport(NamedTuple):
@@ -110,7 +115,8 @@ class FireReport(NamedTuple):
     reconnects: int
     wrong: list[Answered]
     unverified: int
-    stale: int
+    stale: dict[str, int]  # answers, by the reason
+    first_age_ms: tuple[float, float]  # of a version when it is first answered: p50, p99
     faults: list[str]
     seconds: float
 
@@ -131,6 +137,7 @@ class Clients:
         self.refused: Counter[str] = Counter()
         self.errors: list[str] = []
         self.reconnects = 0
+        self.ages_s: list[float] = []
         self.places: dict[tuple[int, int], int] = {}
         self._threads = [threading.Thread(target=self._ask, args=(at,)) for at in range(CLIENTS)]
 
@@ -178,9 +185,12 @@ class Clients:
             if status == 200:
                 facts = answer["parameters"]
                 place = (facts["term"], int(answer["model_version"]))
-                self.answers.append(Answered(at, place, tuple(answer["outputs"][0]["data"]), facts["stale"]))
+                self.answers.append(
+                    Answered(at, place, tuple(answer["outputs"][0]["data"]), facts.get("stale_because", ""))
+                )
                 if place not in self.places:
                     self.places[place] = len(self.answers)
+                    self.ages_s.append(facts["age_s"])
                     self._on_place(place)
             elif status in _REFUSALS and answer.get("error"):
                 self.refused[answer["error"]] += 1
@@ -201,6 +211,8 @@ class Observer:
         self.model = build(config, self.task, with_rows=False)
         self._asked: queue.Queue[tuple[int, int] | None] = queue.Queue()
         self._weights: dict[tuple[int, int], npt.NDArray[np.float32]] = {}
+        self._changes: dict[tuple[int, int], RowChanges] = {}
+        self._stored: dict[tuple[int, int], StoredWeights | None] = {}
         stored = newest_weights(config, run.path, self.model)
         assert stored is not None
         self._scope = scope_of(config.job, stored.run_id)
@@ -222,7 +234,20 @@ class Observer:
                 numel = self.model.flat.numel()
                 weights = decode_blob(data, job=self._scope, kind="w", version=place[1], numel=numel)
                 self._weights[place] = weights.copy()
+            self._read_changes(*place)
         return place in self._weights
+
+    def _read_changes(self, term: int, version: int) -> None:
+        if self.model.tables is None:
+            return
+        shapes = self.model.tables.shapes
+        for _ in range(_CHAIN):
+            data = self._blobs.get(row_changes_key(self._scope, term, version))
+            if (term, version) in self._changes or data is None:
+                return
+            changes = decode_row_changes(bytes(data), shapes, job=self._scope, version=version)
+            self._changes[term, version] = changes
+            version = changes.since
 
     def has_read_all(self) -> bool:
         return self._asked.empty()
@@ -237,14 +262,56 @@ class Observer:
         weights = self._weights.get(place)
         if weights is not None and self.model.tables is None:
             self.model.load_weights(weights)
-        elif place in self._store.versions():
-            data = (self._run.path / "checkpoints" / checkpoint_name(*place)).read_bytes()
-            weights_of(decode_checkpoint(data), self.model).load_into(self.model)
         else:
-            return None
+            stored = self._checkpointed(place)
+            if stored is None and weights is not None:
+                stored = self._version(place)
+            if stored is None:
+                return None
+            stored.load_into(self.model)
         with torch.inference_mode():
             output: npt.NDArray[np.float32] = self.task.forward(self.model.module, torch.from_numpy(inputs)).numpy()
         return output.copy()
+
+    def _version(self, place: tuple[int, int]) -> StoredWeights | None:
+        """This version from its checkpoint, or from what it has changed in the one before it; None: it is not known."""
+        if place not in self._stored:
+            self._stored[place] = self._checkpointed(place) or self._changed(place)
+        return self._stored[place]
+
+    def _checkpointed(self, place: tuple[int, int]) -> StoredWeights | None:
+        if place not in self._store.versions():
+            return None
+        data = (self._run.path / "checkpoints" / checkpoint_name(*place)).read_bytes()
+        return weights_of(decode_checkpoint(data), self.model)
+
+    def _changed(self, place: tuple[int, int]) -> StoredWeights | None:
+        changes, weights = self._changes.get(place), self._weights.get(place)
+        if changes is None:
+            return None
+        begin = (place[0], changes.since)
+        if changes.since == changes.began:  # the checkpoint that the term began with is of an earlier one
+            begun = [each for each in self._store.versions() if each[1] == changes.began and each[0] <= place[0]]
+            begin = max(begun, default=begin)
+        before = self._version(begin)
+        if before is None:
+            return None
+        tables = {name: values.copy() for name, values in before.tables.items()}
+        bounded = {
+            name: dict(zip(rows.ids.tolist(), rows.values, strict=True)) for name, rows in before.bounded.items()
+        }
+        for name, rows in changes.rows.items():
+            for number, row in zip(rows.ids.tolist(), rows.values, strict=True):
+                (tables if name in tables else bounded)[name][number] = row
+        return before._replace(
+            term=place[0], version=place[1], weights=before.weights if weights is None else weights, tables=tables,
+            bounded={name: _stored_rows(rows) for name, rows in bounded.items()},
+        )  # fmt: skip
+
+
+def _stored_rows(rows: dict[int, npt.NDArray[np.float32]]) -> StoredRows:
+    ids = np.array(sorted(rows), np.int64)
+    return StoredRows(ids, np.arange(len(ids)), np.stack([rows[number] for number in ids.tolist()]))
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float) -> None:
@@ -319,9 +386,11 @@ def under_fire(
             unverified += 1
         elif not np.allclose(outputs[answer.input], answer.output, rtol=TOLERANCE, atol=TOLERANCE):
             wrong.append(answer)
+    stale = Counter(re.sub(r"[0-9.:]+", "N", answer.stale) for answer in clients.answers if answer.stale)
+    p50, p99 = np.percentile(clients.ages_s, [50, 99]).tolist()
     return FireReport(
         len(clients.answers), len(clients.places), dict(clients.refused), clients.errors, clients.reconnects, wrong,
-        unverified, sum(answer.stale for answer in clients.answers), faults, time.monotonic() - began_s,
+        unverified, dict(stale), (1000 * p50, 1000 * p99), faults, time.monotonic() - began_s,
     )  # fmt: skip
 
 

@@ -45,6 +45,9 @@ def serve(
     max_batch: Annotated[int, typer.Option(min=1, help="Samples that the model gets at once, at most.")] = 64,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered 429.")] = 1024,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="MB of a request; more are answered 413.")] = 16.0,
+    row_memory_mb: Annotated[
+        float, typer.Option(min=0.001, help="MB for rows of tables that a checkpoint lacks, in each process.")
+    ] = 256.0,
     timeout_s: Annotated[
         float | None, duration("Time for a request to come, and then to be computed [default: 10].", "--timeout")
     ] = None,
@@ -84,6 +87,7 @@ def serve(
     options = ServeOptions(
         wanted=_wanted(version, split), host=host, port=port, processes=processes, name=name or target.config.job,
         max_batch=max_batch, max_queue=max_queue, max_body_bytes=round(max_body_mb * _MB),
+        row_bytes=round(row_memory_mb * _MB),
         time_limit_s=10.0 if timeout_s is None else timeout_s, log_topic=log_answers, token_file=token_file,
     )  # fmt: skip
     served = ServedJob(target.config, target.run.path, lambda: _services(target), lambda: _has_ended(target))

@@ -16,8 +16,8 @@ from doll import telemetry
 from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
 from doll.evaluation.heldout import HeldOut, HeldOutError
-from doll.evaluation.stored_weights import StoredWeights
-from doll.evaluation.weight_follower import Place, WeightFollower, place_of
+from doll.evaluation.stored_weights import Place, StoredWeights, place_of
+from doll.evaluation.weight_follower import WeightFollower
 from doll.model.flat_model import build
 from doll.monitor.state.csv_file import CsvFile, read_rows
 from doll.monitor.state.history import History

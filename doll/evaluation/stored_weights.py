@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,12 +16,22 @@ from doll.config.fingerprint import REGRIDDABLE, parse, refused_changes
 from doll.errors import CheckpointError
 from doll.model.flat_model import FlatModel, fingerprint
 from doll.optim.optimizer import AVERAGE, WEIGHTS
-from doll.ps.tables.bounded_table import stored_bounded_rows
+from doll.ps.tables.bounded_table import StoredRows, stored_bounded_rows
 from doll.ps.tables.store import stored_rows
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.stores import open_store
 from doll.tables.bounds import InitialRows
-from doll.tables.rows import Floats, Ids, Rows
+from doll.tables.row_layers import RowLayers
+from doll.tables.rows import Floats, Ids
+
+_NO_LAYERS: Final[Mapping[str, RowLayers]] = {}
+
+
+class Place(NamedTuple):
+    """Where a version stands: a later term's versions are newer, also where their number is lower."""
+
+    term: int
+    version: int
 
 
 class StoredWeights(NamedTuple):
@@ -33,6 +43,7 @@ class StoredWeights(NamedTuple):
         is_average: the weights are the moving average (`training.ema`).
         run_id: of the run, as in `TermStarted`; "": not known.
         samples: usable samples that the version has learned from; -1: not known.
+        layers: by table, rows in place of those in `tables` and `bounded`.
     """
 
     version: int
@@ -40,10 +51,11 @@ class StoredWeights(NamedTuple):
     term: int
     fingerprint: str
     tables: Mapping[str, Floats]
-    bounded: Mapping[str, Rows]
+    bounded: Mapping[str, StoredRows]
     is_average: bool = False
     run_id: str = ""
     samples: int = -1
+    layers: Mapping[str, RowLayers] = _NO_LAYERS
 
     def load_into(self, model: FlatModel) -> None:
         """Have `model` compute with these weights and rows."""
@@ -54,13 +66,18 @@ class StoredWeights(NamedTuple):
 
     def _look_up(self, initial: Mapping[str, InitialRows], name: str, ids: Ids) -> Floats:
         if name in self.tables:
-            return self.tables[name][ids]
-        rows, values = self.bounded[name], initial[name].of(ids)
-        at = np.searchsorted(rows.ids, ids)
-        is_here = at < len(rows.ids)
-        is_here[is_here] = rows.ids[at[is_here]] == ids[is_here]
-        values[is_here] = rows.values[at[is_here]]
+            values = self.tables[name][ids]
+        else:
+            values = initial[name].of(ids)
+            self.bounded[name].write_to(ids, values)
+        if name in self.layers:
+            self.layers[name].write_to(ids, values)
         return values
+
+
+def place_of(stored: StoredWeights) -> Place:
+    """That of these weights."""
+    return Place(stored.term, stored.version)
 
 
 def newest_weights(
@@ -71,12 +88,14 @@ def newest_weights(
     version: int | None = None,
     beside: tuple[int, int] | None = None,
     average: bool | None = None,
+    in_place: bool = False,
 ) -> StoredWeights | None:
     """The newest checkpoint's weights; None if there is none yet, or its (term, version) is not above `beside`.
 
     Args:
         version: in place of the newest, the checkpoint of this version.
         average: the moving average in place of the weights; None: where the checkpoint has one.
+        in_place: weights and rows stay in the checkpoint's file; see `CheckpointStore.load_newest`.
 
     Raises:
         CheckpointError: it belongs to another job or model, or all checkpoints are damaged, or none is of `version`, or
@@ -86,7 +105,7 @@ def newest_weights(
     if beside is not None and (held := store.versions()) and held[-1] <= beside:
         return None
     mark = fingerprint(config, model)
-    checkpoint = store.load_newest(mark if version is None else None, version)
+    checkpoint = store.load_newest(mark if version is None else None, version, in_place=in_place)
     if checkpoint is None:
         return None
     # An earlier version may be of another grid (`doll regrid`); its model must be this one.

@@ -1,7 +1,8 @@
 """Gives the versions of a job's model as they come: from blobs while the job runs, else from checkpoints.
 
-Evaluator and model server read versions here. Rows of tables, and the moving average of the weights (`training.ema`),
-are in checkpoints only, so where there are some, checkpoints are read.
+Evaluator and model server read versions here. The moving average of the weights (`training.ema`) is in checkpoints
+only, so where there is one, checkpoints are read. So are they for tables, except where a reader follows changed rows:
+then the server publishes these, and checkpoints are read for the rows that have not changed, and where it fell behind.
 """
 
 from __future__ import annotations
@@ -9,31 +10,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
-from doll.evaluation.stored_weights import StoredWeights, newest_weights
+from doll.evaluation.row_follower import RowFollower
+from doll.evaluation.stored_weights import Place, StoredWeights, newest_weights, place_of
 from doll.ledger.lineage import Change, Lineage, UpdatesRecord
 from doll.model.flat_model import FlatModel
 from doll.records.control import AnyRecord, TermStarted
-from doll.storage.blobs import Blobs, decode_blob, decode_latest, latest_key, scope_of, weights_key
+from doll.storage.blobs import (
+    Blobs,
+    decode_blob,
+    decode_latest,
+    followed_key,
+    latest_key,
+    row_changes_key,
+    scope_of,
+    weights_key,
+)
+from doll.storage.row_changes import FOLLOWED_S, RENEW_S, RowChanges, decode_row_changes
 
 _CHECKPOINTS_EVERY_S: Final = 0.5
 BLOBS: Final = "blobs"
 CHECKPOINTS: Final = "checkpoints"
-
-
-class Place(NamedTuple):
-    """Where a version stands: a later term's versions are newer, also where their number is lower."""
-
-    term: int
-    version: int
-
-
-def place_of(stored: StoredWeights) -> Place:
-    """That of these weights."""
-    return Place(stored.term, stored.version)
+ROWS: Final = "rows"
 
 
 class WeightFollower:
@@ -45,22 +46,30 @@ class WeightFollower:
         model: of the job; it says what weights must be like, and is not changed.
         average: the moving average in place of the weights; None: where checkpoints have one.
         after_term: terms up to this one belong to earlier runs.
+        row_bytes: of memory for changed rows of tables, which are followed; None: tables are read from checkpoints.
 
     Attributes:
         blobs: may be replaced, when the job has other services.
         run_id: of the newest term; whatever is in a blob store is named by it. "": not known.
-        unavailable: why `newest` may miss versions, by what does not answer (`BLOBS`, `CHECKPOINTS`).
+        unavailable: why `newest` may miss versions, by what does not answer (`BLOBS`, `CHECKPOINTS`), or lacks rows
+            (`ROWS`).
     """
 
     def __init__(
         self, config: JobConfig, blobs: Blobs | None, run_folder: Path, model: FlatModel, *,
-        average: bool | None = None, after_term: int = 0, clock: Callable[[], float] = time.monotonic,
+        average: bool | None = None, after_term: int = 0, row_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.blobs = blobs
         self.run_id = ""
         self.unavailable: dict[str, str] = {}
         self.has_average = config.training.ema is not None if average is None else average
         self.reads_checkpoints = model.tables is not None or self.has_average
+        self._rows: RowFollower | None = None
+        if row_bytes is not None and model.tables is not None and not self.has_average:
+            self._rows = RowFollower(row_bytes)
+        self._table_shapes = {} if model.tables is None else model.tables.shapes
+        self._renew_at_s = float("-inf")
         self._config = config
         self._run_folder = run_folder
         self._model = model
@@ -69,6 +78,11 @@ class WeightFollower:
         self._clock = clock
         self._lineage = Lineage()
         self._look_at_s = float("-inf")
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory for changed rows of tables."""
+        return 0 if self._rows is None else self._rows.num_bytes
 
     def feed(self, record: AnyRecord) -> None:
         """Process a record of `updates`: it may say that another run, or another term, has begun."""
@@ -80,6 +94,8 @@ class WeightFollower:
 
     def newest(self, beside: Place | None = None) -> StoredWeights | None:
         """The newest version, where it is newer than `beside`; None also where nothing answers (see `unavailable`)."""
+        if self._rows is not None:
+            return self._newest_with_rows(self._rows, beside)
         is_published = False
         if not self.reads_checkpoints and self.blobs is not None:
             try:
@@ -93,7 +109,11 @@ class WeightFollower:
                 self.unavailable.pop(BLOBS, None)
                 if stored is not None:
                     return stored
-        if is_published or self._clock() < self._look_at_s:
+        return None if is_published else self._look_at_checkpoints(beside)
+
+    def _look_at_checkpoints(self, beside: Place | None) -> StoredWeights | None:
+        """The newest one, where it is newer than `beside`; now and then."""
+        if self._clock() < self._look_at_s:
             return None
         self._look_at_s = self._clock() + _CHECKPOINTS_EVERY_S
         try:
@@ -103,6 +123,57 @@ class WeightFollower:
             return None
         self.unavailable.pop(CHECKPOINTS, None)
         return stored
+
+    def _newest_with_rows(self, rows: RowFollower, beside: Place | None) -> StoredWeights | None:
+        """As `newest`: dense weights and changed rows as they are published, and the other rows of a checkpoint."""
+        stored, is_there = self._published_with_rows(rows, beside)
+        if is_there and not rows.needs_checkpoint:
+            return stored
+        checkpoint = self._look_at_checkpoints(rows.base)
+        if checkpoint is None:
+            return stored
+        rows.rebase(checkpoint)
+        if stored is None and not is_there:
+            stored, is_there = self._published_with_rows(rows, beside)
+        if stored is None and not is_there and (beside is None or place_of(checkpoint) > beside):
+            return checkpoint
+        return stored
+
+    def _published_with_rows(self, rows: RowFollower, beside: Place | None) -> tuple[StoredWeights | None, bool]:
+        """The newest published version, if it is newer than `beside`; and whether nothing newer is published than that,
+        or than `beside`."""
+        if self.blobs is None:
+            return None, False
+        stored, is_there, problem = None, False, ""
+        try:
+            self._say_that_rows_are_followed()
+            place = self.published_place()
+            if place is not None and beside is not None and place <= beside:
+                is_there = True
+            elif place is not None and (weights := self.published_version(*place)) is not None:
+                problem = rows.advance(place, lambda version: self._row_changes(place.term, version))
+                if is_there := not problem:
+                    stored = rows.with_weights(weights.weights, self.run_id)
+        except (ServiceUnavailableError, BlobError) as exc:
+            self.unavailable[BLOBS] = str(exc)
+            return None, False
+        self.unavailable.pop(BLOBS, None)
+        self.unavailable.pop(ROWS, None)
+        if problem:
+            self.unavailable[ROWS] = problem
+        return stored, is_there
+
+    def _say_that_rows_are_followed(self) -> None:
+        """The server publishes them while somebody says so."""
+        if self.blobs is not None and self.run_id and self._clock() >= self._renew_at_s:
+            self._renew_at_s = self._clock() + RENEW_S
+            self.blobs.put(followed_key(self._scope), [b"1"], FOLLOWED_S)
+
+    def _row_changes(self, term: int, version: int) -> RowChanges | None:
+        data = None if self.blobs is None else self.blobs.get(row_changes_key(self._scope, term, version))
+        if data is None:
+            return None
+        return decode_row_changes(data, self._table_shapes, job=self._scope, version=version)
 
     def of_version(self, version: int) -> StoredWeights:
         """This version.
@@ -169,8 +240,9 @@ class WeightFollower:
             CheckpointError: it cannot be read, is not of this job and model, or there is none of `version`.
         """
         stored = newest_weights(
-            self._config, self._run_folder, self._model, version=version, beside=beside, average=self._average
-        )
+            self._config, self._run_folder, self._model, version=version, beside=beside, average=self._average,
+            in_place=self._rows is not None,
+        )  # fmt: skip
         if stored is None or not self.is_current(stored.term):
             return None
         if stored.run_id and (not self.run_id or stored.term >= self._lineage.newest_term):

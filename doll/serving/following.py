@@ -16,7 +16,7 @@ from typing import Final
 from doll.config import JobConfig
 from doll.errors import CheckpointError, ConfigError, SampleError, ServiceUnavailableError
 from doll.evaluation.stored_weights import StoredWeights
-from doll.evaluation.weight_follower import BLOBS, CHECKPOINTS, WeightFollower
+from doll.evaluation.weight_follower import BLOBS, CHECKPOINTS, ROWS, WeightFollower
 from doll.kafka.reader import Partition, Reader
 from doll.ledger.lineage import UpdatesRecord
 from doll.services import Services
@@ -46,13 +46,14 @@ class Following:
         find_services: the job's services now; None where none are known. A run that is resumed has others.
         has_ended: whether the job has ended, as far as its run folder says.
         check: as of `ModelCopies.load`.
+        row_bytes: of memory for changed rows of tables.
         on_swap: told that a lane has got another version.
     """
 
     def __init__(
         self, config: JobConfig, run_folder: Path, copies: ModelCopies, *,
         find_services: Callable[[], Services | None], has_ended: Callable[[], bool],
-        check: Callable[[ModelCopy], None], on_swap: Callable[[], object] = lambda: None,
+        check: Callable[[ModelCopy], None], row_bytes: int, on_swap: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self._config = config
         self._copies = copies
@@ -61,7 +62,7 @@ class Following:
         self._check = check
         self._on_swap = on_swap
         self._store = open_store(config, run_folder)
-        self._follower = WeightFollower(config, None, run_folder, copies.model)
+        self._follower = WeightFollower(config, None, run_folder, copies.model, row_bytes=row_bytes)
         self.facts = JobFacts(2 * config.ps.lease_s, time.monotonic())
         self._records: deque[UpdatesRecord] = deque()  # read, and not seen by the follower yet
         self._kafka_problem = "Kafka has not answered yet"
@@ -169,7 +170,12 @@ class Following:
         if lane.wanted != LATEST:
             return lane.problem
         unavailable = self._follower.unavailable
-        reasons = [self._kafka_problem or self.facts.silence(now_s), unavailable.get(BLOBS), lane.problem]
+        reasons = [
+            self._kafka_problem or self.facts.silence(now_s),
+            unavailable.get(BLOBS),
+            unavailable.get(ROWS),
+            lane.problem,
+        ]
         if self._follower.reads_checkpoints:
             reasons.append(unavailable.get(CHECKPOINTS))
         return "; ".join(reason for reason in reasons if reason)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final, NamedTuple
 
-from doll.evaluation.weight_follower import Place
+from doll.evaluation.stored_weights import Place
 from doll.ledger.lineage import Lineage, UpdatesRecord
 from doll.records.control import AnyRecord, Finished, ServerStatus, Update
 

@@ -66,6 +66,7 @@ class ServeOptions:
         name: of the model.
         max_batch: samples that the model gets at once, at most.
         max_queue: requests that may wait, in each process.
+        row_bytes: memory for rows of tables that have changed since the checkpoint, in each process.
         time_limit_s: for the body of a request to come, and for its answer to be computed.
         grace_s: that requests have to be answered when the server is told to end.
         log_topic: gets the answers; "": none does.
@@ -80,6 +81,7 @@ class ServeOptions:
     max_batch: int = 64
     max_queue: int = 1024
     max_body_bytes: int = 16_000_000
+    row_bytes: int = 256_000_000
     time_limit_s: float = 10.0
     grace_s: float = 10.0
     log_topic: str = ""
@@ -148,7 +150,7 @@ def serve_here(
     predictor = Predictor(task, signature, copies, options.max_batch)
     following = Following(
         config, job.run_folder, copies, find_services=job.find_services, has_ended=job.has_ended,
-        check=predictor.check, on_swap=metrics.swapped,
+        check=predictor.check, row_bytes=options.row_bytes, on_swap=metrics.swapped,
     )  # fmt: skip
     with contextlib.ExitStack() as opened:
         executor = opened.enter_context(ThreadPoolExecutor(1, "compute"))

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
-from doll.evaluation.stored_weights import StoredWeights
-from doll.evaluation.weight_follower import Place, place_of
+from doll.evaluation.stored_weights import Place, StoredWeights, place_of
 from doll.model.flat_model import FlatModel
 
 UNKNOWN: Final = -1

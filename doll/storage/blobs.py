@@ -118,6 +118,16 @@ def changed_rows_key(job: str, term: int, worker: int, version: int) -> str:
     return f"{key_prefix(job)}:c:{term}:{worker}:{version}"
 
 
+def row_changes_key(job: str, term: int, version: int) -> str:
+    """Key of the rows of all tables that have changed in `version`: see `doll.storage.row_changes`."""
+    return f"{key_prefix(job)}:t:{term}:{version}"
+
+
+def followed_key(job: str) -> str:
+    """Key of what a model server stores again and again, so that changes of rows are published."""
+    return f"{key_prefix(job)}:t:followed"
+
+
 def latest_key(job: str) -> str:
     """Key of the pointer to the newest weights (see `Latest`)."""
     return f"{key_prefix(job)}:w:latest"

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import re
 import struct
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,6 +58,7 @@ _DTYPES: Final = (
     }
     | {np.dtype("?"): "BOOL"}
 )
+_NAMED_DTYPES: Final = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +106,12 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
 
 
+class _TensorHead(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[_Count, ...]
+    data_offsets: tuple[_Count, _Count]
+
+
 def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
     """The bytes of a checkpoint, in parts to be written one after the other; the tensors are not copied.
 
@@ -147,8 +156,11 @@ def _encode_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Buffer]:
     return [struct.pack("<Q", len(head)), head, *bodies]
 
 
-def decode_checkpoint(data: bytes) -> Checkpoint:
+def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Checkpoint:
     """The checkpoint in `data`.
+
+    Args:
+        in_place: tensors are read-only views of `data`, which need not be aligned; else copies.
 
     Raises:
         DamagedError: torn or changed.
@@ -166,7 +178,8 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
         middle = start + head.state_bytes
         if middle + head.tensors_bytes != len(data) - _DIGEST_BYTES:
             raise ValueError(f"{head.state_bytes} bytes of state and {head.tensors_bytes} of tensors are not all of it")
-        tensors = safetensors.numpy.load(data[middle : middle + head.tensors_bytes])
+        body = view[middle : middle + head.tensors_bytes]
+        tensors = _tensors_in(body) if in_place else safetensors.numpy.load(bytes(body))
     except (
         *(msgspec.MsgspecError, safetensors.SafetensorError),
         *(KeyError, ValueError),  # a dtype or a shape that safetensors knows and numpy does not
@@ -178,14 +191,32 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
         fingerprint=head.fingerprint,
         term=head.term,
         version=head.version,
-        state=data[start:middle],
+        state=bytes(view[start:middle]),
         tensors=tensors,
         layout=head.layout,
         code=head.code,
     )
 
 
-def _length_of_head(data: bytes) -> int:
+def _tensors_in(body: memoryview) -> dict[str, npt.NDArray[Any]]:
+    """The tensors that `_encode_tensors` has written, as views.
+
+    Raises:
+        ValueError, KeyError: they do not fit.
+    """
+    (head_bytes,) = struct.unpack_from("<Q", body)
+    header = msgspec.json.decode(body[8 : 8 + head_bytes], type=dict[str, _TensorHead])
+    values = body[8 + head_bytes :].toreadonly()
+    tensors = {}
+    for name, tensor in header.items():
+        begin, end = tensor.data_offsets
+        if not 0 <= begin <= end <= len(values):
+            raise ValueError(f"{name}: expected a tensor among {len(values)} bytes, got {begin} to {end}")
+        tensors[name] = np.frombuffer(values[begin:end], _NAMED_DTYPES[tensor.dtype]).reshape(tensor.shape)
+    return tensors
+
+
+def _length_of_head(data: bytes | mmap.mmap) -> int:
     magic, schema, head_bytes = _PREFIX.unpack_from(data)
     if magic != MAGIC or schema != SCHEMA_VERSION:
         raise CheckpointError(
@@ -274,6 +305,13 @@ class CheckpointStore(ABC):
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
         """The bytes of a checkpoint, or the first `size`; FileNotFoundError where it was deleted since the listing."""
 
+    def _map(self, term: int, version: int) -> mmap.mmap:
+        """The bytes of a checkpoint in a file, which the system reads as they are used; raises as `_read`."""
+        with tempfile.TemporaryFile() as file:
+            file.write(self._read(term, version))
+            file.flush()
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
     @abstractmethod
     def _read_marks(self) -> tuple[bytes | None, Any]:
         """The content of the marks, None where there are none yet; and what `_replace_marks` knows that content by."""
@@ -354,25 +392,29 @@ class CheckpointStore(ABC):
             return []
         return obsolete(stored, marked, keep=self._keep, history=self._history, now_s=time.time())
 
-    def load_newest(self, fingerprint: str | None, version: int | None = None) -> Checkpoint | None:
+    def load_newest(
+        self, fingerprint: str | None, version: int | None = None, *, in_place: bool = False
+    ) -> Checkpoint | None:
         """The newest checkpoint that is whole, past damaged ones (with a warning); None without any checkpoint.
 
         Args:
             fingerprint: what the checkpoint must have, except what a resume may change; None accepts any, for tools
                 that only look.
             version: look at the checkpoints of this version only.
+            in_place: its tensors stay in their file, which may be deleted meanwhile: they take memory that the system
+                can have back. They are read-only, and not aligned.
 
         Raises:
             CheckpointError: it belongs to another job or fingerprint, or there are checkpoints but none is whole.
         """
         for _ in range(_READ_ATTEMPTS):
             with suppress(FileNotFoundError):
-                return self._newest_whole(fingerprint, version)
+                return self._newest_whole(fingerprint, version, in_place)
         raise CheckpointError(
             f"checkpoints vanish from {self.location} while they are read: is something else deleting them?"
         )
 
-    def _newest_whole(self, fingerprint: str | None, wanted: int | None) -> Checkpoint | None:
+    def _newest_whole(self, fingerprint: str | None, wanted: int | None, in_place: bool) -> Checkpoint | None:
         held = self.versions()
         versions = held if wanted is None else [item for item in held if item[1] == wanted]
         if held and not versions:
@@ -381,7 +423,7 @@ class CheckpointStore(ABC):
         for term, version in reversed(versions):
             name = checkpoint_name(term, version)
             try:
-                checkpoint = decode_checkpoint(self._read(term, version))
+                checkpoint = self._mapped(term, version) if in_place else decode_checkpoint(self._read(term, version))
                 if (checkpoint.term, checkpoint.version) != (term, version):
                     raise DamagedError(f"it holds term {checkpoint.term}, version {checkpoint.version}: renamed")
             except DamagedError as exc:
@@ -395,6 +437,17 @@ class CheckpointStore(ABC):
                 "move them away to start the job over"
             )
         return None
+
+    def _mapped(self, term: int, version: int) -> Checkpoint:
+        try:
+            data = self._map(term, version)
+        except ValueError as exc:  # an empty file
+            raise DamagedError(str(exc)) from exc
+        checkpoint = decode_checkpoint(data, in_place=True)
+        if hasattr(mmap, "MADV_DONTNEED"):  # the checksum has read all of it: few rows are looked up again
+            data.madvise(mmap.MADV_DONTNEED)
+            data.madvise(mmap.MADV_RANDOM)
+        return checkpoint
 
     def _check_owner(self, checkpoint: Checkpoint, location: str = "", fingerprint: str | None = None) -> None:
         """Refuse a checkpoint that another job, or another model of the same job, has written."""

@@ -11,6 +11,7 @@ file that a later term's save removes; after 4, the checkpoint is there, whole; 
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import time
@@ -104,6 +105,13 @@ class FileCheckpointStore(CheckpointStore):
             self._path(term, version).open("rb") as file,
         ):
             return file.read(-1 if size is None else size)
+
+    def _map(self, term: int, version: int) -> mmap.mmap:
+        with (
+            self._translate_errors("read a checkpoint in", but=FileNotFoundError),
+            self._path(term, version).open("rb") as file,
+        ):
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def stored(self) -> list[StoredVersion]:
         items = []

@@ -129,6 +129,18 @@ def test_what_is_saved_is_loaded(kit: Kit) -> None:
     assert same(kit.again("digits").load_newest(None), checkpoint(1, 20))
 
 
+def test_tensors_that_stay_in_their_file_outlive_it(kit: Kit) -> None:
+    kit.store.save(checkpoint(1, 20))
+    held = kit.store.load_newest("f1", in_place=True)
+    assert same(held, checkpoint(1, 20))
+    for version in range(21, 26):
+        kit.store.save(checkpoint(1, version))
+    assert (1, 20) not in kit.store.versions()
+    assert same(held, checkpoint(1, 20))
+    assert held is not None
+    assert not any(tensor.flags.writeable for tensor in held.tensors.values())
+
+
 @pytest.mark.slow
 def test_a_higher_term_is_newer_than_a_higher_version(kit: Kit) -> None:
     kit.store.save(checkpoint(1, 20))

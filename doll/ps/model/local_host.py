@@ -16,6 +16,7 @@ from doll.process.fault_points import fault_point
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.model.delta_writer import DeltaWriter
 from doll.ps.model.model_host import FetchOutcome
+from doll.ps.model.row_writer import RowWriter
 from doll.ps.model.updater import ContributionBuffer, ModelParts, Updater
 from doll.ps.tables.bounded_ids import Totals
 from doll.ps.tables.row_server import RowServer, StoredRows
@@ -71,6 +72,8 @@ class LocalModelHost:
         self._tables = tables
         self._table_shapes = {} if tables is None else tables.shapes
         self._rows = None if tables is None else RowServer(config, self._scope, term, tables, blobs)
+        self._row_writer = None if tables is None else RowWriter(self._scope, term, blobs, self._ttl_s, tables)
+        self._is_published = False  # the model as it is now
         self._contributions = ContributionBuffer(updater, tables)
         self._deltas: DeltaWriter | None = None
         if config.training.policy.publishes_deltas:
@@ -132,6 +135,7 @@ class LocalModelHost:
             memory = self._blobs.reserve(HEADER_BYTES + 4 * self.num_values)
         into = None if memory is None else np.frombuffer(memory, np.float32, offset=HEADER_BYTES)
         num_samples = self._contributions.apply(update, into)
+        self._is_published = False
         if into is not None and self._updater.weights.ctypes.data == into.ctypes.data:
             self._unpublished, self._may_rewrite = memory, True
         else:
@@ -147,6 +151,7 @@ class LocalModelHost:
         if not self._published or version > self._published[-1]:
             self._put_weights(key, version)
             self._published.append(version)
+            self._is_published = True
         return key
 
     def release(self, version: int) -> None:
@@ -158,6 +163,8 @@ class LocalModelHost:
 
     def tidy(self, named: Container[int] = ()) -> None:
         if self._published and (version := self._published[-1]) != self._pointed_at:
+            if self._row_writer is not None and self._is_published:  # before the pointer, by which readers go
+                self._unused += self._row_writer.put(version)
             latest = Latest(term=self._term, version=version, key=weights_key(self._scope, self._term, version))
             self._blobs.put(latest_key(self._scope), encode_latest(latest), self._ttl_s)
             self._pointed_at = version

@@ -39,9 +39,14 @@ class Totals(NamedTuple):
 
 
 class BoundedIds:
-    """The ids that have rows, each with the slot of its row. Not thread-safe."""
+    """The ids that have rows, each with the slot of its row. Not thread-safe.
+
+    Attributes:
+        lost: ids whose rows were taken are added to it; None: nobody asks.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
+        self.lost: list[Ids] | None = None
         self._bounds = bounds
         size = bounds.max_rows
         self._index = IdIndex(size)
@@ -147,6 +152,8 @@ class BoundedIds:
         self._take(slots)
 
     def _take(self, slots: Slots) -> None:
+        if self.lost is not None:
+            self.lost.append(self._index.ids[slots])
         self._index.remove(slots)
         self._counts[slots] = 0
         self._touched[slots] = FREE

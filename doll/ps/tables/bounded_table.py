@@ -10,7 +10,7 @@ server refuses (docs/decisions/0084).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ class BoundedTable:
         self._num_steps = 0
         self._version = 0
         self._pending: list[Rows] = []
+        self._changed: list[Ids] | None = None  # None: nobody asks
         if first is not None:
             slots = self._ids.begin_with(first.ids, first.counts)
             self._begin(slots)
@@ -78,6 +79,21 @@ class BoundedTable:
         is_of_term = np.less_equal(request.since, self._version)  # a later one is of an earlier term, and void
         changed = known[(last_touch > request.since) | ~is_of_term]
         return Answer(self.read(np.union1d(request.ids, changed) if len(changed) else request.ids))
+
+    def follow(self) -> None:
+        """From now on, `changes` says what has changed since."""
+        self._changed = self._ids.lost = []
+
+    def unfollow(self) -> None:
+        """Nobody asks for changes any more."""
+        self._changed = self._ids.lost = None
+
+    def changes(self) -> Rows:
+        """The rows that have changed since the call before, or since `follow`: of ids that have lost theirs, the
+        initial ones."""
+        changed = self._changed or []
+        self.follow()
+        return self.read(np.unique(np.concatenate(changed)) if changed else np.empty(0, np.int64))
 
     def add(self, rows: Rows) -> None:
         """Add a gradient to the next update, behind those before it. Its memory is not used afterwards."""
@@ -109,6 +125,8 @@ class BoundedTable:
         slots, total = slots[is_here], total[is_here]
         if not len(slots):
             return
+        if self._changed is not None:
+            self._changed.append(ids[is_here])
         self._num_steps += 1
         state = {part: array.read(slots) for part, array in self._state.items()}
         rows_after = self._optimizer.step(
@@ -170,8 +188,34 @@ class BoundedTable:
             array.write(slots, np.zeros((len(slots), array.width), np.float32))
 
 
-def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, width: int) -> Rows:
-    """The rows of bounded table `name` in a checkpoint; its other ids have their initial rows.
+class StoredRows(NamedTuple):
+    """The rows of a bounded table in a checkpoint; its other ids have their initial rows.
+
+    Attributes:
+        ids: int64, shape (n,), strictly increasing.
+        places: of each of them in `all_values`.
+        all_values: float32, shape (any number, width); may be in a file.
+    """
+
+    ids: Ids
+    places: npt.NDArray[np.int64]
+    all_values: Floats
+
+    @property
+    def values(self) -> Floats:
+        """Float32, shape (n, width): a copy."""
+        return self.all_values[self.places]
+
+    def write_to(self, ids: Ids, values: Floats) -> None:
+        """Replace those of `values`, shape (k, width), the rows `ids`, that are here."""
+        if len(self.ids):
+            at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+            is_here = self.ids[at] == ids
+            values[is_here] = self.all_values[self.places[at[is_here]]]
+
+
+def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, width: int) -> StoredRows:
+    """The rows of bounded table `name` in a checkpoint.
 
     Raises:
         CheckpointError: they are missing, or do not fit.
@@ -180,7 +224,7 @@ def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, widt
     values: Floats = stored_tensor(tensors, name, "values", (len(ids), width))
     order = np.argsort(ids, kind="stable")
     order = order[np.count_nonzero(ids < 0) :]
-    return Rows(ids[order], values[order])
+    return StoredRows(ids[order], order, values)
 
 
 def renumbered(tensors: Mapping[str, npt.NDArray[Any]], name: str, by: int) -> dict[str, npt.NDArray[Any]]:

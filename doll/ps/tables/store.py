@@ -52,6 +52,7 @@ class Table:
         self._state = self._new_state()
         self._num_steps = 0
         self._version = 0  # of the last change
+        self._said = 0  # `changes` has said what had changed up to this version
         self._pending: list[_Pending] = []
         self._numbers: NumberChanges | None = None
 
@@ -99,6 +100,18 @@ class Table:
         whole = np.sort(np.concatenate([request.ids, known[at]]))
         whole = whole[np.diff(whole, prepend=-1) > 0]
         return Answer(self.read(whole), Patch(known[:0], is_there[:0], rows[:0].reshape(-1), checksum))
+
+    def follow(self) -> None:
+        """From now on, `changes` says what has changed since."""
+        self._said = self._version
+
+    def unfollow(self) -> None:
+        """Nobody asks for changes any more."""
+
+    def changes(self) -> Rows:
+        """The rows that have changed since the call before, or since `follow`."""
+        said, self._said = self._said, self._version
+        return self.read(self._touched.changed_since(said))
 
     def changed_since(self, version: int) -> Ids:
         """The rows that have changed after `version`, sorted."""
@@ -306,6 +319,20 @@ class TableStore:
             else self.tables[name].answer(request, author)
             for name, request in requests.items()
         }
+
+    def follow(self) -> None:
+        """From now on, `changes` says what has changed since."""
+        for table in self._all:
+            table.follow()
+
+    def unfollow(self) -> None:
+        """Nobody asks for changes any more."""
+        for table in self._all:
+            table.unfollow()
+
+    def changes(self) -> dict[str, Rows]:
+        """The rows of each table that have changed since the call before, or since `follow`, as they are now."""
+        return {table.name: table.changes() for table in self._all}
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Of all tables, for a checkpoint; see `Table.tensors`."""

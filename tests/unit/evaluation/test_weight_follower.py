@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import record_builders
 from doll.errors import CheckpointError, ServiceUnavailableError
-from doll.evaluation.weight_follower import BLOBS, CHECKPOINTS, Place, WeightFollower, place_of
+from doll.evaluation.stored_weights import Place, place_of
+from doll.evaluation.weight_follower import BLOBS, CHECKPOINTS, WeightFollower
 from doll.storage.blobs import Latest, encode_blob, encode_latest, latest_key, weights_key
 from memory_stores import MemoryBlobs
 from serving_rig import ServingRig

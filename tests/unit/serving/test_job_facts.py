@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import record_builders
-from doll.evaluation.weight_follower import Place
+from doll.evaluation.stored_weights import Place
 from doll.serving.job_facts import JobFacts
 from statuses import server_status
 

@@ -1,0 +1,64 @@
+"""Rows of tables that have changed from one version to a later one, as a blob. Pure.
+
+They are published for readers that are no workers (`doll serve`), while there are some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from doll.errors import BlobError
+from doll.storage.blobs import Buffer
+from doll.storage.sections import Shapes, Vector, decode_delta, encode_delta
+from doll.tables.rows import Rows, TableShape
+
+FOLLOWED_S: Final = 10.0  # a reader is taken to be there for so long after its last word
+RENEW_S: Final = 2.0  # between two words of a reader
+_BEGAN: Final = ""  # no table has this name; an int64, in the bits of two float32
+_BEGAN_VALUES: Final = 2
+
+
+class RowChanges(NamedTuple):
+    """The rows of each table that have changed after version `since`, as they are in `version`.
+
+    Attributes:
+        began: first version of the term: that of the checkpoint from which its server has gone on.
+    """
+
+    since: int
+    version: int
+    began: int
+    rows: dict[str, Rows]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of rows and ids."""
+        return sum(rows.ids.nbytes + rows.values.nbytes for rows in self.rows.values())
+
+
+def encode_row_changes(changes: RowChanges, shapes: Mapping[str, TableShape], *, job: str) -> list[Buffer]:
+    """In parts as `Blobs.put` takes them. All tables are there, also those without a change."""
+    pieces: dict[str, Vector | Rows] = {_BEGAN: np.array([changes.began], "<i8").view("<f4"), **changes.rows}
+    return encode_delta(pieces, _with_began(shapes), job=job, since=changes.since, version=changes.version).parts
+
+
+def decode_row_changes(data: Buffer, shapes: Mapping[str, TableShape], *, job: str, version: int) -> RowChanges:
+    """What `encode_row_changes` was given; views of `data`.
+
+    Raises:
+        BlobError: torn, changed on the way, of another job or version, or not of all these tables.
+        NotFiniteError: a value is NaN or infinite.
+    """
+    pieces, since = decode_delta(data, _with_began(shapes), job=job, version=version)
+    began = pieces.pop(_BEGAN, None)
+    rows = {name: piece for name, piece in pieces.items() if isinstance(piece, Rows)}
+    if rows.keys() != shapes.keys() or began is None or isinstance(began, Rows):
+        raise BlobError(f"changes of version {version}: expected rows of {sorted(shapes)}, got {sorted(rows)}")
+    return RowChanges(since, version, int(began.view("<i8")[0]), rows)
+
+
+def _with_began(shapes: Mapping[str, TableShape]) -> Shapes:
+    return {_BEGAN: _BEGAN_VALUES, **shapes}

@@ -1,0 +1,98 @@
+"""Rows that a version has changed are published while somebody follows them, and not else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from doll.errors import BlobError
+from doll.ps.model.row_writer import RowWriter
+from doll.ps.tables.store import TableStore
+from doll.storage.blobs import followed_key, row_changes_key
+from doll.storage.row_changes import RowChanges, decode_row_changes
+from doll.tables.rows import Rows
+from memory_stores import MemoryBlobs
+
+pytestmark = pytest.mark.slow  # loads torch
+
+SCOPE = "job:r1"
+
+
+class Rig:
+    def __init__(self, kept_bytes: int = 10**6) -> None:
+        self.now_s = 0.0
+        self.blobs = MemoryBlobs(clock=lambda: self.now_s)
+        self.tables = TableStore({"t": np.zeros((10, 2), np.float32)}, None)
+        self.writer = RowWriter(
+            SCOPE, 3, self.blobs, 60.0, self.tables, clock=lambda: self.now_s, kept_bytes=kept_bytes
+        )
+
+    def follow(self) -> None:
+        self.blobs.put(followed_key(SCOPE), [b"1"], 10.0)
+
+    def update(self, version: int, *ids: int) -> list[str]:
+        self.now_s += 1.0
+        self.tables.add({"t": Rows(np.array(ids), np.full((len(ids), 2), 1, np.float32))})
+        self.tables.apply(1.0, version)
+        return self.writer.put(version)
+
+    def changes(self, version: int) -> RowChanges | None:
+        data = self.blobs.get(row_changes_key(SCOPE, 3, version))
+        return None if data is None else decode_row_changes(data, self.tables.shapes, job=SCOPE, version=version)
+
+
+def test_nothing_is_published_unless_somebody_follows() -> None:
+    rig = Rig()
+    rig.update(1, 1, 2)
+    assert rig.blobs.keys() == []
+    rig.follow()
+    rig.update(2, 2)
+    assert rig.changes(2) is None, "what had changed before nobody knows"
+    rig.update(4, 2, 5)
+    changes = rig.changes(4)
+    assert changes is not None
+    assert (changes.since, changes.version, changes.began) == (2, 4, 1)
+    np.testing.assert_array_equal(changes.rows["t"].ids, [2, 5])
+    np.testing.assert_array_equal(changes.rows["t"].values[:, 0], [3, 1])
+    rig.now_s += 10.0
+    rig.update(5, 1)
+    rig.update(6, 1)
+    assert (rig.changes(5), rig.changes(6)) == (None, None), "nobody follows any more"
+    rig.follow()
+    rig.update(7, 7)
+    rig.update(8, 8)
+    after = rig.changes(8)
+    assert after is not None
+    assert (after.since, after.rows["t"].ids.tolist()) == (7, [8])
+
+
+def test_a_version_that_changes_no_row_is_a_link_of_the_chain() -> None:
+    rig = Rig()
+    rig.follow()
+    rig.update(1)
+    rig.update(2)
+    changes = rig.changes(2)
+    assert changes is not None
+    assert (changes.since, len(changes.rows["t"].ids)) == (1, 0)
+
+
+def test_the_oldest_changes_are_deleted() -> None:
+    rig = Rig(kept_bytes=1000)
+    unused = []
+    for version in range(1, 20):
+        rig.follow()
+        unused += rig.update(version, *range(10))
+    assert unused == [row_changes_key(SCOPE, 3, version) for version in range(2, 2 + len(unused))]
+    assert 10 < len(unused) < 18
+
+
+def test_changes_of_other_tables_are_refused() -> None:
+    rig = Rig()
+    rig.follow()
+    rig.update(1, 1)
+    rig.update(2, 1)
+    data = rig.blobs.get(row_changes_key(SCOPE, 3, 2))
+    assert data is not None
+    with pytest.raises(BlobError):
+        decode_row_changes(data, {**rig.tables.shapes, "u": rig.tables.shapes["t"]}, job=SCOPE, version=2)
+    with pytest.raises(BlobError):
+        decode_row_changes(data, rig.tables.shapes, job=SCOPE, version=3)
