@@ -131,7 +131,8 @@ def _provisioner(
     from doll.config import load
     from doll.process.signals import Interrupts
     from doll.provisioner.main import ProvisionerProcess, ProvisionerSetup
-    from doll.run.spot.provisioning import machines_of, pass_on, settings_of
+    from doll.run.local.provisioning import settings_of
+    from doll.run.spot.provisioning import machines_of, pass_on
 
     with Interrupts() as interrupts:
         setup = ProvisionerSetup(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,15 @@ def up(
     job: JobOptions,
     runs_folder: RunsFolderOption = Path("runs"),
     fresh: FreshOption = False,
+    fleet: Annotated[
+        Literal["processes", "ray"] | None,
+        typer.Option(
+            "--fleet",
+            help="Run the workers as processes of this machine, or as actors of Ray, which it starts where "
+            "fleet.address names no cluster [default: ray where fleet.kind is ray, else processes].",
+            show_default=False,
+        ),
+    ] = None,
     page: PageOption = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -40,6 +50,8 @@ def up(
     """
     from doll.run.local.up import run_up
 
+    if fleet is not None and replace(job, overrides=None).target().config.fleet.kind != fleet:
+        job = replace(job, overrides=[f"fleet={{kind: {fleet}}}", *(job.overrides or [])])
     _finish(run_up(job.target().config, runs_folder, fresh=fresh, page=page), as_json)
 
 

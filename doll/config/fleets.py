@@ -150,7 +150,8 @@ class RayFleetConfig(FleetSection):
     kind: Literal["ray"]
     address: Annotated[str, StringConstraints(pattern=r"^(auto|[A-Za-z0-9.-]+:[0-9]{1,5})$")] = "auto"
     """of the cluster's head, host:port, on one of the cluster's nodes; `auto`: the cluster of which this machine is a
-    node. Ray's client connection, ray://, does not show which nodes are being drained"""
+    node; `doll up` starts one where it is none. Ray's client connection, ray://, does not show which nodes are being
+    drained"""
     spot: Annotated[dict[str, str], Field(min_length=1)] = Field(default={"ray.io/market-type": "spot"})
     """labels of the nodes of spot workers; a value may be `in(a, b)`, `!a` or `!in(a, b)`, as in Ray"""
     on_demand: Annotated[dict[str, str], Field(min_length=1)] = Field(default={"ray.io/market-type": "on-demand"})

@@ -40,6 +40,22 @@ class Machines:
     placement: ec2_placement.Ec2Placement | None = None
 
 
+def check_machines(config: JobConfig) -> None:
+    """Whether there is an opener for the job's fleet, and it can launch the job's workers.
+
+    Raises:
+        ConfigError: there is none, or it launches machines one by one where a worker has several.
+    """
+    if config.fleet.kind not in OPENERS:
+        raise ConfigError(f"fleet.kind: expected {' or '.join(OPENERS)}, got {config.fleet.kind}")
+    if (machines := config.machines_per_worker) > 1:
+        raise ConfigError(
+            f"plan.machines_per_worker: expected 1 with fleet.kind: {config.fleet.kind}, got {machines}: this fleet "
+            "launches machines one by one, and cannot keep those of a worker together; fleet.kind: processes can. "
+            "Where all stages of a worker run on one machine of this fleet, set plan.machines_per_worker: 1"
+        )
+
+
 def open_machines(config: JobConfig, run_folder: Path) -> AbstractContextManager[Machines]:
     """The machines of a job whose fleet has an opener.
 
@@ -50,16 +66,8 @@ def open_machines(config: JobConfig, run_folder: Path) -> AbstractContextManager
         ConfigError: the fleet cannot be used as the job file describes it, has no opener, or launches machines one by
             one where a worker has several.
     """
-    opener = OPENERS.get(config.fleet.kind)
-    if opener is None:
-        raise ConfigError(f"fleet.kind: expected {' or '.join(OPENERS)}, got {config.fleet.kind}")
-    if (machines := config.machines_per_worker) > 1:
-        raise ConfigError(
-            f"plan.machines_per_worker: expected 1 with fleet.kind: {config.fleet.kind}, got {machines}: this fleet "
-            "launches machines one by one, and cannot keep those of a worker together; fleet.kind: processes can. "
-            "Where all stages of a worker run on one machine of this fleet, set plan.machines_per_worker: 1"
-        )
-    return opener(config, run_folder)
+    check_machines(config)
+    return OPENERS[config.fleet.kind](config, run_folder)
 
 
 @contextmanager

@@ -180,6 +180,14 @@ class ProvisionerProcess:
         """One turn."""
         return self._turn(last=True)
 
+    def end_machines(self) -> Decision:
+        """Turns until all machines have ended; the last decision."""
+        while True:
+            decision = self._turn(draining=True)
+            if decision.finished:
+                return decision
+            self._follow(_URGENT_AFTER_S, lambda: False)
+
     def _expect_turns(self) -> None:
         self._heartbeat.expect("turn", within_s=max(60.0, 10 * self._settings.planner.replan_s))
 
@@ -200,7 +208,7 @@ class ProvisionerProcess:
             updates=planner.updates, group_size=planner.group_size, every_s=planner.replan_s,
         )  # fmt: skip
 
-    def _turn(self, *, last: bool = False) -> Decision:
+    def _turn(self, *, last: bool = False, draining: bool = False) -> Decision:
         """One turn, published and logged; `last`: this process exits afterwards."""
         self._heartbeat.beat("turn")
         now_s = time.time()
@@ -208,7 +216,7 @@ class ProvisionerProcess:
         if ends is not None:
             self._controller.observe_ends(now_s, ends)
         self._controller.positions = self._job_records.named_positions()
-        decision = self._controller.turn(now_s)
+        decision = self._controller.turn(now_s, draining=draining)
         if self._publisher is not None:
             self._publisher.publish(decision, last=last or decision.finished)
             if (request := self._controller.release_request(decision)) is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray_cluster
 from paths import EXAMPLES
 from process_checks import is_gone
 from waiting import until
@@ -268,6 +269,73 @@ def test_after_sigkill_no_process_and_no_port_is_left(up: Any) -> None:
     assert len(processes) >= 8  # itself, fork server, Kafka, Redis, PS, two workers, evaluator, producer
     job.process.kill()
     assert_nothing_left(processes, ports)
+
+
+ON_RAY = {
+    "job.yaml": OWN_JOB + "evaluation: {enabled: false}\n",
+    "churn.py": (EXAMPLES / "stdin" / "task.py").read_text(),
+    "events.jsonl": '{"age": 40, "visits": 3, "spend": 10.5, "left": true}\n' * 100,
+}
+needs_ray = pytest.mark.skipif(
+    ray_cluster.unavailable_reason() is not None, reason=str(ray_cluster.unavailable_reason())
+)
+
+
+@pytest.fixture
+def no_ray_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+
+
+def actors_of(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """The workers that Ray has started; they are no children of who runs the job."""
+    return [process for process in processes if "ray::WorkerHost" in " ".join(process.cmdline())]
+
+
+@needs_ray
+@pytest.mark.usefixtures("no_ray_of_others")
+def test_workers_are_actors_of_a_ray_that_ends_with_the_run(up: Callable[..., Up]) -> None:
+    job = up("job.yaml", "--fleet", "ray", "--set", "stop.updates=150", files=ON_RAY)
+    job.until_learning()
+    processes, ports = job.started(), job.ports()
+    assert len(actors_of(processes)) >= 2
+    report = job.report()
+    assert (report["updates"], report["exit_code"]) == (150, 0)
+    assert_audit_ok(report)
+    fleet = report["fleet"]
+    assert (fleet["kind"], fleet["is_own"], fleet["phase"]) == ("ray", True, "done")
+    assert fleet["spent_usd"] > 0
+    assert list((job.run / "services" / "ray" / "session_latest" / "logs").glob("worker-*.err"))
+    assert_nothing_left(processes, [*ports, int(fleet["address"].rpartition(":")[2])])
+
+
+@needs_ray
+@pytest.mark.usefixtures("no_ray_of_others")
+def test_after_sigkill_no_process_of_ray_is_left(up: Callable[..., Up]) -> None:
+    job = up("job.yaml", "--fleet", "ray", "--set", "plan.updates=5000", files=ON_RAY)
+    job.until_learning()
+    processes, ports = job.started(), job.ports()
+    assert actors_of(processes)
+    job.process.kill()
+    assert_nothing_left(processes, ports)
+
+
+@needs_ray
+def test_a_ray_that_was_given_goes_on_without_the_actors(up: Callable[..., Up]) -> None:
+    with ray_cluster.RayCluster() as cluster:
+        cluster.ensure("spot", 1)
+        cluster.ensure("on-demand", 1)
+        fleet = f"fleet: {{kind: ray, address: '{cluster.address}'}}\n"
+        plan = "plan: {updates: 5000, spot_usd_per_h: 0.1, on_demand_usd_per_h: 0.3, boot_s: 10}\n"
+        job = up("job.yaml", files=ON_RAY | {"job.yaml": ON_RAY["job.yaml"] + fleet + plan})
+        job.until_learning()
+        assert cluster.nodes_of_actors()
+        job.process.send_signal(signal.SIGINT)
+        report = job.report()
+        assert report["reason"] == "stopped by you"
+        assert (report["fleet"]["is_own"], report["fleet"]["phase"]) == (False, "drain")
+        assert_audit_ok(report)
+        until(lambda: not cluster.nodes_of_actors(), "the end of all actors")
 
 
 def test_a_stream_of_garbage_is_no_success_and_a_notebooks_backend_costs_nothing(

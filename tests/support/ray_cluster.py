@@ -41,6 +41,10 @@ class RayCluster:
         os.environ.setdefault("RAY_usage_stats_enabled", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # of 15 otherwise: on a busy machine nothing is left for them
         self._folder = Path(tempfile.mkdtemp(prefix="ray-"))
+        # Else Ray writes the address where everybody on this machine looks for a cluster.
+        (self._folder / "ray").mkdir()
+        self._tmpdir_before = os.environ.get("RAY_TMPDIR")
+        os.environ["RAY_TMPDIR"] = str(self._folder)
         self._cluster = Cluster(
             initialize_head=True,
             head_node_args={
@@ -86,11 +90,20 @@ class RayCluster:
         """End a node at once, with all that runs on it."""
         self._cluster.remove_node(self._nodes.pop(node)[1], allow_graceful=False)
 
+    def take_drained(self) -> None:
+        """The owner of the drained nodes takes them."""
+        for node in self._draining & set(self._nodes):
+            self.kill(node)
+
     def close(self) -> None:
         import ray
 
         ray.shutdown()
         self._cluster.shutdown()
+        if self._tmpdir_before is None:
+            os.environ.pop("RAY_TMPDIR", None)
+        else:
+            os.environ["RAY_TMPDIR"] = self._tmpdir_before
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:

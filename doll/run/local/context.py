@@ -25,6 +25,7 @@ from doll.run.folder import RunFolder
 from doll.services import BLOBS_ENV, CONTROL_ENV, Services
 
 PARAMETER_SERVERS: Final = ("ps", "ps-standby")
+PROVISIONER: Final = "provisioner"
 WORKERS_START_TIMEOUT_S: Final = 20.0
 
 
@@ -119,6 +120,10 @@ class LocalRun:
     def evaluator(self) -> RoleSpec:
         return self._spec("evaluator", "evaluator_role")
 
+    def provisioner(self, ray_address: str, *, is_own: bool) -> RoleSpec:
+        """The provisioner of actors on a Ray cluster; `is_own`: this run has started the cluster."""
+        return self._spec(PROVISIONER, "provisioner_role", ray_address, is_own)
+
     def producer(self) -> RoleSpec:
         return self._spec("producer", "producer_role")
 
@@ -129,7 +134,7 @@ class LocalRun:
             return spawn(argv, spec.log_path, spec.env, stdin=sys.stdin.fileno())
         return self.forks.launch(spec)
 
-    def _spec(self, name: str, role: str, *more: int) -> RoleSpec:
+    def _spec(self, name: str, role: str, *more: int | str) -> RoleSpec:
         services = self.hook.services(name, self.stack)
         args = [str(self.folder.job), services.kafka, services.redis, str(self.folder.path), *more]
         env = {PORT_ENV: str(self._health_port(name)), BLOBS_ENV: services.blobs, CONTROL_ENV: services.control}

@@ -196,6 +196,16 @@ def evaluator_role(job_path: str, kafka: str, redis: str, run_folder: str) -> in
 
 
 @_role
+def provisioner_role(job_path: str, kafka: str, redis: str, run_folder: str, ray_address: str, is_own: bool) -> int:
+    """The provisioner of a run whose workers are actors of Ray."""
+    from doll.run.local.provisioning import ActorCluster, run_provisioner
+
+    process = JobProcess.forked("provisioner", job_path, kafka, redis, run_folder)
+    cluster = ActorCluster(ray_address, is_own, process.after_term)
+    return run_provisioner(Path(job_path), process.services, process.run_folder, cluster)
+
+
+@_role
 def producer_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
     return JobProcess.forked("producer", job_path, kafka, redis, run_folder).producer()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
 from doll import telemetry
-from doll.config import JobConfig, StdinSource, load
+from doll.config import JobConfig, RayFleetConfig, StdinSource, load
 from doll.errors import BadStreamError, ConfigError, DollError, FencedError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_problem
@@ -36,11 +36,13 @@ from doll.process.files import is_full, read_json, unwritable
 from doll.process.signals import Interrupts
 from doll.ps.standby import LeaderCheck
 from doll.run.folder import JOB, STACK, RunFolder, create, display_path
+from doll.run.local.actors import ActorWorkers
 from doll.run.local.context import LocalRun, RunHook, taken_health_ports
 from doll.run.local.finish import finish_run
 from doll.run.local.follower import RunFollower
 from doll.run.local.page import start_page
 from doll.run.local.preflight import check_devices, check_files, check_pipeline, check_task
+from doll.run.local.provisioning import check_actors
 from doll.run.local.running import SOURCE_ENDED, Learning, ended_early
 from doll.services import KAFKA_ENV, Services, kafka_address
 from doll.storage.source_paths import find_source
@@ -98,7 +100,7 @@ def run_in(
     follower: RunFollower | None = None
     with Interrupts() as interrupts, display or make_display(config.stop) as display:
         display.say(f"job {config.job}: run folder {display_path(folder.path)}")
-        accompanied_by = RunHook() if hook is None else hook(folder, display)
+        accompanied_by = _own_hook(config) if hook is None else hook(folder, display)
         try:
             with (
                 _services_of(config, folder, display, interrupts, accompanied_by, fresh=fresh) as run,
@@ -134,6 +136,8 @@ def check_runnable(config: JobConfig, *, begins: bool = True) -> None:
             f"data.topic is {config.data.topic}: set kafka.address, or {KAFKA_ENV}, to the Kafka that has it: one that "
             "doll up starts has no topics"
         )
+    if isinstance(config.fleet, RayFleetConfig):
+        check_actors(config)
     check_files(config)
     if begins and config.training.init_from is not None:
         find_source(config, config.training.init_from.source)
@@ -235,7 +239,20 @@ def _resolved(config: JobConfig, run: RunFolder) -> JobConfig:
         source = f"{path}" if version is None else f"{path}@{version}"
         training = training.model_copy(update={"init_from": training.init_from.model_copy(update={"source": source})})
     base = config.base_folder.resolve()
-    return config.model_copy(update={"checkpoint": checkpoint, "training": training, "base_folder": base})
+    resolved = {"checkpoint": checkpoint, "training": training, "base_folder": base}
+    if isinstance(config.fleet, RayFleetConfig):
+        # Actors of another run of the job have another name; an actor has no folder in this machine's shared memory.
+        cluster = config.fleet.cluster or run.path.name[-63:].lstrip("._-")
+        resolved |= {
+            "fleet": config.fleet.model_copy(update={"cluster": cluster}),
+            "blobs": config.blobs.model_copy(update={"kind": "redis"}),
+        }
+    return config.model_copy(update=resolved)
+
+
+def _own_hook(config: JobConfig) -> RunHook:
+    """What has the workers where nothing else accompanies the run."""
+    return ActorWorkers() if isinstance(config.fleet, RayFleetConfig) else RunHook()
 
 
 def _check_model(run: RunFolder, forks: ForkServer) -> str:

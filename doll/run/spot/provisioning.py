@@ -1,4 +1,4 @@
-"""What a provisioner gets from outside its package: worker processes as machines, and the constants of a pilot run."""
+"""What a provisioner gets from outside its package: worker processes as machines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from pathlib import Path
 from doll.config import JobConfig, ProcessesFleetConfig
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
-from doll.monitor.state.pilot_run import with_pilot
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import Instance
 from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.machines import Machines, open_machines
 from doll.provisioner.prices.trace import TracePrices
-from doll.provisioner.settings import ControllerSettings, controller_settings
 from doll.provisioner.traces.market import MarketClock, make_market
 from doll.run.folder import RunFolder
 from doll.services import Services
@@ -65,15 +63,3 @@ def pass_on(config: JobConfig, run_folder: Path) -> None:
     """Let workers that are launched from now on read this job file; on machines elsewhere the fleet's owner does so."""
     if isinstance(config.fleet, ProcessesFleetConfig):
         RunFolder(run_folder).write_job(config)
-
-
-def settings_of(config: JobConfig) -> tuple[ControllerSettings, list[str]]:
-    """What the job file asks of its provisioner, and notes on where its numbers come from.
-
-    Raises:
-        ConfigError: the work or the rates are not known, or a number is out of its range.
-        InfeasiblePlanError: the pilot run shows that the error target cannot be met.
-    """
-    section, notes = with_pilot(config, config.plan)
-    settings, more = controller_settings(config.model_copy(update={"plan": section}))
-    return settings, [*notes, *more]

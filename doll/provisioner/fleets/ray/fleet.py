@@ -11,9 +11,13 @@ labels and draining nodes without its dashboard, so the tables are read as Ray's
 
 from __future__ import annotations
 
+import contextlib
+import re
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -280,14 +284,17 @@ def connect(config: JobConfig) -> RayFleet:
         runtime_env["working_dir"] = str(folder)
     _check_address(settings.address, settings.timeout_s)
     try:
-        ray.init(
-            settings.address,
-            namespace=NAMESPACE,
-            runtime_env=runtime_env,
-            log_to_driver=False,
-            ignore_reinit_error=True,
-        )
+        with _own_sigterm():
+            ray.init(
+                settings.address,
+                namespace=NAMESPACE,
+                runtime_env=runtime_env,
+                log_to_driver=False,
+                ignore_reinit_error=True,
+            )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        if (other := _other_version(str(error))) is not None:
+            raise ConfigError(f"fleet.address: {settings.address}: {other}") from error
         raise ConfigError(
             f"fleet.address: expected a Ray cluster of this machine at {settings.address}: {short(error)}; start one "
             "with `ray start --head`, or run this on a node of the cluster, e.g. by `ray job submit`"
@@ -298,6 +305,29 @@ def connect(config: JobConfig) -> RayFleet:
         options["memory"] = settings.memory_bytes
     api = RayApi((settings.command, dump(config), base_folder, settings.env), options, settings.timeout_s)
     return RayFleet(api, cluster=config.cluster, settings=settings, drain_s=config.worker.drain_s + GRACE_S)
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM: Ray's would end the provisioner in the middle of a turn."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def _other_version(text: str) -> str | None:
+    """What to do where Ray refuses a cluster for its versions, which have to be the same to the last figure."""
+    versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
+    if len(versions) != 2:
+        return None
+    there, here = (f"Python {python} and Ray {ray}" for ray, python in versions)
+    return (
+        f"the cluster has {there}, this machine {here}: expected the same; start this with the cluster's Python and "
+        "`pip install ray==` its version, or the cluster with this Python"
+    )
 
 
 def _check_address(address: str, timeout_s: float) -> None:

@@ -7,7 +7,7 @@ from doll.config import JobConfig
 from doll.config.loader import parse
 from doll.errors import ConfigError
 from doll.local.processes import free_port
-from doll.provisioner.fleets.ray.fleet import connect
+from doll.provisioner.fleets.ray.fleet import _other_version, connect
 
 
 def job(fleet: str) -> JobConfig:
@@ -36,3 +36,14 @@ def test_both_markets_on_the_same_nodes_are_refused() -> None:
 def test_another_fleet_has_no_actors() -> None:
     with pytest.raises(ConfigError, match=r"fleet\.kind: expected ray, got processes"):
         connect(job("{kind: processes}"))
+
+
+def test_a_cluster_of_another_python_says_both_versions() -> None:
+    text = (
+        "Version mismatch: The cluster was started with:\n    Ray: 2.60.0\n    Python: 3.12.3\n"
+        "This process on 10.0.0.1 was started with:\n    Ray: 2.60.0\n    Python: 3.11.9\n"
+    )
+    said = _other_version(text)
+    assert said is not None
+    assert "the cluster has Python 3.12.3 and Ray 2.60.0, this machine Python 3.11.9 and Ray 2.60.0" in said
+    assert _other_version("GCS has died") is None

@@ -1,0 +1,145 @@
+"""A Ray cluster of one node on loopback, for the actors of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Final
+
+from doll.errors import ServiceUnavailableError
+from doll.local import processes
+
+CLIENT_ENV: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""For all who use the cluster: Ray then keeps 127.0.0.1, and does not listen on the address of this machine."""
+_HEAD_ENV: Final = {**CLIENT_ENV, "RAY_worker_niceness": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+# Linux kills most of Ray's processes with its first one; two agents would wait 60 s for a head that is gone. They are
+# all of one group, of which a child kills all when nobody holds the other end of the pipe.
+_IN_A_GROUP: Final = """
+import os, signal, sys
+pipe = int(sys.argv[1])
+if os.fork() == 0:
+    os.read(pipe, 1)
+    os.killpg(0, signal.SIGKILL)
+os.close(pipe)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+_STORE_BYTES: Final = 80_000_000  # of its store of objects, the least that Ray takes: nothing is put there
+_START_S: Final = 120.0  # 8 to 15 s on two slow cores
+_POLL_S: Final = 0.1
+_BIND_TRIES: Final = 3
+_ADDRESS_FILE: Final = "ray_current_cluster"  # Ray writes it into its folder when the node serves
+
+
+def unavailable_reason() -> str | None:
+    """None if Ray can be started here; else what is missing."""
+    if importlib.util.find_spec("ray") is None:
+        return "expected the package ray: pip install 'doll-online[ray]'"
+    return None
+
+
+def running_address() -> str | None:
+    """The address of the cluster of which `ray start` has made this machine a node, as Ray finds it; None without."""
+    if given := os.environ.get("RAY_ADDRESS"):
+        return given
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+        address = (folder / _ADDRESS_FILE).read_text().strip()
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), 5.0).close()  # the file outlives a cluster that was killed
+        return address
+    return None
+
+
+class RayHead(processes.LocalServer):
+    """`ray start --head`, whose processes end with this process, also where it is killed. Its port persists.
+
+    Args:
+        folder: Ray's files go there, with the logs of workers.
+        num_cpus: of how many CPUs it gives away; they are counted, and need not be there.
+        labels: of the node.
+    """
+
+    _grace_s: ClassVar[float] = 10.0
+
+    def __init__(self, folder: Path, *, num_cpus: int, labels: Sequence[str]) -> None:
+        super().__init__(folder.parent / f"{folder.name}.log")
+        self._folder, self._num_cpus, self._labels = folder, num_cpus, tuple(labels)
+        self._port = 0
+        self._pipe: int | None = None  # while it is open, Ray's processes live
+        # Ray's sockets have long paths, and a path of a socket has 107 bytes at most.
+        self._short = Path(tempfile.mkdtemp(prefix="doll-ray-")) / "r"
+
+    @property
+    def address(self) -> str:
+        """`127.0.0.1:port`; empty before the first start."""
+        return f"{processes.LOOPBACK}:{self._port}" if self._port else ""
+
+    def start(self) -> None:
+        if (reason := unavailable_reason()) is not None:
+            raise ServiceUnavailableError(f"Ray cannot be started: {reason}")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._short.parent.mkdir(exist_ok=True)
+        if not self._short.is_symlink():
+            self._short.symlink_to(self._folder.resolve())
+        for _ in range(_BIND_TRIES):
+            port = self._port or processes.free_port()
+            if self._launch(port):
+                self._port = port
+                return
+        raise ServiceUnavailableError(
+            f"Ray does not start; the end of {self.log_path}:\n{processes.tail(self.log_path)}"
+        )
+
+    def stop(self, grace_s: float | None = None) -> None:
+        super().stop(grace_s)
+        self._end_group()
+        latest = self._folder / "session_latest"
+        if latest.is_symlink():  # by the short path, which goes now
+            session = Path(os.readlink(latest)).name
+            latest.unlink()
+            latest.symlink_to(session)
+        shutil.rmtree(self._short.parent, ignore_errors=True)
+
+    def kill(self) -> None:
+        super().kill()
+        self._end_group()
+
+    def _end_group(self) -> None:
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
+
+    def _launch(self, port: int) -> bool:
+        """Whether the node serves; False if it has exited, for example because the port was taken."""
+        address_file = self._folder / _ADDRESS_FILE
+        address_file.unlink(missing_ok=True)
+        self._end_group()  # of a head that has died
+        pipe, self._pipe = os.pipe()
+        self._process = processes.spawn(
+            [
+                *(sys.executable, "-I", "-S", "-c", _IN_A_GROUP, str(pipe)),
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+                *("--node-ip-address", processes.LOOPBACK, "--port", str(port), "--include-dashboard=false"),
+                *("--num-cpus", str(self._num_cpus), "--object-store-memory", str(_STORE_BYTES)),
+                *("--labels", ",".join(self._labels), "--temp-dir", str(self._short), "--disable-usage-stats"),
+            ],
+            self.log_path,
+            _HEAD_ENV,
+            pass_fds=[pipe],
+        )
+        os.close(pipe)
+        deadline_s = time.monotonic() + _START_S
+        while self._process.poll() is None and time.monotonic() < deadline_s:
+            if address_file.exists():
+                return True
+            time.sleep(_POLL_S)
+        self.kill()
+        return False

@@ -1,0 +1,139 @@
+"""The provisioner of a run of `doll up` whose workers are actors of Ray; it ends all of them with the run."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from doll.config import JobConfig, RayFleetConfig, load
+from doll.errors import ConfigError
+from doll.ledger.admission import AFTER_TERM_ENV
+from doll.local import ray_head
+from doll.monitor.state.pilot_run import with_pilot
+from doll.process.signals import Interrupts
+from doll.provisioner.machines import Machines, check_machines, open_machines
+from doll.provisioner.main import ProvisionerProcess, ProvisionerSetup
+from doll.provisioner.prices.shipped import with_prices
+from doll.provisioner.settings import ControllerSettings, controller_settings
+from doll.services import KAFKA_ENV, REDIS_ENV, Services, kafka_address, redis_address
+
+SPOT_LABEL, ON_DEMAND_LABEL = "doll-spot", "doll-on-demand"
+_YES: Final = "yes"
+HEAD_LABELS: Final = (f"{SPOT_LABEL}={_YES}", f"{ON_DEMAND_LABEL}={_YES}")
+"""Of the one node of a Ray that `doll up` starts: it stands for both markets."""
+
+
+def settings_of(config: JobConfig) -> tuple[ControllerSettings, list[str]]:
+    """What the job file asks of its provisioner, and notes on where its numbers come from.
+
+    Raises:
+        ConfigError: the work or the rates are not known, or a number is out of its range.
+        InfeasiblePlanError: the pilot run shows that the error target cannot be met.
+    """
+    section, notes = with_pilot(config, config.plan)
+    settings, more = controller_settings(config.model_copy(update={"plan": section}))
+    return settings, [*notes, *more]
+
+
+def check_actors(config: JobConfig) -> None:
+    """Whether `doll up` can run the workers of a job with `fleet.kind: ray`, as far as the job file says.
+
+    Raises:
+        ConfigError: Ray is not installed, the provisioner cannot plan the job, or the cluster's nodes would not reach
+            what `doll up` starts on loopback.
+    """
+    fleet = config.fleet
+    assert isinstance(fleet, RayFleetConfig)
+    if (reason := ray_head.unavailable_reason()) is not None:
+        raise ConfigError(f"fleet.kind: ray: {reason}; or run the workers as processes: --fleet processes")
+    check_machines(config)
+    settings_of(config)
+    if config.blobs.kind == "shm":
+        raise ConfigError("blobs.kind: expected redis or auto with fleet.kind: ray, got shm: actors use Redis")
+    if fleet.address != "auto" and not _is_here(fleet.address):
+        missing = [
+            name
+            for name, address in (("kafka.address", kafka_address(config)), ("redis.address", redis_address(config)))
+            if address is None
+        ]
+        if missing:
+            raise ConfigError(
+                f"{', '.join(missing)}: expected with fleet.address {fleet.address}: the nodes of that cluster do not "
+                "reach a Kafka and a Redis that doll up starts on loopback; without fleet.address it starts a Ray, too"
+            )
+
+
+def _is_here(address: str) -> bool:
+    """Whether a host:port is of this machine: only then can a socket be bound there."""
+    try:
+        infos = socket.getaddrinfo(address.rpartition(":")[0], 0, type=socket.SOCK_STREAM)
+        with socket.socket(infos[0][0], socket.SOCK_STREAM) as probe:
+            probe.bind(infos[0][4])
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class ActorCluster:
+    """Where the actors of a run are.
+
+    Attributes:
+        address: of the head, host:port.
+        is_own: this run has started it, on this machine and for itself.
+        after_term: terms up to this one belong to earlier runs on the same topics.
+    """
+
+    address: str
+    is_own: bool
+    after_term: int = 0
+
+
+def job_on(config: JobConfig, cluster: ActorCluster, services: Services, run_folder: Path) -> JobConfig:
+    """The job as its provisioner gets it: with the cluster's address, and the services' for its workers.
+
+    On a cluster of the run's own both markets are its one node, and prices that the job does not state are those of the
+    table that ships with DOLL.
+
+    Raises:
+        ConfigError: the table of prices lacks the machine.
+    """
+    fleet = config.fleet
+    assert isinstance(fleet, RayFleetConfig)
+    env = {KAFKA_ENV: services.kafka, REDIS_ENV: services.redis, **fleet.env}
+    if cluster.after_term:
+        env |= {AFTER_TERM_ENV: str(cluster.after_term)}
+    changes = {"address": cluster.address, "env": env}
+    if not cluster.is_own:
+        return config.model_copy(update={"fleet": fleet.model_copy(update=changes)})
+    changes |= {"spot": {SPOT_LABEL: _YES}, "on_demand": {ON_DEMAND_LABEL: _YES}}
+    if fleet.command == RayFleetConfig(kind="ray").command:
+        changes |= {"command": [*fleet.command, "--run-folder", str(run_folder)]}
+    plan = with_prices(None, config.plan, None, None, [])
+    return config.model_copy(update={"fleet": fleet.model_copy(update=changes), "plan": plan})
+
+
+def run_provisioner(job: Path, services: Services, run_folder: Path, cluster: ActorCluster) -> int:
+    """Provision until the job has finished or a signal comes, then end all actors; the exit code.
+
+    Raises:
+        DollError: as of `ProvisionerProcess`.
+    """
+
+    def read() -> JobConfig:
+        return job_on(load(job), cluster, services, run_folder)
+
+    def machines(config: JobConfig, services: Services, folder: Path) -> AbstractContextManager[Machines]:
+        return open_machines(config, folder)
+
+    setup = ProvisionerSetup(read(), lambda: services, run_folder, machines, settings_of, read, job)
+    with Interrupts() as interrupts, ProvisionerProcess(setup) as provisioner:
+        provisioner.read_history()
+        interrupts.graceful = True
+        decision = provisioner.run(lambda: interrupts.stop_requested) or provisioner.end_machines()
+    if decision.phase == "failed":
+        raise ConfigError("; ".join(decision.alarms) or "the provisioner cannot go on")
+    return 0 if decision.finished else 1
