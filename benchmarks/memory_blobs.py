@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from doll.storage.blobs import Buffer
+from doll.storage.blobs import Buffer, NearBlobs
 
 
-class MemoryBlobs:
+class MemoryBlobs(NearBlobs):
     """`doll.storage.blobs.Blobs` of one process. Nothing expires."""
 
     def __init__(self) -> None:

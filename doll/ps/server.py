@@ -90,6 +90,7 @@ ChannelReport: TypeAlias = tuple[Mapping[int, str], Mapping[str, int]]
 _EVENT_RECORDS: Final = (Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave, SourceEnded, Evaluated, Scale)
 # Leases and checkpoints fall due within seconds: twenty ticks a second are enough and cost nothing.
 _POLL_S: Final = 0.05
+_READING_POLL_S: Final = 0.002  # while a gradient is on its way from a far store
 _FLUSH_S: Final = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long
 _FAULT_POINTS: Final[Mapping[type, str]] = {Grant: "ps.after_grant", Durable: "ps.after_durable"}  # behind sending
 
@@ -204,12 +205,16 @@ class ParameterServer:
         self.checkpoints.close()
 
     def prefetch(self, events: Sequence[ev.Event | GetRows]) -> None:
-        """A hint: these events are fed now. Their gradients are read in one round trip, where that is cheaper."""
+        """A hint: these events are fed now. Their gradients are read at the same time, where that is cheaper."""
         keys = [
             event.key for event in events if isinstance(event, Push) and event.key and event.term == self.engine.term
         ]
-        if len(keys) > 1:
+        if keys:
             self._timed(self._host.prefetch, keys)
+
+    def waits_for(self, event: ev.Event | GetRows) -> bool:
+        """Whether `feed` would wait for the gradient of this event: it is on its way."""
+        return isinstance(event, Push) and self._host.is_reading(event.key)
 
     def feed(self, event: ev.Event) -> None:
         """Give one event to the engine and carry out its actions, with all that follows from them.
@@ -528,8 +533,10 @@ def serve(
     engine = server.engine
     partitions = len(engine.start.origins)
     looped_s = checked_s = time.monotonic()
+    # Not fed yet, in order. Where the gradient of the first one is on its way, those of others are asked for meanwhile.
+    events: deque[ev.Event | GetRows] = deque()
     while engine.finished is None:
-        incoming = channel.poll(_POLL_S)
+        incoming = channel.poll(_READING_POLL_S if events else _POLL_S)
         now = time.monotonic()
         heartbeat.beat("loop")
         if channel.had_traffic():
@@ -539,13 +546,15 @@ def serve(
             _check_fencing(server, paused_s=now - looped_s, lease_s=lease_s)
             checked_s = now
         looped_s = now
-        events: list[ev.Event | GetRows] = [
+        came: list[ev.Event | GetRows] = [
             *incoming.records,
             *(ev.GrantsLost(worker=worker) for worker in incoming.changed),
             *_decode(server, incoming.values),
         ]
-        server.prefetch(events)
-        for event in events:
+        server.prefetch(came)
+        events += came
+        while events and not server.waits_for(events[0]):
+            event = events.popleft()
             if isinstance(event, GetRows):
                 server.send_rows(event)
             else:
@@ -561,7 +570,8 @@ def serve(
             server.save_now()
             log.info("leaving", version=engine.version, reason=f"{signals.leave_reason}; the job can be resumed")
             return
-        server.run_periodic()
+        if not events:  # else leases might run out while their renewals wait
+            server.run_periodic()
 
 
 def deliver(channel: ControlChannel, signals: Signals, heartbeat: Heartbeat) -> None:

@@ -13,6 +13,7 @@ A blob of dtype 0 holds numel bytes of another form, which its kind names: see `
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -52,6 +53,12 @@ class Blobs(Protocol):
             BlobError: above `MAX_BLOB_BYTES`.
         """
 
+    def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
+        """As `put`; a far store may return before it has the value. `parts` must not change until `settle`."""
+
+    def settle(self) -> None:
+        """Return when the store has what `put_soon` was given; raises what `put` would have raised."""
+
     def reserve(self, size_bytes: int) -> memoryview | None:
         """Memory that `put` stores without a copy where it is the only part; None: the store has no such memory, or
         none left.
@@ -62,11 +69,40 @@ class Blobs(Protocol):
     def get(self, key: str) -> Buffer | None:
         """What is under `key`; None where nothing is (any more)."""
 
+    def get_soon(self, key: str) -> Buffer | None:
+        """As `get`, of what `put_soon` of another process was given: of a far store it is waited for, for a while."""
+
+    @property
+    def is_far(self) -> bool:
+        """Whether a call takes long enough that its caller should do something else meanwhile."""
+        ...
+
     def prefetch(self, keys: Sequence[str]) -> None:
         """A hint: `get` of these keys follows. A store that is far away reads them in one round trip."""
 
     def delete(self, *keys: str) -> None:
         """Delete `keys`; a key that is not there is no error."""
+
+
+class NearBlobs(ABC):
+    """What `Blobs` is of a store that answers at once. Its subclasses have `put` and `get`."""
+
+    is_far: Final = False
+
+    @abstractmethod
+    def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None: ...
+
+    @abstractmethod
+    def get(self, key: str) -> Buffer | None: ...
+
+    def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
+        self.put(key, parts, ttl_s)
+
+    def settle(self) -> None:  # noqa: B027 - nothing is under way, of any near store
+        """Nothing is under way."""
+
+    def get_soon(self, key: str) -> Buffer | None:
+        return self.get(key)
 
 
 def scope_of(job: str, run_id: str) -> str:

@@ -9,9 +9,11 @@ copies them (measured for 4.8 MB over loopback: 1.4 ms this way, 11 ms that way)
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -31,6 +33,11 @@ S = TypeVar("S", bytes, int)
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 _FIRST_READ_BYTES: Final = 4096
+_FAR_S: Final = 0.005  # a thread for each read costs less than this wait
+_RECENT_CALLS: Final = 8
+SOON_S: Final = 2.0
+"""What was announced and is not there after so long is lost: for a blob of 0.9 MB that is 4 Mbit/s."""
+_AGAIN_S: Final = 0.005  # between two questions, beside the way there and back
 
 
 class RedisBlobs:
@@ -55,9 +62,18 @@ class RedisBlobs:
         self._give_up = give_up
         self._sleep = sleep
         self._unreachable = False
-        # Kept from call to call: to take one from the pool and give it back costs as much as the call itself.
-        self._connections: deque[Any] = deque()
+        # Kept from call to call: to take one from the pool and give it back costs as much as the call itself. Those
+        # that have sent values send the next ones: TCP's window of a direction grows with what goes there.
+        self._readers: deque[Any] = deque()
+        self._writers: deque[Any] = deque()
         self._prefetched: dict[str, memoryview] = {}
+        self._stored: Future[None] | None = None  # of what `put_soon` was given last
+        self._took_s: deque[float] = deque(maxlen=_RECENT_CALLS)
+
+    @property
+    def is_far(self) -> bool:
+        """By the fastest of the last calls: others may have waited for the processor."""
+        return min(self._took_s, default=0.0) >= _FAR_S
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
         self._prefetched.pop(key, None)
@@ -70,7 +86,29 @@ class RedisBlobs:
         ttl_ms = b"%d" % max(1, round(ttl_s * 1000))
         head = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size)
         tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl_ms), ttl_ms)
-        self._wait_for(lambda: self._call([head, *parts, tail], lambda connection: connection.read_response()))
+        self._wait_for(lambda: self._call([head, *parts, tail], lambda link: link.read_response(), self._writers))
+
+    def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
+        self.settle()
+        if not self.is_far:
+            self.put(key, parts, ttl_s)
+            return
+        stored: Future[None] = Future()
+
+        def store() -> None:
+            try:
+                self.put(key, parts, ttl_s)
+                stored.set_result(None)
+            except BaseException as exc:
+                stored.set_exception(exc)
+
+        self._stored = stored
+        threading.Thread(target=store, name="store", daemon=True).start()
+
+    def settle(self) -> None:
+        stored, self._stored = self._stored, None
+        if stored is not None:
+            stored.result()
 
     def reserve(self, size_bytes: int) -> None:
         """None: what goes to Redis is copied into a socket."""
@@ -78,7 +116,15 @@ class RedisBlobs:
     def get(self, key: str) -> Buffer | None:
         if (value := self._prefetched.pop(key, None)) is not None:
             return value
-        return self._wait_for(lambda: self._call([_get_command(key)], lambda connection: _read_value(connection)[0]))
+        return self._wait_for(lambda: self._call([_get_command(key)], lambda link: _read_value(link)[0], self._readers))
+
+    def get_soon(self, key: str) -> Buffer | None:
+        value = self.get(key)
+        deadline_s = time.monotonic() + SOON_S
+        while value is None and self.is_far and time.monotonic() < deadline_s:
+            self._sleep(_AGAIN_S)
+            value = self.get(key)
+        return value
 
     def prefetch(self, keys: Sequence[str]) -> None:
         """Read `keys` in one round trip: the next `get` of each returns what is read here. Before, they are held.
@@ -97,7 +143,7 @@ class RedisBlobs:
             return values
 
         with contextlib.suppress(redis.RedisError):  # `get` waits for Redis, and says what is wrong
-            self._prefetched = self._call([_get_command(key) for key in keys], read)
+            self._prefetched = self._call([_get_command(key) for key in keys], read, self._readers)
 
     def delete(self, *keys: str) -> None:
         """Redis frees the memory in its background thread."""
@@ -107,15 +153,18 @@ class RedisBlobs:
             self._wait_for(lambda: self._client.unlink(*keys))
 
     def close(self) -> None:
+        with contextlib.suppress(ServiceUnavailableError, BlobError):  # whoever needs it has called `settle`
+            self.settle()
         self._release_all()
         self._client.close()
 
-    def _call(self, packed: list[Buffer], read: Callable[[Any], T]) -> T:
-        """Send one command as it stands and read its reply."""
+    def _call(self, packed: list[Buffer], read: Callable[[Any], T], kept: deque[Any]) -> T:
+        """Send one command as it stands and read its reply, on one of the connections that are `kept` for this."""
         try:
-            connection = self._connections.pop()
+            connection = kept.pop()
         except IndexError:
             connection = self._client.connection_pool.get_connection()
+        begun_s = time.perf_counter()
         try:
             connection.send_packed_command(packed)
             result = read(connection)
@@ -124,17 +173,19 @@ class RedisBlobs:
             self._client.connection_pool.release(connection)
             self._release_all()  # they have probably failed too
             raise
-        self._connections.append(connection)
+        self._took_s.append(time.perf_counter() - begun_s)
+        kept.append(connection)
         return result
 
     def _release_all(self) -> None:
-        while True:
-            try:
-                connection = self._connections.pop()
-            except IndexError:
-                return
-            connection.disconnect()
-            self._client.connection_pool.release(connection)
+        for kept in (self._readers, self._writers):
+            while True:
+                try:
+                    connection = kept.pop()
+                except IndexError:
+                    break
+                connection.disconnect()
+                self._client.connection_pool.release(connection)
 
     def _wait_for(self, call: Callable[[], T]) -> T:
         """What `call` returns, as soon as Redis answers."""

@@ -21,7 +21,7 @@ from typing import Final
 
 from doll import telemetry
 from doll.errors import BlobError, ServiceUnavailableError
-from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
+from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer, NearBlobs
 from doll.storage.shm_segments import SEGMENT, Mappings, Segment, Segments, read_stable
 
 log = telemetry.get_logger(__name__)
@@ -37,7 +37,7 @@ _REUSED_FROM_BYTES: Final = 1 << 15  # below, a new file is as fast
 _MAPPED_FROM_BYTES: Final = 1 << 20  # below, reading costs no more than mapping, and any number of files can be read
 
 
-class ShmBlobs:
+class ShmBlobs(NearBlobs):
     """`Blobs` in the files of `folder`. Safe to share between threads.
 
     Args:

@@ -147,3 +147,52 @@ def test_what_was_read_ahead_and_not_asked_for_is_dropped(own_redis: LocalRedis)
     assert store.get("a") is None
     assert store.get("b") is None
     store.close()
+
+
+def test_a_near_store_has_what_it_is_given_at_once(own_redis: LocalRedis) -> None:
+    store = RedisBlobs(client_of(own_redis))
+    store.put("a", [b"1"], 60)
+    store.put("a", [b"2"], 60)
+    assert not store.is_far
+    store.put_soon("b", [b"3"], 60)
+    assert bytes(store.get("b") or b"") == b"3"
+    assert store.get_soon("c") is None  # it is not waited for
+    store.close()
+
+
+def test_a_far_store_stores_while_its_caller_goes_on(own_redis: LocalRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RedisBlobs, "is_far", True)
+    store, reader = RedisBlobs(client_of(own_redis)), RedisBlobs(client_of(own_redis))
+    begun, go = threading.Event(), threading.Event()
+    put = store.put
+
+    def late_put(*arguments: Any) -> None:
+        begun.set()
+        assert go.wait(30)
+        put(*arguments)
+
+    monkeypatch.setattr(store, "put", late_put)
+    store.put_soon("k", [b"v"], 60)
+    assert begun.wait(30)
+    assert reader.get("k") is None
+    monkeypatch.setattr(reader, "_sleep", lambda _: go.set())  # it is not there yet: ask again
+    assert bytes(reader.get_soon("k") or b"") == b"v"
+    store.settle()
+    monkeypatch.setattr(redis_blobs, "SOON_S", 0.0)
+    assert reader.get_soon("lost") is None
+    store.close()
+    reader.close()
+
+
+def test_what_could_not_be_stored_is_said_when_it_is_settled(
+    own_redis: LocalRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RedisBlobs, "is_far", True)
+    store = RedisBlobs(client_of(own_redis), give_up=lambda: True)
+    own_redis.kill()
+    store.put_soon("k", [b"v"], 60)
+    with pytest.raises(ServiceUnavailableError, match="unreachable"):
+        store.settle()
+    store.settle()  # once
+    store.close()
+    own_redis.start()

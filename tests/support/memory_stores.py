@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from doll.errors import BlobError
-from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
+from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer, NearBlobs
 from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, encode_checkpoint
 from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory
 
 
-class MemoryBlobs:
+class MemoryBlobs(NearBlobs):
     """`Blobs` in a dict. `fail_next(error)` makes the next call raise; `wipe()` deletes all, as Redis's restart does.
 
     Args:

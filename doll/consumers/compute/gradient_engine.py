@@ -259,6 +259,7 @@ class GrantHandler:
         version: int | None = None
         fetch_s, add_s, delta_bytes = 0.0, 0.0, 0
         computed: list[ComputedBatch] = []
+        self._blobs.settle()  # what was pushed last may be memory that changes now
         if not self._contribution.begin(grant):
             log.warning("grant_void", batch=grant.first, reason="its step is in the model already")
             return None
@@ -308,6 +309,7 @@ class GrantHandler:
 
     def store_rest(self, until: int) -> GradientDone:
         """Store what was computed and is not pushed; see `GradientEngine.store_rest`."""
+        self._blobs.settle()
         values = self._contribution.rest(until)
         done = self._store(GradientDone("", self._last[2], (), holds=self._contribution.holds), values, ":rest")
         self._contribution.rest_stored()
@@ -320,7 +322,7 @@ class GrantHandler:
         key = gradient_key(self._scope, term, grant_id) + suffix
         begun_s = time.perf_counter()
         parts = self._compressor.compress(values, version=version, rows=self._contribution.rows())
-        self._blobs.put(key, parts, self._ttl_s)
+        self._blobs.put_soon(key, parts, self._ttl_s)
         fault_point("worker.after_blob")
         return replace(done, key=key, store_s=done.store_s + time.perf_counter() - begun_s)
 

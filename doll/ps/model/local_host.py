@@ -35,6 +35,7 @@ from doll.storage.blobs import (
     weights_key,
 )
 from doll.storage.contributions import decode_contribution
+from doll.storage.reads_ahead import ReadsAhead
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -80,6 +81,7 @@ class LocalModelHost:
             self._deltas = DeltaWriter(self._scope, term, blobs, config.blobs.ttl_s, updater.num_parameters)
             if tables is not None:
                 tables.track_numbers()
+        self._ahead = ReadsAhead(blobs.get_soon, _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
         self._published: deque[int] = deque()  # the newest
         self._older: dict[int, None] = {}  # that grants name, the oldest first
         self._max_older = config.data.places * min(2, config.training.policy.pushes_under_way)
@@ -96,7 +98,7 @@ class LocalModelHost:
         return int(self._updater.weights.size)
 
     def fetch(self, order: FetchGradient) -> FetchOutcome:
-        blob = self._blobs.get(order.key)
+        blob = self._ahead.get(order.key)
         try:
             if blob is None:
                 raise BlobError("not in the blob store (any more)")
@@ -125,11 +127,18 @@ class LocalModelHost:
         return FetchOutcome(fetched, blob, decoded.num_sent, plain)
 
     def prefetch(self, keys: Sequence[str]) -> None:
+        if self._blobs.is_far:
+            self._ahead.begin(keys)
+            return
         count = min(len(keys), _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
         if count > 1:
             self._blobs.prefetch(keys[:count])
 
+    def is_reading(self, key: str) -> bool:
+        return self._ahead.is_reading(key)
+
     def apply(self, update: ApplyUpdate) -> int:
+        self._blobs.settle()  # the weights change now
         memory = self._unpublished if self._may_rewrite else None
         if memory is None and self.num_values:
             memory = self._blobs.reserve(HEADER_BYTES + 4 * self.num_values)
@@ -162,6 +171,7 @@ class LocalModelHost:
                 self._unused.append(delta_key(self._scope, self._term, version))
 
     def tidy(self, named: Container[int] = ()) -> None:
+        self._blobs.settle()
         if self._published and (version := self._published[-1]) != self._pointed_at:
             if self._row_writer is not None and self._is_published:  # before the pointer, by which readers go
                 self._unused += self._row_writer.put(version)
@@ -187,7 +197,7 @@ class LocalModelHost:
         else:
             finish_blob(memory, job=self._scope, kind="w", version=version)
             parts = [memory]
-        self._blobs.put(key, parts, self._ttl_s)
+        self._blobs.put_soon(key, parts, self._ttl_s)
 
     def republish(self, version: int) -> str:
         if version in self._published:
@@ -211,6 +221,7 @@ class LocalModelHost:
         return {} if self._tables is None else self._tables.totals
 
     def drop(self, key: str, held: int = 0) -> None:
+        self._ahead.forget(key)
         if held:
             self._contributions.drop(held)
         self._blobs.delete(key)

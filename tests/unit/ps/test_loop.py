@@ -61,12 +61,19 @@ class Server:
         self.turns = turns
         self.fed: list[Any] = []
         self.prefetched: list[list[Any]] = []
+        self.waits: dict[Any, int] = {}  # how often the gradient of an event is not there yet
         self.saved = 0
         self.checked = 0
         self.store_error: Exception | None = None
 
     def prefetch(self, events: list[Any]) -> None:
         self.prefetched.append(events)
+
+    def waits_for(self, event: Any) -> bool:
+        if self.waits.get(event, 0) <= 0:
+            return False
+        self.waits[event] -= 1
+        return True
 
     def feed(self, event: Any) -> None:
         self.fed.append(event)
@@ -119,6 +126,18 @@ def test_records_reach_the_server_in_order_until_it_has_finished(rig: Rig) -> No
     assert rig.server.fed == joins
     assert [events for events in rig.server.prefetched if events] == [joins[:2], joins[2:]]
     assert rig.server.saved == 0
+
+
+def test_what_comes_while_a_gradient_is_on_its_way_waits_behind_it_and_is_read_ahead(rig: Rig) -> None:
+    joins = [Join(worker=worker, process="i") for worker in range(3)]
+    rig.server.waits[joins[0]] = 3
+    rig.channel.values.extend([[encode(joins[0])], [encode(joins[1])], [], [encode(joins[2])]])
+    turns: list[int] = []
+    rig.channel.on_poll = lambda: turns.append(rig.server.turns)
+    rig.serve()
+    assert rig.server.fed == joins
+    assert rig.server.prefetched[:2] == [joins[:1], joins[1:2]]
+    assert turns[:4] == [3, 3, 3, 3], "no lease may run out while its renewal waits"
 
 
 def test_links_come_before_kafka_and_a_changed_channel_between_them(rig: Rig) -> None:

@@ -1,0 +1,58 @@
+"""Several blobs of a far store on their way at once, while their reader does something else.
+
+A read of a store that is 20 ms away takes 40 ms and more, most of them waiting. What waits is a thread, one for each
+read; a thread that waits for ever (the store is away) does not keep its process from ending.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from doll.storage.blobs import Buffer
+
+
+class ReadsAhead:
+    """Reads under way, by key. One thread calls the methods.
+
+    Args:
+        get: as of `doll.storage.blobs.Blobs`; called from other threads.
+        most: how many blobs are on their way or wait to be taken. Beyond these the oldest are forgotten.
+    """
+
+    def __init__(self, get: Callable[[str], Buffer | None], most: int) -> None:
+        self._get = get
+        self._most = most
+        self._reads: dict[str, Future[Buffer | None]] = {}
+
+    def begin(self, keys: Sequence[str]) -> None:
+        """Read these, if they are not being read, and as many as there may be."""
+        for key in keys[: self._most]:
+            if key not in self._reads:
+                read = self._reads[key] = Future[Buffer | None]()
+                threading.Thread(target=self._read, args=(key, read), name="read-ahead", daemon=True).start()
+        while len(self._reads) > self._most:
+            self.forget(next(iter(self._reads)))
+
+    def is_reading(self, key: str) -> bool:
+        """Whether `get` would wait."""
+        return key in self._reads and not self._reads[key].done()
+
+    def get(self, key: str) -> Buffer | None:
+        """What is under `key`; waits for a read that has begun, else reads it now.
+
+        Raises what `Blobs.get` does.
+        """
+        read = self._reads.pop(key, None)
+        return self._get(key) if read is None else read.result()
+
+    def forget(self, key: str) -> None:
+        """It is not asked for any more."""
+        self._reads.pop(key, None)
+
+    def _read(self, key: str, read: Future[Buffer | None]) -> None:
+        try:
+            read.set_result(self._get(key))
+        except BaseException as exc:
+            read.set_exception(exc)
