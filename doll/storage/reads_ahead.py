@@ -1,7 +1,7 @@
 """Several blobs of a far store on their way at once, while their reader does something else.
 
 A read of a store that is 20 ms away takes 40 ms and more, most of them waiting. What waits is a thread, one for each
-read; a thread that waits for ever (the store is away) does not keep its process from ending.
+read. It does not keep its process from ending while the store is away.
 """
 
 from __future__ import annotations

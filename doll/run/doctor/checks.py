@@ -343,7 +343,8 @@ def check_store(facts: StoreFacts) -> Iterator[Check]:
     """The store of checkpoints."""
     name = f"server: checkpoints in {facts.location}"
     if facts.problem:
-        yield Check(name, "failed", facts.problem, "correct checkpoint.folder, or its permissions")
+        network = ", or open the network of this host to it" if "://" in facts.location else ""
+        yield Check(name, "failed", facts.problem, f"correct checkpoint.folder, or its permissions{network}")
     elif not facts.is_tried:
         yield Check(name, "ok", f"{facts.versions} checkpoints can be listed; to write was not tried",
                     "s3:PutObject and s3:DeleteObject must be allowed under the prefix")  # fmt: skip

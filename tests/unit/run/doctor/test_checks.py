@@ -169,6 +169,8 @@ def test_addresses_and_certificates() -> None:
 def test_the_store_and_quotas() -> None:
     stores = (StoreFacts("f", problem="no"), StoreFacts("s3://b", versions=2, is_tried=False), StoreFacts("f"))
     assert [check.result for facts in stores for check in check_store(facts)] == ["failed", "ok", "ok"]
+    (far,) = check_store(StoreFacts("s3://b", problem="Could not connect to the endpoint URL"))
+    assert "open the network" in far.todo
     quotas = [QuotaFacts("spot", 5.0, 8), QuotaFacts("on-demand", 64.0, 8), QuotaFacts("spot", problem="denied")]
     assert [check.result for check in check_quotas(quotas)] == ["warning", "ok", "unknown"]
 
