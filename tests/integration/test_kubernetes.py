@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import kube_cluster
 import pytest
 import yaml
 from doll.config import JobConfig, KubernetesFleetConfig, parse
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.provisioner.fleets.findings import Finding
+from doll.provisioner.fleets.kubernetes.diagnosis import ask_kubernetes
 from doll.provisioner.fleets.kubernetes.fleet import connect, pod_template
 from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.machines import open_machines
@@ -66,6 +69,52 @@ def job(folder: Path, kubeconfig: Path, **fleet: Any) -> JobConfig:
 
 def listed(fleet: Fleet) -> dict[str, Instance]:
     return {instance.id: instance for instance in fleet.instances()}
+
+
+def test_doctor_names_each_right_that_is_missing_and_what_a_pod_would_meet(
+    cluster: kube_cluster.KubeCluster, tmp_path: Path
+) -> None:
+    namespace = "doctors"
+
+    def ask(user: Path, **fleet: Any) -> dict[str, Finding]:
+        findings = ask_kubernetes(job(tmp_path, user, **{"namespace": namespace, **fleet}))
+        return {finding.what: finding for finding in findings}
+
+    asked = ask(cluster.user("provisioner"), owner="my-job")
+    rights = asked["Kubernetes: rights on pods"]
+    assert (rights.result, rights.detail) == ("failed", "refused in doctors: create, get, list, delete")
+    assert "kubectl create role doll-provisioner-pods --verb=create,get,list,delete --resource=pods" in rights.todo
+    assert asked["Kubernetes: right to get configmap my-job"].result == "failed"
+    assert asked["Kubernetes: nodes for spot"].result == "unknown", "it may not list nodes"
+    assert not any("a worker's pod" in what for what in asked), "it may create none"
+
+    asked = ask(cluster.kubeconfig)
+    missing = asked["Kubernetes: namespace doctors"]
+    assert (missing.result, missing.todo.partition(",")[0]) == ("failed", "kubectl create namespace doctors")
+    cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": namespace}})
+    account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
+    until(lambda: _answers(cluster, account), "the namespace's account")
+    asked = ask(cluster.kubeconfig)
+    assert {finding.result for finding in asked.values()} <= {"ok", "warning"}
+    assert "doll:local" in asked["Kubernetes: a worker's pod, spot"].detail
+
+    quota = {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "0"}}}
+    cluster.call("POST", f"/api/v1/namespaces/{namespace}/resourcequotas", quota)
+    until(lambda: "Kubernetes: quota few" in ask(cluster.kubeconfig), "the quota to be counted")
+    asked = ask(cluster.kubeconfig)
+    assert asked["Kubernetes: quota few"].detail.startswith("0 of 0 pods are left")
+    pod = asked["Kubernetes: a worker's pod, on-demand"]
+    assert pod.result == "failed"
+    assert "exceeded quota: few" in pod.detail
+    assert cluster.call("GET", f"/api/v1/namespaces/{namespace}/pods")["items"] == [], "it changes nothing"
+
+
+def _answers(cluster: kube_cluster.KubeCluster, path: str) -> bool:
+    try:
+        cluster.call("GET", path)
+    except HTTPError:
+        return False
+    return True
 
 
 def test_markets_get_their_nodes_and_lose_them(cluster: kube_cluster.KubeCluster, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from doll.formats.registry_facts import RegistryFacts
     from doll.kafka.facts import KafkaFacts, StreamFacts
     from doll.provisioner.fleets.ec2.quota_facts import QuotaFacts
+    from doll.provisioner.fleets.findings import Finding
     from doll.storage.redis_facts import RedisFacts
 
 _SLOW_S: Final = 0.05
@@ -387,6 +388,12 @@ def check_quotas(facts: Sequence[QuotaFacts]) -> Iterator[Check]:
                         "ask for more in Service Quotas, or set fewer workers or smaller types")  # fmt: skip
         else:
             yield Check(name, "ok", f"the quota is {item.vcpus:g}, {item.needed} are needed")
+
+
+def check_fleet(findings: Sequence[Finding]) -> Iterator[Check]:
+    """What the owner of the workers' machines has said of itself."""
+    for item in findings:
+        yield Check(f"provisioner: {item.what}", item.result, item.detail, item.todo)
 
 
 def needs_redis(roles: Sequence[Role]) -> bool:

@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from doll.config.fleets import Ec2FleetConfig
+from doll.config.fleets import Ec2FleetConfig, KubernetesFleetConfig, RayFleetConfig
 from doll.config.format import AvroFormat
 from doll.errors import ConfigError, DollError
 from doll.kafka.diagnosis import ask_kafka
 from doll.kafka.logins import client_certificate, principal_text
 from doll.kafka.permissions import ROLES, Role
+from doll.local import ray_head
 from doll.provisioner.fleets.ec2.quotas import ask_quotas
+from doll.provisioner.fleets.findings import Finding
+from doll.provisioner.fleets.kubernetes.diagnosis import ask_kubernetes
+from doll.provisioner.fleets.ray.diagnosis import ask_ray
 from doll.run.doctor.checks import (
     StoreFacts,
     check_addresses,
+    check_fleet,
     check_kafka,
     check_own_certificate,
     check_quotas,
@@ -61,7 +66,27 @@ def examine(target: Target, roles: Sequence[Role] = ROLES) -> Report:
         checks += check_store(_ask_store(target.config, target.run.path))
     if "provisioner" in roles and isinstance(target.config.fleet, Ec2FleetConfig):
         checks += check_quotas(ask_quotas(target.config))
+    if "provisioner" in roles:
+        checks += check_fleet(_ask_fleet(target.config))
     return Report(target.config.job, checks)
+
+
+def _ask_fleet(config: JobConfig) -> Sequence[Finding]:
+    """What the owner of the workers' machines says, where there is one."""
+    match config.fleet:
+        case KubernetesFleetConfig():
+            return ask_kubernetes(config)
+        case RayFleetConfig(address="auto") if ray_head.unavailable_reason() is None and not ray_head.running_address():
+            return [
+                Finding(
+                    "Ray", "warning", "this machine is a node of no cluster; doll up starts a Ray of its own",
+                    "for doll provision: `ray start --head`, or run it on a node of the cluster (ray job submit)",
+                )
+            ]  # fmt: skip
+        case RayFleetConfig():
+            return ask_ray(config)
+        case _:
+            return []
 
 
 def _kafka(config: JobConfig, services: Services, roles: Sequence[Role]) -> Iterator[Check]:

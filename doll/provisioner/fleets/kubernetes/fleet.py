@@ -65,7 +65,7 @@ class PodApi:
 
     def __init__(self, settings: Any, namespace: str, timeout_s: float) -> None:
         self._settings = settings
-        self._namespace = namespace
+        self.namespace = namespace
         self._timeout = urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s)
         options: dict[str, Any] = {
             "ca_certs": settings.ssl_ca_cert, "cert_file": settings.cert_file, "key_file": settings.key_file,
@@ -112,8 +112,27 @@ class PodApi:
     def _call(
         self, method: str, path: str, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        what = f"{method} {path} in namespace {self._namespace}"
-        url = f"{self._settings.host}/api/v1/namespaces/{self._namespace}/{path}"
+        at = f"/api/v1/namespaces/{self.namespace}/{path}"
+        return self.ask(method, at, query, body, what=f"{method} {path} in namespace {self.namespace}")
+
+    def ask(
+        self,
+        method: str,
+        at: str,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        *,
+        what: str = "",
+    ) -> dict[str, Any]:
+        """The answer to a call of any path.
+
+        Args:
+            what: names the call in errors.
+
+        Raises:
+            ApiError: the API server refuses it, or does not answer.
+        """
+        what, url = what or f"{method} {at}", f"{self._settings.host}{at}"
         try:
             headers = {each["key"]: each["value"] for each in self._settings.auth_settings().values()}
         except Exception as error:  # a program that the kubeconfig names renews the token
@@ -298,7 +317,15 @@ class KubernetesFleet:
 
 
 def connect(config: JobConfig) -> KubernetesFleet:
-    """The fleet that a job file describes, as whoever runs this: a kubeconfig's user, or the pod's service account.
+    """The fleet that a job file describes, as `connect_api`."""
+    api, template = connect_api(config)
+    assert isinstance(config.fleet, KubernetesFleetConfig)
+    return KubernetesFleet(api, cluster=config.cluster, template=template, settings=config.fleet)
+
+
+def connect_api(config: JobConfig) -> tuple[PodApi, pods.Pod]:
+    """The cluster that a job file describes, as whoever runs this: a kubeconfig's user, or the pod's service account;
+    and the worker's pod.
 
     Raises:
         ConfigError: another kind of fleet, no client library, no cluster, or a template that is no worker's.
@@ -332,8 +359,7 @@ def connect(config: JobConfig) -> KubernetesFleet:
             namespace = used["context"].get("namespace", "default")
     except (access.ConfigException, OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"fleet.kubeconfig: expected access to a cluster: {short(error)}") from error
-    api = PodApi(client_settings, settings.namespace or namespace, settings.timeout_s)
-    return KubernetesFleet(api, cluster=config.cluster, template=template, settings=settings)
+    return PodApi(client_settings, settings.namespace or namespace, settings.timeout_s), template
 
 
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
