@@ -31,10 +31,10 @@ def ask_ray(config: JobConfig) -> list[Finding]:
 
     with closing(fleet):
         nodes: Sequence[Mapping[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
-        found = [Finding(_NAME, "ok", f"{len(nodes)} nodes, Ray {ray.__version__}")]
+        findings = [Finding(_NAME, "ok", f"{len(nodes)} nodes, Ray {ray.__version__}")]
         for market, labels in (("spot", settings.spot), ("on-demand", settings.on_demand)):
-            found += _market(ray, settings, nodes, market, labels)
-    return found
+            findings += _market(ray, settings, nodes, market, labels)
+    return findings
 
 
 def _market(
