@@ -23,6 +23,12 @@ provision_app = Commands(
     help="Provision machines for the workers: meet the deadline at the least cost.", no_args_is_help=False
 )
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print decisions without acting on them.")]
+StandbyOption = Annotated[
+    bool,
+    typer.Option(
+        "--standby", help="Wait until no other provisioner has renewed its lease for provision.lease_s, then take over."
+    ),
+]
 
 
 @provision_app.callback(invoke_without_command=True)
@@ -48,15 +54,34 @@ def provision(
 
 
 @provision_app.command(short_help="Provision until the job has finished.")
-def run(job: JobOptions, run_folder: RunFolderOption = None, dry_run: DryRunOption = False) -> None:
+def run(
+    job: JobOptions,
+    run_folder: RunFolderOption = None,
+    dry_run: DryRunOption = False,
+    standby: StandbyOption = False,
+) -> None:
     """Provision until the job has finished, then terminate all machines. SIGTERM or Ctrl-C leaves all machines running.
 
-    A restarted provisioner continues from its saved state, and takes over from one that still runs. Deadline, budget
-    and work may be changed in the job file meanwhile.
+    A restarted provisioner continues from the saved state, which lies beside the checkpoints, and takes over from one
+    that still runs; with --standby it waits for the end of the other instead. Start one with --standby on two machines:
+    the job survives the loss of either. Deadline, budget and work may be changed in the job file meanwhile.
 
     Example: doll provision run my.yaml
     """
+    from doll.process.signals import Interrupts
+    from doll.provisioner.lease import wait_for_lease
+    from doll.run.local.provisioning import settings_of
+
+    if standby and dry_run:
+        raise typer.BadParameter("expected one of --standby and --dry-run: a dry run takes no lease")
     at = job.target(run_folder)
+    if standby:
+        settings_of(at.config)  # a wrong job file is refused now, and not when the standby is needed
+        with Interrupts() as waiting:
+            waiting.graceful = True
+            if not wait_for_lease(at.config, at.run.path, waiting.wait):
+                return
+        at = job.target(run_folder)  # it may have been edited meanwhile
     with _provisioner(at, job.overrides or [], dry_run=dry_run) as (provisioner, interrupts):
         decision = provisioner.run(lambda: interrupts.stop_requested)
         if decision is not None:
@@ -93,16 +118,17 @@ def drain(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOpti
     from doll.provisioner.drain import drain as drain_fleet
     from doll.provisioner.lease import Lease, claims_of
     from doll.provisioner.main import publish_last
-    from doll.provisioner.state_store import FileStateStore
+    from doll.provisioner.state_store import state_of
     from doll.run.spot.provisioning import machines_of
     from doll.services import Services
 
     at = job.target(run_folder)
     nowhere = Services(kafka="", redis="")  # workers are started with them, and none is
     with Interrupts() as interrupts, machines_of(at.config, nowhere, at.run.path) as machines:
-        lease = Lease(claims_of(at.config, at.run.path))
+        lease = Lease(claims_of(at.config, at.run.path), at.config.provision.lease_s)
         interrupts.graceful = True
-        store = FileStateStore(at.run.path, at.config.job)
+        store = state_of(at.config, at.run.path, lease.number)
+        store.take()
         decision = drain_fleet(at.config, machines, lease, store, interrupts.wait)
         if decision is not None:
             _print(decision, as_json=as_json)
@@ -112,14 +138,16 @@ def drain(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOpti
 
 @provision_app.command(short_help="Show slots, markets, machines, cost and reasons.")
 def status(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOption = False) -> None:
-    """Show what the provisioner last decided and why, from its journal. It changes nothing, and needs no service.
+    """Show what the provisioner last decided and why, from its journal, or from its state where it runs on another
+    machine. It changes nothing, and needs neither Kafka nor Redis.
 
     Example: doll provision status my.yaml
     """
+    from doll.provisioner.state_store import state_of
     from doll.provisioner.status import last_decision, status_text
 
     at = job.target(run_folder)
-    decision = last_decision(at.run.path, at.config.job, f"doll provision run {at.path}")
+    decision = last_decision(state_of(at.config, at.run.path), f"doll provision run {at.path}")
     emit(as_json, decision, status_text(decision, time.time()))
 
 

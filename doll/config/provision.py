@@ -127,4 +127,7 @@ class ProvisionConfig(Section):
     """time for which machines run and no update is applied before all of them are ended and the provisioner stops; also
     how long machines wait for a source that sends nothing. Default: a quarter of the deadline, at least 15 min and 10
     updates, at most 1 h or 10 updates"""
+    lease_s: PositiveFloat = Field(default=30.0, ge=2)
+    """a standby (`doll provision run --standby`) takes over from a provisioner that has not renewed its lease for this
+    long"""
     scale_in: ScaleInConfig = Field(default_factory=ScaleInConfig)

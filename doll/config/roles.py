@@ -148,8 +148,8 @@ class HealthConfig(Section):
 
     base_port: int | None = Field(default=None, ge=1024, le=60_000)
     """port of the parameter server; evaluator: + 1, producer: + 2, standby: + 3, provisioner: + 5, model server: + 6,
-    worker n: + 10 + n; default: $DOLL_HEALTH_PORT of each process, else no probes (`doll up` picks free ports, see
-    health.json)"""
+    standby of the provisioner: + 7, worker n: + 10 + n; default: $DOLL_HEALTH_PORT of each process, else no probes
+    (`doll up` picks free ports, see health.json)"""
     liveness_timeout_s: PositiveFloat = Field(default=60.0, ge=0.5)
     """a process whose main loop makes no progress for this long exits, to be restarted"""
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from doll.errors import ConfigError, ServiceUnavailableError
+from doll import telemetry
+from doll.errors import CheckpointError, ConfigError, FencedError, ServiceUnavailableError
 from doll.provisioner.decision import ActionResult, order_fields
 from doll.provisioner.fleets.port import Fleet, Instance, InstanceState, LaunchError
 from doll.provisioner.instances import InstanceTracker
 from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.reconcile import FleetAction, Launch, Terminate, Wait
+
+log = telemetry.get_logger(__name__)
 
 
 class Journal(Protocol):
@@ -26,6 +29,9 @@ class ActionExecutor:
     Args:
         save: persists the provisioner's state; "", or why it is not persisted. Pending orders must be durable before
             they are made.
+        check_lease: raises FencedError where another provisioner has taken over, CheckpointError where that is not
+            known. It is asked before each order, however long ago the turn began: this process may have been frozen.
+        known_to_successor: ids of the instances in the state that a successor has saved.
     """
 
     def __init__(
@@ -36,12 +42,51 @@ class ActionExecutor:
         *,
         journal: Journal,
         save: Callable[[], str],
+        check_lease: Callable[[], None],
+        known_to_successor: Callable[[], Collection[str]],
     ) -> None:
         self._fleet = fleet
         self._launch_state = launch_state
         self._tracker = tracker
         self._journal = journal
         self._save = save
+        self._check_lease = check_lease
+        self._known_to_successor = known_to_successor
+        self._unconfirmed: list[Instance] = []  # launched since the lease was last known to be ours
+
+    def confirm(self) -> None:
+        """What was launched until now was launched under the lease."""
+        self._unconfirmed.clear()
+
+    def undo(self) -> None:
+        """Another provisioner has taken over: end what this one may have launched after that.
+
+        A process can be frozen between its look at the lease and its order. The successor ends such a machine, or keeps
+        it, where it lists it; but it may have ended the job by then, and nobody would.
+        """
+        if not self._unconfirmed:
+            return
+        try:
+            known = self._known_to_successor()
+            ids = [instance.id for instance in self._unconfirmed if instance.id not in known]
+            if ids:
+                log.warning("launched_too_late", instances=ids, action="ended: another provisioner has taken over")
+                self._fleet.terminate(ids)
+        except (CheckpointError, ConfigError, ServiceUnavailableError) as exc:
+            log.warning("not_ended", instances=[item.id for item in self._unconfirmed], error=str(exc))
+        self._unconfirmed.clear()
+
+    def _lease_problem(self) -> str:
+        """ "", or why an order is not made now; raises FencedError where the lease is another's."""
+        try:
+            self._check_lease()
+        except FencedError:
+            self.undo()
+            raise
+        except CheckpointError as exc:
+            return f"not tried: the lease does not answer: {exc}"
+        self.confirm()
+        return ""
 
     def apply(self, actions: Sequence[FleetAction], instances: list[Instance], now_s: float) -> list[ActionResult]:
         """Carry out the ends, then the launches; `instances` is brought up to date."""
@@ -80,6 +125,8 @@ class ActionExecutor:
             why = f"it is of another job: {instance.job}"
             self._journal("end", now_s, id=instance.id, slot=instance.slot, why=why)
         try:
+            if problem := self._lease_problem():
+                raise ServiceUnavailableError(problem)
             self._fleet.terminate([instance.id for instance in endable])
         except (ConfigError, ServiceUnavailableError) as exc:
             alarms.append(f"machines of another job could not be ended: {exc}")
@@ -88,6 +135,8 @@ class ActionExecutor:
         for end in ends:
             self._journal("end", now_s, id=end.id, slot=end.slot, why=end.why)
         ids = [end.id for end in ends]
+        if problem := self._lease_problem():
+            return [ActionResult(end, problem) for end in ends]
         try:
             self._fleet.terminate(ids)
         except (ConfigError, ServiceUnavailableError) as exc:
@@ -102,6 +151,8 @@ class ActionExecutor:
         if launch_state.stopped:
             launch_state.cancelled(order)
             return ActionResult(launch, f"not tried: {launch_state.stopped}")
+        if problem := self._lease_problem():
+            return ActionResult(launch, problem)  # it stays pending, as it may be a repetition
         try:
             instance = self._fleet.launch(order)
         except LaunchError as exc:
@@ -109,6 +160,7 @@ class ActionExecutor:
             fields = order_fields(launch)
             self._journal("launch_failed", now_s, **fields, failure=exc.failure.value, code=exc.code, error=str(exc))
             return ActionResult(launch, f"{exc.failure.value}: {exc}")
+        self._unconfirmed.append(instance)
         self._tracker.launched(instance)
         if instance.id not in {known.id for known in instances}:
             instances.append(instance)

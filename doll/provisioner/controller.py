@@ -4,6 +4,10 @@ Order of effects of a turn: 1. list the fleet; 2. put ended instances on the bil
 then end the instance; 4. write orders to the journal and save; 5. make them, one by one; 6. save. After a crash between
 any two of them the next turn continues: the fleet's tags show what exists, an order that may have been made is repeated
 word by word, which returns the same instance, and ending an instance twice is no error.
+
+The next turn may be another process's, on another machine, while this one is frozen. It has taken the state over by
+then, so this one's 4 and 6 fail, and it looks for the lease before each order of 3 and 5. What it launched between such
+a look and the next it ends itself, unless the successor knows it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from doll import telemetry
-from doll.errors import CheckpointError, ConfigError, ServiceUnavailableError
+from doll.errors import CheckpointError, ConfigError, FencedError, ServiceUnavailableError
 from doll.provisioner.apply import ActionExecutor
 from doll.provisioner.billing import (
     LINES_KEPT_S,
@@ -138,8 +142,9 @@ class Controller:
             self._billing, lambda pool, market, start_s, end_s: self._prices.series(pool, market, start_s, end_s)
         )
         self._executor = ActionExecutor(
-            self._fleet, self._launch_state, self._tracker, journal=self._append_journal, save=self._save
-        )
+            self._fleet, self._launch_state, self._tracker, journal=self._append_journal, save=self._save,
+            check_lease=self._check_lease or (lambda: None), known_to_successor=self._known_to_successor,
+        )  # fmt: skip
         self._turn = 0
         self._clock = JobClock(settings.started_s)
         self._health = JobHealth()
@@ -147,6 +152,7 @@ class Controller:
         self._has_others = False  # machines of other jobs are left
         self._last_prices: Prices | None = None
         self._spent_budget_usd: float | None = None  # the budget that is spent
+        self._last_decision: dict[str, Any] | None = None  # for those who cannot read this machine's journal
 
     # --- input ------------------------------------------------------------------------------------------------------
 
@@ -190,8 +196,8 @@ class Controller:
             draining: end every instance and start none.
 
         Raises:
-            FencedError: another provisioner has taken over. Nothing was done.
-            ConfigError: state or journal cannot be written.
+            FencedError: another provisioner has taken over. Nothing was done since then.
+            ConfigError, CheckpointError: state or journal cannot be written.
         """
         turn = self._observe(now_s, ends_all=draining or self.observed.finished is not None)
         if isinstance(turn, Decision):
@@ -212,7 +218,8 @@ class Controller:
         self._raise_alarms(turn, desired, results)
         decision = self._decision(turn, desired, phase, results)
         if not self._dry_run:
-            self._state_store.append({"kind": "decision", **decision.to_dict()})
+            self._last_decision = decision.to_dict()
+            self._state_store.append({"kind": "decision", **self._last_decision})
             self._save()
         return decision
 
@@ -508,25 +515,35 @@ class Controller:
         if self._dry_run:
             return ""
         self._tracker.forget_all_but(self._account.billed)
-        self._state_store.save(
-            {
-                "state": _STATE_VERSION,
-                "job": self._job,
-                "topics_id": self._topics_id,
-                "turn": self._turn,
-                "clock": self._clock.to_dict(),
-                "prices": None if self._last_prices is None else asdict(self._last_prices),
-                "spent_budget_usd": self._spent_budget_usd,
-                "plan": self._plan.to_dict(),
-                "instances": self._tracker.to_dict(),
-                "billing": self._account.to_dict(),
-                "launch_state": self._launch_state.to_dict(),
-                "observed": self.observed.to_dict(),
-                "health": self._health.to_dict(),
-                "positions": self.positions,
-            }
-        )
+        kept = {
+            "state": _STATE_VERSION,
+            "job": self._job,
+            "topics_id": self._topics_id,
+            "turn": self._turn,
+            "clock": self._clock.to_dict(),
+            "prices": None if self._last_prices is None else asdict(self._last_prices),
+            "spent_budget_usd": self._spent_budget_usd,
+            "plan": self._plan.to_dict(),
+            "instances": self._tracker.to_dict(),
+            "billing": self._account.to_dict(),
+            "launch_state": self._launch_state.to_dict(),
+            "observed": self.observed.to_dict(),
+            "health": self._health.to_dict(),
+            "positions": self.positions,
+            "decision": self._last_decision,
+        }
+        try:
+            self._state_store.save(kept)
+        except FencedError:
+            self._executor.undo()
+            raise
+        if not self._state_store.problem:
+            self._executor.confirm()
         return self._state_store.problem
+
+    def _known_to_successor(self) -> set[str]:
+        kept = self._state_store.load() or {}
+        return {instance["id"] for instance in kept["instances"]["known"]} if kept else set()
 
     def _restore(self) -> None:
         kept = self._state_store.load()
@@ -557,6 +574,7 @@ class Controller:
         self._clock.restore(kept["clock"])
         self._last_prices = None if kept["prices"] is None else Prices(**kept["prices"])
         self._spent_budget_usd = kept["spent_budget_usd"]
+        self._last_decision = kept.get("decision")  # earlier releases had none
         if "health" in kept:  # earlier releases had none
             self._health.restore(kept["health"], self.settings.max_stall_s)
         self.positions = {str(name): int(at) for name, at in kept["positions"].items()}

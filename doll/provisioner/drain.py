@@ -13,7 +13,7 @@ import numpy as np
 
 from doll import telemetry
 from doll.config import JobConfig
-from doll.errors import ConfigError, ServiceUnavailableError
+from doll.errors import CheckpointError, ConfigError, ServiceUnavailableError
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.lease import Lease
@@ -57,6 +57,7 @@ def drain(
         for result in decision.actions:
             log.info("action", what=result.text())
         if decision.finished:
+            lease.end("ended")  # so that a standby ends too
             return decision
         if clock() > end_s:
             left = ", ".join(instance.id for instance in decision.instances if instance.ended_s is None)
@@ -98,5 +99,5 @@ class _KnownState:
     def _try(self, write: Callable[[Mapping[str, Any]], None], value: Mapping[str, Any]) -> None:
         try:
             write(value)
-        except ConfigError as error:
+        except (ConfigError, CheckpointError) as error:
             log.warning("drain_not_noted", reason=str(error))

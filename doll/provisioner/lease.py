@@ -1,14 +1,24 @@
 """One provisioner at a time: two would double the fleet. The newest claim wins; a provisioner with an older one stops.
 
 Claims lie beside the job's checkpoints, and are made as a parameter server makes its own: a file created exclusively,
-or an S3 object put on condition that it is not there.
+or an S3 object put on condition that it is not there. Beside them the provisioner that has the newest one says again
+and again that it goes on: a document with a number that rises, replaced on condition that it is its own. A standby that
+sees no new number for the length of a lease claims the job. It measures that time by its own clock, and only while the
+store answers: nobody can renew a lease in a store that does not.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Literal
 
-from doll.errors import FencedError
+import msgspec
+
+from doll import telemetry
+from doll.errors import CheckpointError, FencedError
+from doll.process.health import heartbeat_of
+from doll.records.bounded import short
 from doll.storage.stores import open_store
 
 if TYPE_CHECKING:
@@ -17,20 +27,55 @@ if TYPE_CHECKING:
     from doll.config import JobConfig
     from doll.storage.checkpoints import CheckpointStore
 
+log = telemetry.get_logger(__name__)
+
+DOCUMENT: Final = "lease.json"
+_RENEWALS: Final = 3  # within a lease
+_LONGEST_S: Final = 10.0  # from one renewal to the next
+_LOOKS: Final = 10  # of a standby within a lease
+_ATTEMPTS: Final = 10
+
+HolderState = Literal["held", "left", "ended"]
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """What the document says.
+
+    Attributes:
+        provisioner: the number of its claim.
+        renewal: rises with each one.
+        state: left: it was asked to stop, and the job goes on; ended: there is nothing left to do.
+    """
+
+    provisioner: int = 0
+    renewal: int = 0
+    state: HolderState = "held"
+
 
 class Lease:
     """The right to act on the job's fleet, from its making on.
+
+    Args:
+        lease_s: a standby takes over from one that has not renewed its lease for this long.
+        clock: monotonic seconds.
 
     Raises:
         CheckpointError: where claims are kept cannot be written.
     """
 
-    def __init__(self, claims: CheckpointStore) -> None:
+    def __init__(
+        self, claims: CheckpointStore, lease_s: float = 30.0, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._claims = claims
+        self._every_s = min(_LONGEST_S, lease_s / _RENEWALS)
+        self._clock = clock
+        self._renewed_s = -float("inf")
+        self._renewals = 0
+        self._known: object = None
         self.number = claims.claim_term()
 
     def check(self) -> None:
-        """Return while it is still ours.
+        """Return while it is still ours; renews it where that is due.
 
         Raises:
             FencedError: another provisioner has claimed the job since.
@@ -38,14 +83,134 @@ class Lease:
         """
         newest = self._claims.newest_term()
         if newest > self.number:
-            raise FencedError(
-                f"provisioner {self.number} of this job is over: provisioner {newest} has taken its place; this "
-                "process must stop (it leaves all instances as they are)"
-            )
+            raise self._over(newest)
+        self.renew_if_due()
+
+    def renew_if_due(self) -> None:
+        """Renew the lease some times in its length; call it often. Raises as `renew`."""
+        if self._clock() - self._renewed_s >= self._every_s:
+            self.renew()
+
+    def renew(self, state: HolderState = "held") -> None:
+        """Say that this provisioner goes on, or why it does not.
+
+        Raises:
+            FencedError: another provisioner has taken over.
+            CheckpointError: the store does not answer.
+        """
+        self._renewed_s = self._clock()  # of a store that does not answer, it is not asked at once again
+        self._renewals += 1
+        data = msgspec.json.encode(Holder(self.number, self._renewals, state))
+        for _ in range(_ATTEMPTS):
+            renewed = self._claims.replace_document(DOCUMENT, data, self._known)
+            if renewed is not None:
+                self._known = renewed
+                return
+            content, known = self._claims.read_document(DOCUMENT)
+            if (holder := _decoded(content)).provisioner > self.number:
+                raise self._over(holder.provisioner)
+            self._known = known
+        raise CheckpointError(f"{self._claims.location}/{DOCUMENT} was changed {_ATTEMPTS} times while it was renewed")
+
+    def end(self, state: HolderState) -> None:
+        """Say why this provisioner does not go on, so that a standby need not wait. Raises FencedError as `renew`."""
+        try:
+            self.renew(state)
+        except CheckpointError as exc:
+            log.warning("lease_not_ended", error=str(exc), action="a standby waits until it is over")
+
+    def _over(self, newest: int) -> FencedError:
+        return FencedError(
+            f"provisioner {self.number} of this job is over: provisioner {newest} has taken its place; this "
+            "process must stop (it leaves all instances as they are)"
+        )
+
+
+class LeaseWatch:
+    """Whether the lease of another provisioner is over. Pure: `now` is any monotonic time in seconds."""
+
+    def __init__(self, lease_s: float, now: float) -> None:
+        self._lease_s = lease_s
+        self._since_s = now
+        self._seen: Holder | None = None
+
+    def look(self, holder: Holder, now: float) -> Literal["held", "over", "ended"]:
+        """Judge by what the document says now.
+
+        An end counts only where it is seen to happen: a job that has ended before may be going on again.
+        """
+        begins, changed = self._seen is None, holder != self._seen
+        self._seen = holder
+        if changed:
+            self._since_s = now
+        if holder.state == "ended":
+            return "over" if begins else "ended"
+        if holder.state == "left" or now - self._since_s >= self._lease_s:
+            return "over"
+        return "held"
+
+    def restart(self, now: float) -> None:
+        """The store does not answer, so nobody could have renewed the lease: it begins again."""
+        self._since_s = now
+
+
+def wait_for_lease(config: JobConfig, run_folder: Path, wait: Callable[[float], bool]) -> bool:
+    """Wait until no other provisioner has the lease (True); False where one has ended the job, or on a request to stop.
+
+    Args:
+        wait: waits for so many seconds; False: a stop was requested.
+
+    Raises:
+        CheckpointError: the store cannot be set up, or does not answer at the start.
+    """
+    claims, lease_s = claims_of(config, run_folder), config.provision.lease_s
+    with heartbeat_of("provisioner-standby", config) as heartbeat:
+        heartbeat.set_waiting_for("the end of the other provisioner's lease (standby)")
+        if claims.newest_term() == 0:
+            return True  # there was never a provisioner
+        watch = LeaseWatch(lease_s, time.monotonic())
+        log.info("standby_waiting", lease_s=lease_s, provisioner=holder_of(claims).provisioner)
+        while True:
+            try:
+                holder = holder_of(claims)
+            except CheckpointError as exc:
+                log.warning("lease_unreadable", error=str(exc), action="waiting for the store")
+                watch.restart(time.monotonic())
+            else:
+                match watch.look(holder, time.monotonic()):
+                    case "ended":
+                        log.info("job_ended", provisioner=holder.provisioner, reason="the other one has ended it")
+                        return False
+                    case "over":
+                        log.warning("provisioner_silent", provisioner=holder.provisioner, state=holder.state,
+                                    lease_s=lease_s, action="taking over")  # fmt: skip
+                        return True
+            if not wait(min(lease_s / _LOOKS, 2.0)):
+                return False
+
+
+def holder_of(claims: CheckpointStore) -> Holder:
+    """What the newest provisioner says of its lease; an empty holder where none has said anything.
+
+    Raises:
+        CheckpointError: the store does not answer.
+    """
+    return _decoded(claims.read_document(DOCUMENT)[0])
+
+
+def _decoded(content: bytes | None) -> Holder:
+    if content is None:
+        return Holder()
+    try:
+        return msgspec.json.decode(content, type=Holder)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        # The claims decide who acts: a document that is of no use only delays a standby.
+        log.warning("lease_unreadable", error=short(exc), action="as if nothing was written")
+        return Holder()
 
 
 def claims_of(config: JobConfig, run_folder: Path) -> CheckpointStore:
-    """Where the job's provisioners make their claims: `provision/` beside its checkpoints.
+    """Where the job's provisioners make their claims and keep their state: `provision/` beside its checkpoints.
 
     Raises:
         CheckpointError: it is in S3 and boto3 cannot be set up.

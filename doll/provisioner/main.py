@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 from doll import telemetry
 from doll.config import JobConfig
-from doll.errors import ConfigError, DollError, ServiceUnavailableError
+from doll.errors import CheckpointError, ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_problem
 from doll.kafka.publisher import Publisher
@@ -20,10 +20,10 @@ from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import HEARTBEAT_EVERY_S, LEFT, PROVISIONER
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.lease import Lease, claims_of
+from doll.provisioner.lease import HolderState, Lease, claims_of
 from doll.provisioner.machines import Machines
 from doll.provisioner.settings import ControllerSettings
-from doll.provisioner.state_store import FileStateStore
+from doll.provisioner.state_store import state_of
 from doll.records.control import AnyRecord, Finished, Leave, Metric, Scale, Welcome
 from doll.service_checks import require_services
 from doll.services import Services
@@ -90,7 +90,7 @@ class ProvisionerSetup:
     """What a provisioner needs to start.
 
     Attributes:
-        run_folder: where its state and its journal are kept.
+        run_folder: where its journal is kept; its state is beside the checkpoints.
         read_settings: settings from a job file, with notes on their origin.
         load: the job file as it is now; it may be edited while the job runs.
         path: that file.
@@ -130,8 +130,13 @@ class ProvisionerProcess:
         with ExitStack() as stack:
             self._heartbeat: Heartbeat = stack.enter_context(heartbeat_of("provisioner", config))
             machines = stack.enter_context(setup.machines(config, services, setup.run_folder))
-            lease = None if setup.dry_run else Lease(claims_of(config, setup.run_folder))
-            self._state_store = FileStateStore(setup.run_folder, config.job)
+            self._lease = lease = None
+            if not setup.dry_run:
+                self._lease = lease = Lease(claims_of(config, setup.run_folder), config.provision.lease_s)
+            self._state_store = state_of(config, setup.run_folder, 0 if lease is None else lease.number)
+            if lease is not None:
+                lease.renew()
+                self._state_store.take()
             self._placement = machines.placement
             self._controller = Controller(
                 self._settings, machines.fleet, machines.prices, machines.billing, self._state_store,
@@ -158,6 +163,7 @@ class ProvisionerProcess:
         """Read what was written before this process started, or since an earlier one saved its state."""
         for timed_record in self._job_records.read_history():
             self._controller.feed(timed_record.record, timed_record.at_s)
+            self._renew_lease()
         self._expect_turns()
         self._heartbeat.set_waiting_for("")
 
@@ -170,10 +176,12 @@ class ProvisionerProcess:
             decision = self._turn()
             # Where nothing can be launched, machines that run are looked after until they have ended.
             if decision.finished or (decision.phase == "stopped" and not decision.alive):
+                self._end_lease("ended")
                 return decision
             self._follow(self._settings.planner.replan_s, stop_requested)
             if stop_requested():
                 log.info("shutting_down", instances=len(decision.alive), action="all machines keep running")
+                self._end_lease("left")
                 return None
 
     def run_once(self) -> Decision:
@@ -185,8 +193,21 @@ class ProvisionerProcess:
         while True:
             decision = self._turn(draining=True)
             if decision.finished:
+                self._end_lease("ended")
                 return decision
             self._follow(_URGENT_AFTER_S, lambda: False)
+
+    def _renew_lease(self) -> None:
+        """Renew the lease where that is due; FencedError where another provisioner has taken over."""
+        try:
+            if self._lease is not None:
+                self._lease.renew_if_due()
+        except CheckpointError as exc:  # a turn does nothing until it answers again
+            log.warning("lease_not_renewed", error=str(exc))
+
+    def _end_lease(self, state: HolderState) -> None:
+        if self._lease is not None:
+            self._lease.end(state)
 
     def _expect_turns(self) -> None:
         self._heartbeat.expect("turn", within_s=max(60.0, 10 * self._settings.planner.replan_s))
@@ -249,6 +270,7 @@ class ProvisionerProcess:
         """Read records until the next turn is due; less long where a worker comes or goes, or the job ends."""
         start_s, urgent = time.monotonic(), False
         while not stop_requested() and time.monotonic() - start_s < seconds:
+            self._renew_lease()
             if self._publisher is not None:
                 self._publisher.heartbeat()
             for timed_record in self._job_records.poll(min(POLL_S, seconds)):

@@ -1,25 +1,40 @@
-"""What the provisioner last decided, from its journal and state file, and as text."""
+"""What the provisioner last decided, from its journal and its state, and as text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from doll import telemetry
 from doll.amounts import usd
-from doll.errors import ConfigError
+from doll.errors import CheckpointError, ConfigError
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import InstanceState
-from doll.provisioner.state_store import FileStateStore
 from doll.records.bounded import json_object
+
+log = telemetry.get_logger(__name__)
 
 _STATES: Final = {InstanceState.PENDING: "booting", InstanceState.ENDING: "terminating"}
 _TAIL_BYTES: Final = 4_000_000  # lines are long; the newest decision is near the end
 
 
-def last_decision(run_folder: Path, job: str, start_command: str) -> dict[str, Any]:
-    """The last decision in the journal, with the instances of the state file.
+class Records(Protocol):
+    """What a provisioner has written.
+
+    Attributes:
+        journal: a file on this machine, which need not be there.
+    """
+
+    journal: Path
+
+    def load(self) -> dict[str, Any] | None:
+        """The state; None without one. Raises CheckpointError where it cannot be reached."""
+
+
+def last_decision(store: Records, start_command: str) -> dict[str, Any]:
+    """The last decision in the journal, or in the state where that is newer, with the instances of the state.
 
     Args:
         start_command: what to run where nothing was decided yet.
@@ -27,11 +42,15 @@ def last_decision(run_folder: Path, job: str, start_command: str) -> dict[str, A
     Raises:
         ConfigError: nothing was decided yet.
     """
-    state_store = FileStateStore(run_folder, job)
+    try:
+        state = store.load() or {}
+    except CheckpointError as error:
+        log.warning("provision_state_unreachable", error=str(error), action="from the journal of this machine")
+        state = {}
     decision: dict[str, Any] | None = None
     placement: dict[str, int] | None = None
     try:
-        with state_store.journal.open("rb") as file:
+        with store.journal.open("rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
             for line in file.read().splitlines():
@@ -45,11 +64,14 @@ def last_decision(run_folder: Path, job: str, start_command: str) -> dict[str, A
                     placement = entry.get("scores")
     except OSError:
         pass
+    saved = state.get("decision")
+    if isinstance(saved, dict) and (decision is None or saved.get("time_s", 0.0) > decision.get("time_s", 0.0)):
+        decision = saved  # of a provisioner on another machine
     if decision is None:
-        raise ConfigError(f"{state_store.journal}: no decision yet: start the provisioner with: {start_command}")
-    instances = (state_store.load() or {}).get("instances", {}).get("known", [])
+        raise ConfigError(f"{store.journal}: no decision yet: start the provisioner with: {start_command}")
+    instances = state.get("instances", {}).get("known", [])
     scores = {} if placement is None else {"placement_scores": placement}
-    return {**decision, **scores, "instances": instances, "journal": str(state_store.journal)}
+    return {**decision, **scores, "instances": instances, "journal": str(store.journal)}
 
 
 def decision_text(decision: Decision) -> str:

@@ -313,16 +313,22 @@ class CheckpointStore(ABC):
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     @abstractmethod
-    def _read_marks(self) -> tuple[bytes | None, Any]:
-        """The content of the marks, None where there are none yet; and what `_replace_marks` knows that content by."""
+    def read_document(self, name: str) -> tuple[bytes | None, Any]:
+        """A small file beside the checkpoints, None where it is not there; and what `replace_document` knows that
+        content by."""
 
     @abstractmethod
-    def _replace_marks(self, data: bytes, known: Any) -> bool:
-        """Whether the marks are `data` now, durably; not where they are others than those of `known` by now."""
+    def replace_document(self, name: str, data: bytes, known: Any) -> Any:
+        """Make `data` the content, durably, unless it is another than that of `known` by now.
+
+        Returns:
+            What the new content is known by; None: it was another one, and stays. After an answer that was lost the
+            content may be `data` all the same.
+        """
 
     def read_marks(self) -> VersionMarks:
         """Aliases and pins of versions."""
-        return decode_marks(self._read_marks()[0], f"{self.location}/{MARKS}")
+        return decode_marks(self.read_document(MARKS)[0], f"{self.location}/{MARKS}")
 
     def change_marks(self, change: Callable[[VersionMarks], VersionMarks]) -> VersionMarks:
         """Let `change` say what the marks are from now on; returns them. Whoever changes them at the same time does so
@@ -332,14 +338,14 @@ class CheckpointStore(ABC):
             VersionUnknownError: a version that is marked now is not kept.
         """
         for _ in range(_MARK_ATTEMPTS):
-            data, known = self._read_marks()
+            data, known = self.read_document(MARKS)
             before = decode_marks(data, f"{self.location}/{MARKS}")
             after = change(before)
             new = after.marked - before.marked
             self._require_kept(after, new)
             if after == before:
                 return before
-            if self._replace_marks(encode_marks(after), known):
+            if self.replace_document(MARKS, encode_marks(after), known) is not None:
                 try:
                     self._require_kept(after, new)  # a server may have deleted one, which it had looked at before
                 except VersionUnknownError:
@@ -356,9 +362,9 @@ class CheckpointStore(ABC):
             raise VersionUnknownError(unknown_version(self.location, missing[0], kept, marks.only(kept)))
 
     def _forget_missing(self) -> None:
-        data, known = self._read_marks()
+        data, known = self.read_document(MARKS)
         kept = [version for _, version in self.versions()]
-        self._replace_marks(encode_marks(decode_marks(data, self.location).only(kept)), known)
+        self.replace_document(MARKS, encode_marks(decode_marks(data, self.location).only(kept)), known)
 
     def read_head(self, term: int, version: int) -> CheckpointHead:
         """What a checkpoint says beside its tensors, without reading these.

@@ -2,7 +2,7 @@
 
 `checkpoint-<term>-<version>.doll` is a checkpoint, `term-<n>.claim` says that term n is taken (the newest ones are
 kept, and a claim below them does not count: no term is given twice), `.lock` orders claims and saves: once a claim
-returns, no checkpoint of a lower term can appear. It orders changes of the marks (`doll.storage.version_marks`), too.
+returns, no checkpoint of a lower term can appear. It orders changes of documents (`read_document`), too.
 
 Order of effects of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. look for a higher term; 4. rename;
 5. fsync the folder; 6. delete old checkpoints without a mark; 7. drop the lock. A crash before 4 leaves a temporary
@@ -37,7 +37,6 @@ from doll.storage.checkpoints import (
     old_claims,
 )
 from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory
-from doll.storage.version_marks import MARKS
 
 log = telemetry.get_logger(__name__)
 
@@ -122,20 +121,22 @@ class FileCheckpointStore(CheckpointStore):
                     items.append(StoredVersion(term, version, status.st_mtime, status.st_size))
         return items
 
-    def _read_marks(self) -> tuple[bytes | None, bytes | None]:
-        with self._translate_errors("read the marks in"):
+    def read_document(self, name: str) -> tuple[bytes | None, bytes | None]:
+        with self._translate_errors(f"read {name} in"):
             try:
-                data = (self.folder / MARKS).read_bytes()
+                data = (self.folder / name).read_bytes()
             except FileNotFoundError:
                 return None, None
             return data, data
 
-    def _replace_marks(self, data: bytes, known: bytes | None) -> bool:
-        with self._translate_errors("change the marks in"), self._locked():
-            if self._read_marks()[1] != known:
-                return False
-            write_atomically(self.folder / MARKS, data, durable=True)
-            return True
+    def replace_document(self, name: str, data: bytes, known: bytes | None) -> bytes | None:
+        with self._translate_errors(f"change {name} in"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                if self.read_document(name)[1] != known:
+                    return None
+                write_atomically(self.folder / name, data, durable=True)
+                return data
 
     def versions(self) -> list[tuple[int, int]]:
         return checkpoints_among(self._names())

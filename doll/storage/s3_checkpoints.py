@@ -5,7 +5,8 @@ kept, and a claim below them does not count: no term is given twice); `term-<n>.
 checkpoint term n began from. S3 has no lock, so the newest base decides: of the terms below n only the checkpoint
 that it names, and older ones, count.
 
-`marks.json` has aliases and pins (`doll.storage.version_marks`); it is replaced on condition that it is as it was read.
+A document, as `marks.json` with aliases and pins is (`doll.storage.version_marks`), is replaced on condition that it is
+as it was read.
 
 Order of effects of `claim_term`: 1. put the claim, on condition that it is not there; 2. list; 3. put what it begins
 from. Of `save`: 1. list, and look for a higher claim; 2. put the checkpoint, on the same condition; 3. list again; 4.
@@ -37,7 +38,6 @@ from doll.storage.checkpoints import (
     old_claims,
 )
 from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory
-from doll.storage.version_marks import MARKS
 
 if TYPE_CHECKING:
     from botocore.exceptions import BotoCoreError, ClientError
@@ -164,13 +164,13 @@ class S3CheckpointStore(CheckpointStore):
         with self._translate_errors("look into"):
             return self._list().stored()
 
-    def _read_marks(self) -> tuple[bytes | None, str]:
-        with self._translate_errors("read the marks in"):
-            return self._get(MARKS)
+    def read_document(self, name: str) -> tuple[bytes | None, str]:
+        with self._translate_errors(f"read {name} in"):
+            return self._get(name)
 
-    def _replace_marks(self, data: bytes, known: str) -> bool:
-        with self._translate_errors("change the marks in"):
-            return self._put_new(MARKS, data, known)
+    def replace_document(self, name: str, data: bytes, known: str) -> str | None:
+        with self._translate_errors(f"change {name} in"):
+            return self._put_new(name, data, known)
 
     def _check_term(self, checkpoint: Checkpoint, listing: _Listing) -> None:
         self._refuse_if_superseded(checkpoint, listing.newest_term, listing.checkpoints)
@@ -193,19 +193,19 @@ class S3CheckpointStore(CheckpointStore):
         old = [name for name in old_claims(names, newest_term) if not name.startswith(f"term-{base_term:08d}.base-")]
         return _Listing(checkpoints, newest_term, base_term, base, old, objects)
 
-    def _put_new(self, name: str, data: bytes, known: str = "") -> bool:
-        """Whether the object was not there and now is; or, with the entity tag that it was `known` by, whether it was
-        as it was then, and is replaced. After a reply that was lost, the retry says that it was not."""
+    def _put_new(self, name: str, data: bytes, known: str = "") -> str | None:
+        """The entity tag of an object that was not there and now is; or, with the entity tag that it was `known` by,
+        that was as it was then, and is replaced. Else None, also from the retry after a reply that was lost."""
         from botocore.exceptions import ClientError
 
         condition = {"IfMatch": known} if known else {"IfNoneMatch": "*"}
         try:
-            self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data, **condition)
+            answer = self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data, **condition)
         except ClientError as exc:
             if _code(exc) in (*_EXISTS_CODES, *(_MISSING_CODES if known else ())):
-                return False
+                return None
             raise
-        return True
+        return str(answer["ETag"])
 
     def _put(self, name: str, data: bytes) -> None:
         self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data)

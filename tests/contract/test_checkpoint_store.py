@@ -18,6 +18,7 @@ from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.s3_checkpoints import S3CheckpointStore
 from doll.storage.version_marks import VersionMarks, resolve_version
 from memory_stores import MemoryCheckpointStore
+from standby_scenario import StandbyScenario
 
 
 class Kit(NamedTuple):
@@ -297,17 +298,44 @@ def test_changes_of_marks_at_the_same_time_are_all_made(kit: Kit) -> None:
 def test_a_version_that_is_deleted_while_it_is_marked_gets_no_mark(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     save(kit, 1, 10, 20, 30)
     kit.store.change_marks(lambda marks: marks.with_alias("stable", 20))
-    replace = kit.store._replace_marks
+    replace = kit.store.replace_document
 
-    def after_a_save(data: bytes, known: Any) -> bool:
+    def after_a_save(name: str, data: bytes, known: Any) -> Any:
         if kit.store.versions()[0] == (1, 10):
             kit.again("digits").save(checkpoint(1, 40))
-        return replace(data, known)
+        return replace(name, data, known)
 
-    monkeypatch.setattr(kit.store, "_replace_marks", after_a_save)
+    monkeypatch.setattr(kit.store, "replace_document", after_a_save)
     with pytest.raises(VersionUnknownError, match="got '10'"):
         kit.store.change_marks(lambda marks: marks.with_pin(10))
     assert kit.store.read_marks() == VersionMarks({"stable": 20})
+
+
+def test_a_document_is_replaced_only_as_it_was_read(kit: Kit) -> None:
+    again = kit.again("digits")
+    content, known = kit.store.read_document("state.json")
+    assert content is None
+    first = kit.store.replace_document("state.json", b"one", known)
+    assert first is not None
+    assert again.replace_document("state.json", b"other", known) is None, "it is there by now"
+    assert again.read_document("state.json")[0] == b"one"
+    second = again.replace_document("state.json", b"two", again.read_document("state.json")[1])
+    assert second is not None
+    assert kit.store.replace_document("state.json", b"three", first) is None
+    assert kit.store.replace_document("state.json", b"three", kit.store.read_document("state.json")[1]) is not None
+    assert again.replace_document("state.json", b"four", second) is None
+    assert again.read_document("state.json")[0] == b"three"
+    assert kit.store.read_document("marks.json")[0] is None
+    assert kit.store.versions() == []
+
+
+@pytest.mark.slow  # random runs
+@pytest.mark.parametrize("seed", range(2))
+def test_two_provisioners_have_one_state(kit: Kit, seed: int) -> None:
+    """Deaths, freezes and lost answers, on each store; see tests/unit/provisioner/test_standby.py."""
+    scenario = StandbyScenario(seed, kit.store, faults=8)
+    scenario.play()
+    scenario.check()
 
 
 def test_a_head_says_what_a_checkpoint_is_without_its_tensors(kit: Kit) -> None:

@@ -148,6 +148,52 @@ def test_drain_hands_everything_back_and_stops_the_other(provision: Provisioner)
     assert [market for market in said["markets"] if market] == []
 
 
+def test_a_standby_on_another_machine_takes_over_from_a_provisioner_that_is_killed(
+    make_pipeline: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The workers are processes of the provisioner's machine, so all of it is lost at once."""
+    job = make_pipeline(
+        *PLAN,
+        "stop.updates=40",
+        "provision.lease_s=3",
+        f"checkpoint.folder={tmp_path}/run/checkpoints",
+        "plan.alpha=0.99",
+    )
+    provision = Provisioner(job)
+    try:
+        job.start_ps()
+        first = provision("run", "--standby")
+        job.send(job.samples(320))
+        job.until_version(3)
+        other = tmp_path / "other machine"
+        second = provision("run", "--standby", "--run-folder", str(other))
+        job.until(lambda: "standby_waiting" in job.log("provision-1"), "the standby to wait")
+        made = [entry for entry in provision.journal() if entry["kind"] == "launched"]
+        first.kill()
+        journal = FileStateStore(other, job.config.job).journal
+
+        def entries(kind: str) -> list[dict[str, Any]]:
+            lines = journal.read_text().splitlines() if journal.exists() else []
+            return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+
+        job.until(lambda: entries("launched"), "the standby to launch")
+        job.send(job.samples(880))
+        job.until_finished()
+        out, _ = second.communicate(timeout=WAIT_TIMEOUT_S)
+        assert second.returncode == 0, job.log("provision-1")
+        assert "done" in out.decode()
+        names = [(entry["slot"], entry["incarnation"]) for entry in made + entries("launched")]
+        assert len(set(names)) == len(names), "no incarnation twice"
+        last = entries("decision")[-1]
+        ended = provision.journal() + entries("ended")
+        bills = {entry["id"]: entry["usd"] for entry in ended if entry["kind"] == "ended"}
+        assert bills.keys() == {entry["id"] for entry in made + entries("launched")}, "every machine has its bill"
+        assert last["spent_usd"] == pytest.approx(sum(bills.values()))
+        assert job.assert_audit_ok().lost == 0
+    finally:
+        provision.close()
+
+
 def test_status_names_a_provisioner_that_is_silent(
     make_pipeline: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ class MemoryCheckpointStore(CheckpointStore):
         super().__init__(job, "memory", keep, history)
         self._held: dict[tuple[int, int], bytes] = {}
         self._saved_s: dict[tuple[int, int], float] = {}
-        self._marks: list[bytes | None] = [None]  # shared by handles
+        self._documents: dict[str, bytes] = {}  # shared by handles
         self._claims = [0]
         self._failures: deque[Exception] = deque()
         self._lock = threading.RLock()
@@ -122,15 +122,16 @@ class MemoryCheckpointStore(CheckpointStore):
         with self._lock:
             return [StoredVersion(*key, self._saved_s[key], len(data)) for key, data in sorted(self._held.items())]
 
-    def _read_marks(self) -> tuple[bytes | None, bytes | None]:
-        return self._marks[0], self._marks[0]
+    def read_document(self, name: str) -> tuple[bytes | None, bytes | None]:
+        data = self._documents.get(name)
+        return data, data
 
-    def _replace_marks(self, data: bytes, known: bytes | None) -> bool:
+    def replace_document(self, name: str, data: bytes, known: bytes | None) -> bytes | None:
         with self._lock:
-            if self._marks[0] != known:
-                return False
-            self._marks[0] = data
-            return True
+            if self._documents.get(name) != known:
+                return None
+            self._documents[name] = data
+            return data
 
     def damage(self, term: int, version: int) -> None:
         """Flip one bit in the middle of a checkpoint."""

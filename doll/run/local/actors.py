@@ -14,6 +14,7 @@ from doll.local.ray_head import RayHead
 from doll.local.stack import Stack
 from doll.local.supervisor import Supervisor
 from doll.monitor.state.progress import ProgressModel
+from doll.provisioner.state_store import state_of
 from doll.provisioner.status import last_decision
 from doll.records.control import AnyRecord, Finished
 from doll.run.folder import display_path
@@ -107,7 +108,7 @@ class ActorWorkers(RunHook):
             return {}
         fields: dict[str, Any] = {"kind": _RAY, "address": cluster.address, "is_own": cluster.is_own}
         try:
-            decision = last_decision(run.folder.path, run.config.job, "doll up")
+            decision = last_decision(state_of(run.config, run.folder.path), "doll up")
         except ConfigError:  # it ended before its first decision
             return {"fleet": fields}
         return {"fleet": fields | {name: decision[name] for name in _REPORTED if name in decision}}

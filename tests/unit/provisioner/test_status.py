@@ -41,13 +41,13 @@ def test_the_journal_and_the_decision_give_the_same_text(tmp_path: Path) -> None
     assert "  slot  wanted     machines" in text
     assert "#1 booting, 100 s old, " in text or "#1 worker not ready, 100 s old, " in text
     assert all(f", {instance.id}" in text for instance in decision.alive)
-    stored = status_text(last_decision(tmp_path, "t", "doll provision run"), decision.now_s + 30.0)
+    stored = status_text(last_decision(FileStateStore(tmp_path, "t"), "doll provision run"), decision.now_s + 30.0)
     assert stored == f"last decision 30 s ago: {text}"
 
 
 def test_without_a_decision_the_command_to_start_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no decision yet: start the provisioner with: doll provision run my\.yaml"):
-        last_decision(tmp_path, "t", "doll provision run my.yaml")
+        last_decision(FileStateStore(tmp_path, "t"), "doll provision run my.yaml")
 
 
 def test_lines_that_a_crash_cut_off_are_skipped_and_scores_are_shown(tmp_path: Path) -> None:
@@ -57,13 +57,13 @@ def test_lines_that_a_crash_cut_off_are_skipped_and_scores_are_shown(tmp_path: P
     store.append({"kind": "placement", "time_s": clock(), "scores": {"us-east-1a": 7}})
     with store.journal.open("a", encoding="utf-8") as file:
         file.write('{"kind": "decision", "phase"')
-    status = last_decision(tmp_path, "t", "")
+    status = last_decision(FileStateStore(tmp_path, "t"), "")
     assert "of 10: us-east-1a 7" in status_text(status, clock())
 
 
 def test_a_journal_of_another_release_is_refused(tmp_path: Path) -> None:
     FileStateStore(tmp_path, "t").append({"kind": "decision", "phase": "run"})
-    status = last_decision(tmp_path, "t", "")
+    status = last_decision(FileStateStore(tmp_path, "t"), "")
     with pytest.raises(ConfigError, match="expected a decision of this release"):
         status_text(status, 0.0)
 

@@ -85,7 +85,7 @@ def test_what_a_claim_has_seen_stays_though_its_writer_was_fenced(s3: Any, monke
     old.save(checkpoint(1, 20))
     put = old._put_new
 
-    def put_then_claim(*args: Any) -> bool:
+    def put_then_claim(*args: Any) -> Any:
         done = put(*args)
         new.claim_term()
         return done
