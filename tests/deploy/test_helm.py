@@ -117,7 +117,14 @@ def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
     documents = rendered(tmp_path)
     deployments = named(documents, "Deployment")
     assert deployments.keys() == {"digits-server", "digits-provisioner", "digits-evaluator", "digits-metrics"}
-    assert deployments["digits-server"]["spec"]["replicas"] == 2
+    for deployment in (deployments["digits-server"], deployments["digits-provisioner"]):
+        assert deployment["spec"]["replicas"] == 2
+        template = deployment["spec"]["template"]["spec"]
+        assert "--standby" in template["containers"][0]["args"]
+        assert "podAntiAffinity" in template["affinity"]
+    assert not named(documents, "PersistentVolumeClaim"), "what must survive a node is beside the checkpoints"
+    alone = named(rendered(tmp_path, provisioner={"standby": False}), "Deployment")["digits-provisioner"]
+    assert alone["spec"]["replicas"] == 1
     for name, deployment in deployments.items():
         spec = deployment["spec"]["template"]["spec"]
         assert spec["automountServiceAccountToken"] == (name == "digits-provisioner")

@@ -97,11 +97,7 @@ volumes:
   - name: job
     configMap: {name: {{ include "doll.name" (dict "root" .root "role" "job") }}}
   - {name: tmp, emptyDir: {}}
-  {{- if .runsClaim }}
-  - {name: runs, persistentVolumeClaim: {claimName: {{ .runsClaim }}}}
-  {{- else }}
   - {name: runs, emptyDir: {}}
-  {{- end }}
   {{- if .root.Values.checkpoints.existingClaim }}
   - {name: checkpoints, persistentVolumeClaim: {claimName: {{ .root.Values.checkpoints.existingClaim }}}}
   {{- end }}
