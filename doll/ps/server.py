@@ -91,6 +91,7 @@ _EVENT_RECORDS: Final = (Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave
 # Leases and checkpoints fall due within seconds: twenty ticks a second are enough and cost nothing.
 _POLL_S: Final = 0.05
 _READING_POLL_S: Final = 0.002  # while a gradient is on its way from a far store
+_PERIODIC_S: Final = 1.0  # at the latest, while gradients are on their way
 _FLUSH_S: Final = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long
 _FAULT_POINTS: Final[Mapping[type, str]] = {Grant: "ps.after_grant", Durable: "ps.after_durable"}  # behind sending
 
@@ -532,7 +533,7 @@ def serve(
     """
     engine = server.engine
     partitions = len(engine.start.origins)
-    looped_s = checked_s = time.monotonic()
+    looped_s = checked_s = periodic_s = time.monotonic()
     # Not fed yet, in order. Where the gradient of the first one is on its way, those of others are asked for meanwhile.
     events: deque[ev.Event | GetRows] = deque()
     while engine.finished is None:
@@ -570,7 +571,9 @@ def serve(
             server.save_now()
             log.info("leaving", version=engine.version, reason=f"{signals.leave_reason}; the job can be resumed")
             return
-        if not events:  # else leases might run out while their renewals wait
+        # Leases might run out while their renewals wait; but of many pushes, one is always on its way.
+        if not events or now - periodic_s > _PERIODIC_S:
+            periodic_s = now
             server.run_periodic()
 
 

@@ -140,6 +140,20 @@ def test_what_comes_while_a_gradient_is_on_its_way_waits_behind_it_and_is_read_a
     assert turns[:4] == [3, 3, 3, 3], "no lease may run out while its renewal waits"
 
 
+def test_what_is_due_is_done_now_and_then_while_some_gradient_is_always_on_its_way(rig: Rig) -> None:
+    join = Join(worker=0, process="i")
+    rig.server.waits[join] = 1_000_000
+    rig.channel.values.append([encode(join)])
+
+    def pass_time() -> None:
+        rig.now += 0.4
+
+    rig.channel.on_poll = pass_time
+    rig.serve()
+    assert rig.now == pytest.approx(100.0 + 3 * 3 * 0.4), "every third turn of the loop"
+    assert rig.server.fed == []
+
+
 def test_links_come_before_kafka_and_a_changed_channel_between_them(rig: Rig) -> None:
     """The last push of a worker that leaves came on its link; what it had not answered before is sent again."""
     nack = Nack(worker=1, session=7, batch=0, term=1, grant_id=3, reason="weights")
