@@ -70,6 +70,7 @@ worker: {{lease_s: 3, grant_timeout_s: 5}}
 TABLES: Final = (
     ("examples.synthetic.task:Gaussian", "fire.py:Tables"),
     ("training: {", "training: {tables: {hashed: {max_rows: 64}}, "),
+    ("checkpoint: {every_updates: 1, every_s: 0.1,", "checkpoint: {every_updates: 10, every_s: 2,"),
 )
 TABLE_TASK: Final = f"""
 import doll

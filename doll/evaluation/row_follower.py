@@ -50,11 +50,14 @@ class RowFollower:
             self._layers, self._at = {}, at
         self._base = checkpoint
 
-    def advance(self, to: Place, read: Callable[[int], RowChanges | None]) -> str:
+    def advance(
+        self, to: Place, read: Callable[[int], RowChanges | None], is_newest: Callable[[Place], bool]
+    ) -> str:  # fmt: skip
         """Have the rows of a published version; why not, "" where they are here now.
 
         Args:
-            read: what version this term has published as changed; None: not there (any more).
+            read: what a version of this term has published as changed; None: it is not there (any more).
+            is_newest: whether no checkpoint is newer than this one. What it raises changes nothing.
         """
         if self._base is None:
             return "no checkpoint has been read yet"
@@ -65,7 +68,7 @@ class RowFollower:
         if to == at:
             return ""
         if to.version <= at.version or to.term < base.term:
-            return f"version {to.version} of term {to.term} is not above the newest checkpoint, {base.version}"
+            return f"term {to.term} has no rows yet above those of the checkpoint of version {base.version}"
         chain: list[RowChanges] = []
         version, num_bytes = to.version, sum(each.num_bytes for each in layers.values())
         while version > at.version:
@@ -80,7 +83,8 @@ class RowFollower:
                     f"the rows that have changed since the checkpoint of version {base.version} take more than "
                     f"{self._limit_bytes / 1e6:g} MB of memory: raise --row-memory-mb, or save checkpoints more often"
                 )
-        if at.term != to.term and not version == chain[-1].began == base.version:
+        # Another checkpoint may have this number, too, where a server has gone back behind a damaged one.
+        if at.term != to.term and not (version == chain[-1].began == base.version and is_newest(base)):
             return f"term {to.term} went on from version {chain[-1].began}, whose checkpoint has not been read yet"
         for changes in reversed(chain):
             layers = {

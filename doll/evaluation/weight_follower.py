@@ -7,8 +7,10 @@ then the server publishes these, and checkpoints are read for the rows that have
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +31,8 @@ from doll.storage.blobs import (
     scope_of,
     weights_key,
 )
-from doll.storage.row_changes import FOLLOWED_S, RENEW_S, RowChanges, decode_row_changes
+from doll.storage.row_changes import RENEW_S, WORD_LIVES_S, RowChanges, decode_row_changes
+from doll.storage.stores import open_store
 
 _CHECKPOINTS_EVERY_S: Final = 0.5
 BLOBS: Final = "blobs"
@@ -151,11 +154,15 @@ class WeightFollower:
             if place is not None and beside is not None and place <= beside:
                 is_there = True
             elif place is not None and (weights := self.published_version(*place)) is not None:
-                problem = rows.advance(place, lambda version: self._row_changes(place.term, version))
+                read = partial(self._row_changes, place.term)
+                problem = rows.advance(place, read, self._is_newest_checkpoint)
                 if is_there := not problem:
                     stored = rows.with_weights(weights.weights, self.run_id)
         except (ServiceUnavailableError, BlobError) as exc:
             self.unavailable[BLOBS] = str(exc)
+            return None, False
+        except CheckpointError as exc:
+            self.unavailable[CHECKPOINTS] = str(exc)
             return None, False
         self.unavailable.pop(BLOBS, None)
         self.unavailable.pop(ROWS, None)
@@ -167,7 +174,11 @@ class WeightFollower:
         """The server publishes them while somebody says so."""
         if self.blobs is not None and self.run_id and self._clock() >= self._renew_at_s:
             self._renew_at_s = self._clock() + RENEW_S
-            self.blobs.put(followed_key(self._scope), [b"1"], FOLLOWED_S)
+            self.blobs.put(followed_key(self._scope), [secrets.token_bytes(8)], WORD_LIVES_S)
+
+    def _is_newest_checkpoint(self, place: Place) -> bool:
+        held = open_store(self._config, self._run_folder).versions()
+        return bool(held) and place >= held[-1]
 
     def _row_changes(self, term: int, version: int) -> RowChanges | None:
         data = None if self.blobs is None else self.blobs.get(row_changes_key(self._scope, term, version))

@@ -16,7 +16,8 @@ from doll.storage.sections import Shapes, Vector, decode_delta, encode_delta
 from doll.tables.rows import Rows, TableShape
 
 FOLLOWED_S: Final = 10.0  # a reader is taken to be there for so long after its last word
-RENEW_S: Final = 2.0  # between two words of a reader
+RENEW_S: Final = 2.0  # between two words of a reader, each of which is another one
+WORD_LIVES_S: Final = 600.0
 _BEGAN: Final = ""  # no table has this name; an int64, in the bits of two float32
 _BEGAN_VALUES: Final = 2
 

@@ -10,9 +10,10 @@ from benchmarks.serve_fire import under_fire
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` skips where none can be started
 
 
-def test_no_answer_is_wrong_whatever_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_tables", [False, True])
+def test_no_answer_is_wrong_whatever_is_killed(tmp_path: Path, has_tables: bool) -> None:
     """Two kills of the parameter server, one of Redis, of Kafka, and of a serving process."""
-    report = under_fire(tmp_path, requests=1000, swaps=30, limit_s=600.0)
+    report = under_fire(tmp_path, requests=1000, swaps=30, limit_s=600.0, has_tables=has_tables)
     assert report.wrong == []
     assert report.errors == []
     assert report.unverified == 0

@@ -5,17 +5,24 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from doll.ps.tables.store import TableStore
 from doll.storage.blobs import Blobs, followed_key, row_changes_key
-from doll.storage.row_changes import RowChanges, encode_row_changes
+from doll.storage.row_changes import FOLLOWED_S, WORD_LIVES_S, RowChanges, encode_row_changes
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
 _LOOK_S: Final = 1.0
+_MARK_S: Final = 60.0
 _KEPT_BYTES: Final = 64 << 20  # of changes in the blob store: a reader that is further behind waits for a checkpoint
+
+
+class _Kept(NamedTuple):
+    key: str
+    num_bytes: int
+    until_s: float
 
 
 class RowWriter:
@@ -33,10 +40,11 @@ class RowWriter:
         self._shapes = tables.shapes
         self._clock = clock
         self._kept_bytes = kept_bytes
-        self._look_at_s = float("-inf")
+        self._look_at_s = self._mark_at_s = self._followed_until_s = float("-inf")
+        self._word = b""  # of readers, the last one
         self._began: int | None = None  # first version of the term
         self._version: int | None = None  # up to which changes are published; None: nobody follows
-        self._kept: deque[tuple[str, int]] = deque()  # keys of what is in the blob store, and its bytes
+        self._kept: deque[_Kept] = deque()  # what is in the blob store
         self._num_bytes = 0
 
     def put(self, version: int) -> list[str]:
@@ -48,7 +56,7 @@ class RowWriter:
             self._began = version
         if (now_s := self._clock()) >= self._look_at_s:
             self._look_at_s = now_s + _LOOK_S
-            self._look(version)
+            self._look(version, now_s)
         if self._version is None or version <= self._version:
             return []
         changes = RowChanges(self._version, version, self._began, self._tables.changes())
@@ -56,18 +64,18 @@ class RowWriter:
         key = row_changes_key(self._scope, self._term, version)
         self._blobs.put(key, blob, self._ttl_s)
         self._version = version
-        self._kept.append((key, size := sum(map(len, blob))))
-        self._num_bytes += size
+        self._kept.append(_Kept(key, sum(map(len, blob)), now_s + self._ttl_s))
+        self._num_bytes += self._kept[-1].num_bytes
         unused = []
-        while self._num_bytes > self._kept_bytes and len(self._kept) > 1:
-            key, size = self._kept.popleft()
-            self._num_bytes -= size
-            unused.append(key)
+        while self._kept[0].until_s <= now_s or (self._num_bytes > self._kept_bytes and len(self._kept) > 1):
+            oldest = self._kept.popleft()
+            self._num_bytes -= oldest.num_bytes
+            if oldest.until_s > now_s:
+                unused.append(oldest.key)
         return unused
 
-    def _look(self, version: int) -> None:
-        """See whether anybody follows."""
-        is_followed = self._blobs.get(followed_key(self._scope)) is not None
+    def _look(self, version: int, now_s: float) -> None:
+        is_followed = self._is_followed(now_s)
         if is_followed == (self._version is not None):
             return
         log.info("rows_followed" if is_followed else "rows_not_followed", version=version)
@@ -76,3 +84,16 @@ class RowWriter:
             self._tables.follow()
         else:
             self._tables.unfollow()
+
+    def _is_followed(self, now_s: float) -> bool:
+        """Whether a reader has said something new. What it says has a place that is always there: a store in shared
+        memory looks for a key that it lacks in Redis, which may be away without holding this job up."""
+        key = followed_key(self._scope)
+        if now_s >= self._followed_until_s and now_s >= self._mark_at_s:
+            self._mark_at_s = now_s + _MARK_S
+            self._blobs.put(key, [b""], WORD_LIVES_S)
+            return False
+        word = bytes(self._blobs.get(key) or b"")
+        if word and word != self._word:
+            self._word, self._followed_until_s = word, now_s + FOLLOWED_S
+        return now_s < self._followed_until_s

@@ -184,6 +184,12 @@ class Job:
             damaged.write_bytes(path.read_bytes()[:-1])
             damaged.replace(path)  # readers still have the file as it was
             self.start()
+            while self.rng.random() < 0.7 and self.version < held[-1][1]:
+                self.update()
+                self.publish()
+            if self.rng.random() < 0.7:  # it may have the number of the one that is damaged
+                self.save()
+                self.start()
 
     def save(self) -> None:
         self._save(self.term, self.version, dict(self.host.tensors()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from doll.errors import BlobError
@@ -20,14 +22,17 @@ SCOPE = "job:r1"
 class Rig:
     def __init__(self, kept_bytes: int = 10**6) -> None:
         self.now_s = 0.0
+        self._words = itertools.count(1)
         self.blobs = MemoryBlobs(clock=lambda: self.now_s)
         self.tables = TableStore({"t": np.zeros((10, 2), np.float32)}, None)
         self.writer = RowWriter(
             SCOPE, 3, self.blobs, 60.0, self.tables, clock=lambda: self.now_s, kept_bytes=kept_bytes
         )
+        self.writer.put(0)
 
     def follow(self) -> None:
-        self.blobs.put(followed_key(SCOPE), [b"1"], 10.0)
+        """A reader says that it is there, and the writer has looked before."""
+        self.blobs.put(followed_key(SCOPE), [b"%d" % next(self._words)], 600.0)
 
     def update(self, version: int, *ids: int) -> list[str]:
         self.now_s += 1.0
@@ -43,14 +48,14 @@ class Rig:
 def test_nothing_is_published_unless_somebody_follows() -> None:
     rig = Rig()
     rig.update(1, 1, 2)
-    assert rig.blobs.keys() == []
+    assert rig.blobs.keys() == [followed_key(SCOPE)]
     rig.follow()
     rig.update(2, 2)
     assert rig.changes(2) is None, "what had changed before nobody knows"
     rig.update(4, 2, 5)
     changes = rig.changes(4)
     assert changes is not None
-    assert (changes.since, changes.version, changes.began) == (2, 4, 1)
+    assert (changes.since, changes.version, changes.began) == (2, 4, 0)
     np.testing.assert_array_equal(changes.rows["t"].ids, [2, 5])
     np.testing.assert_array_equal(changes.rows["t"].values[:, 0], [3, 1])
     rig.now_s += 10.0
@@ -83,6 +88,34 @@ def test_the_oldest_changes_are_deleted() -> None:
         unused += rig.update(version, *range(10))
     assert unused == [row_changes_key(SCOPE, 3, version) for version in range(2, 2 + len(unused))]
     assert 10 < len(unused) < 18
+
+
+def test_expired_changes_are_not_deleted_once_more() -> None:
+    rig = Rig(kept_bytes=1000)
+    for version in range(1, 4):
+        rig.follow()
+        assert rig.update(version, *range(10)) == []
+    rig.now_s += 61.0
+    for version in range(4, 9):
+        rig.follow()
+        unused = rig.update(version, *range(10))
+        assert unused == [], "the older ones have expired"
+
+
+def test_the_word_of_readers_is_always_there() -> None:
+    """A store in shared memory asks Redis for a key that it lacks."""
+    rig = Rig()
+    published = []
+    for version in range(1, 2000):
+        if 400 < version < 500:
+            rig.follow()
+        rig.update(version, 1)
+        assert rig.blobs.get(followed_key(SCOPE)) is not None
+        if rig.changes(version) is not None:
+            published.append(version)
+    assert published == list(range(published[0], published[-1] + 1))
+    assert 400 < published[0] < 405
+    assert 500 < published[-1] < 512
 
 
 def test_changes_of_other_tables_are_refused() -> None:
