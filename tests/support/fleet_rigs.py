@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,15 @@ import pytest
 import ray_cluster
 import urllib3
 from doll.config import KubernetesFleetConfig, RayFleetConfig
+from doll.errors import ServiceUnavailableError
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
 from doll.provisioner.fleets.compose import ComposeFleet
+from doll.provisioner.fleets.ec2.errors import QUOTA_BACKOFF_S
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.fleets.kubernetes.fleet import KubernetesFleet, PodApi
-from doll.provisioner.fleets.port import Fleet, Instance, LaunchError, Order
+from doll.provisioner.fleets.port import Fleet, Instance, LaunchError, LaunchFailure, Order
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
 from doll.provisioner.fleets.ray.actors import Actor
 from doll.provisioner.fleets.ray.fleet import NAMESPACE, RayApi, RayError, RayFleet
@@ -54,7 +56,7 @@ class Rig:
 
     Attributes:
         can: of "dry" (a market can run dry), "interrupt", "throttle", "lose_answer", "boot", "pools" (more than one),
-            "away" (its owner may not answer).
+            "away" (its owner may not answer), "starve" (no node takes an instance), "quota".
         fleet: made again by `crash`.
     """
 
@@ -101,9 +103,27 @@ class Rig:
         """Its owner takes a spot instance back in 120 s."""
         raise NotImplementedError
 
+    def starve(self) -> None:
+        """No node takes spot instances from now on."""
+        raise NotImplementedError
+
+    def refuse_node(self, id_: str) -> None:
+        """The scheduler has found no node for a starving instance."""
+
+    def limit(self) -> None:
+        """The next spot launch is refused for a quota."""
+        raise NotImplementedError
+
+    def beside(self, id_: str) -> set[str]:
+        """The instances that go with this one, since they share its node or its market."""
+        return {id_}
+
+    def recover(self) -> None:
+        """Markets have capacity again, and nobody remembers that they had none."""
+
 
 class FakeRig(Rig):
-    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away"})
+    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away", "quota"})
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -116,7 +136,7 @@ class FakeRig(Rig):
         pass  # the fake is the world: a provisioner that starts again is given the same
 
     def become_unavailable(self) -> None:
-        self.fake.become_unavailable()
+        self.fake.fail_next("instances", ServiceUnavailableError("the test's owner does not answer"))
 
     def fail_instance(self, id_: str) -> None:
         self.fake.fail_instance(id_)
@@ -129,9 +149,14 @@ class FakeRig(Rig):
             self.fake.set_capacity(pool, market, 0)  # type: ignore[arg-type]
 
     def throttle(self) -> None:
-        from doll.provisioner.fleets.port import LaunchFailure
-
         self.fake.fail_next("launch", LaunchFailure.THROTTLED)
+
+    def limit(self) -> None:
+        self.fake.fail_next("launch", LaunchFailure.SPOT_QUOTA)
+
+    def recover(self) -> None:
+        for pool in self.fake.pools:
+            self.fake.set_capacity(pool, "spot", 1000)
 
     def lose_answer(self) -> None:
         self.fake.lose_next_response()
@@ -141,7 +166,7 @@ class FakeRig(Rig):
 
 
 class Ec2Rig(Rig):
-    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away"})
+    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away", "quota"})
     types = ("c5.xlarge", "c6i.xlarge", "m5.xlarge")
 
     def __init__(self, market: MotoMarket, clock: VirtualClock) -> None:
@@ -207,6 +232,13 @@ class Ec2Rig(Rig):
 
     def lose_answer(self) -> None:
         self.market.lost_answers += 1
+
+    def limit(self) -> None:
+        self.market.api_errors.append("MaxSpotInstanceCountExceeded")
+
+    def recover(self) -> None:
+        self.market.capacity.clear()
+        self.clock.advance(QUOTA_BACKOFF_S)
 
     def interrupt(self, id_: str, *, announced: bool = True) -> None:
         self.market.interrupt(id_, announced=announced)
@@ -352,6 +384,17 @@ class ProcessRig(Rig):
         slot = self._machine(id_).instance.slot
         self.market.ends_s[slot] = (now_s, True) if announced else (now_s + NOTICE_S, False)
 
+    def beside(self, id_: str) -> set[str]:
+        """A slot has one market for all its machines."""
+        slot = self._machine(id_).instance.slot
+        return {
+            each.id for each in self.fleet.instances() if (each.slot, each.market) == (slot, "spot") and each.is_alive
+        }
+
+    def recover(self) -> None:
+        self.market.dry = False
+        self.market.ends_s.clear()
+
     def _machine(self, id_: str) -> Machine:
         return next(machine for machine in self.fleet.machines if machine.instance.id == id_)
 
@@ -386,7 +429,7 @@ class Wire(PodApi):
 class KubernetesRig(Rig):
     """A real API server, in real time; the kubelet is played: `advance` lets it do what it would have done by then."""
 
-    can = frozenset({"interrupt", "throttle", "lose_answer", "boot", "away"})
+    can = frozenset({"interrupt", "throttle", "lose_answer", "boot", "away", "starve", "quota"})
     grace_s = 30
 
     def __init__(self, cluster: kube_cluster.KubeCluster) -> None:
@@ -447,6 +490,23 @@ class KubernetesRig(Rig):
     def interrupt(self, id_: str, *, announced: bool = True) -> None:
         (self.nodes.evict if announced else self.nodes.collect)(id_)
 
+    def starve(self) -> None:
+        self.fleet = self.make(node_timeout_s=1e-3)
+
+    def refuse_node(self, id_: str) -> None:
+        since = datetime.now(UTC).replace(microsecond=0) - timedelta(seconds=1)
+        none = {
+            "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes are available",
+            "lastTransitionTime": since.isoformat().replace("+00:00", "Z"),
+        }  # fmt: skip
+        self.nodes.report(id_, phase="Pending", conditions=[none])
+
+    def limit(self) -> None:
+        self.wire.before["POST"] = (403, b'{"message": "pods is forbidden: exceeded quota: pods, limited: pods=8"}')
+
+    def recover(self) -> None:
+        self.crash()
+
 
 class RayWire(RayApi):
     """Calls that may go wrong: before Ray sees one of this name, or before its answer comes."""
@@ -486,19 +546,23 @@ class RayWire(RayApi):
 class RayRig(Rig):
     """A real cluster, in real time: `advance` waits for what has been asked of Ray."""
 
-    can = frozenset({"interrupt", "throttle", "lose_answer", "boot", "away"})
+    can = frozenset({"interrupt", "throttle", "lose_answer", "boot", "away", "starve"})
 
     def __init__(self, cluster: ray_cluster.RayCluster) -> None:
-        for market, count in (("spot", 2), ("on-demand", 1)):
-            cluster.ensure(market, count)
         self.cluster = cluster
+        self._have_nodes()
         self.clock = time.time
         self.name = f"c-{uuid.uuid4().hex[:8]}"
         self.wire = RayWire()
         self.crash()
 
-    def make(self, cluster: str) -> RayFleet:
-        return RayFleet(self.wire, cluster=cluster, settings=RayFleetConfig(kind="ray"), drain_s=10.0)
+    def _have_nodes(self) -> None:
+        for market, count in (("spot", 2), ("on-demand", 1)):
+            self.cluster.ensure(market, count)
+
+    def make(self, cluster: str, **changes: Any) -> RayFleet:
+        settings = RayFleetConfig(kind="ray", **changes)
+        return RayFleet(self.wire, cluster=cluster, settings=settings, drain_s=10.0)
 
     def rows(self) -> dict[str, Actor]:
         both = (self.name, f"{self.name}-strangers")
@@ -543,6 +607,18 @@ class RayRig(Rig):
         else:
             self.cluster.kill(node)
             self.wire.asked |= {name for name, row in self.rows().items() if row.node == node}
+
+    def beside(self, id_: str) -> set[str]:
+        rows = self.rows()
+        return {name for name, row in rows.items() if row.node == rows[id_].node and row.state == "ALIVE"}
+
+    def starve(self) -> None:
+        self.fleet = self.make(self.name, spot={"no": "node"}, node_timeout_s=1e-3)
+
+    def recover(self) -> None:
+        self.cluster.take_drained()
+        self._have_nodes()
+        self.crash()
 
     def end(self) -> None:
         for name, row in self.rows().items():
