@@ -18,6 +18,7 @@ from doll.model.flat_model import FlatModel, fingerprint
 from doll.optim.optimizer import AVERAGE, WEIGHTS
 from doll.ps.tables.bounded_table import StoredRows, stored_bounded_rows
 from doll.ps.tables.store import stored_rows
+from doll.records.rollbacks import Rollback
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.stores import open_store
 from doll.tables.bounds import InitialRows
@@ -154,12 +155,22 @@ class _EngineState(msgspec.Struct):
 
     run_id: str = ""
     samples_total: int = -1
+    rollbacks: tuple[Rollback, ...] = ()
+
+
+def rollbacks_in(state: bytes) -> tuple[Rollback, ...]:
+    """What a checkpoint with this engine state says of `doll rollback`, the oldest first."""
+    return _decoded(state).rollbacks
 
 
 def _run_of(state: bytes) -> tuple[str, int]:
     """Run id and samples of a checkpoint with this engine state."""
-    try:
-        known = msgspec.msgpack.decode(state, type=_EngineState)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        known = _EngineState()
+    known = _decoded(state)
     return known.run_id, known.samples_total
+
+
+def _decoded(state: bytes) -> _EngineState:
+    try:
+        return msgspec.msgpack.decode(state, type=_EngineState)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _EngineState()

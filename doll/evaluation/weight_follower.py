@@ -8,6 +8,7 @@ then the server publishes these, and checkpoints are read for the rows that have
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +36,7 @@ from doll.storage.row_changes import RENEW_S, WORD_LIVES_S, RowChanges, decode_r
 from doll.storage.stores import open_store
 
 _CHECKPOINTS_EVERY_S: Final = 0.5
+_UNREADABLE_S: Final = 30.0  # between looks at checkpoints that cannot be read, while versions are published
 BLOBS: Final = "blobs"
 CHECKPOINTS: Final = "checkpoints"
 ROWS: Final = "rows"
@@ -81,6 +83,8 @@ class WeightFollower:
         self._clock = clock
         self._lineage = Lineage()
         self._look_at_s = float("-inf")
+        self._beside: Place | None = None
+        self._look_again_at_s = float("-inf")
 
     @property
     def row_bytes(self) -> int:
@@ -185,6 +189,27 @@ class WeightFollower:
         if data is None:
             return None
         return decode_row_changes(data, self._table_shapes, job=self._scope, version=version)
+
+    def rolled_back(self, beside: Place) -> StoredWeights | None:
+        """The newest checkpoint, where its term is later than that of `beside`, the newest version that was read.
+
+        While nobody leads, the store has what was published last, and `doll rollback` saves another version.
+        """
+        if self.blobs is None or (self.reads_checkpoints and self._rows is None):
+            return None  # `newest` reads checkpoints
+        if beside != self._beside:  # whoever publishes leads
+            self._beside, self._look_again_at_s = beside, self._clock() + _CHECKPOINTS_EVERY_S
+        if self._clock() < self._look_again_at_s:
+            return None
+        self._look_again_at_s = self._clock() + _CHECKPOINTS_EVERY_S
+        try:
+            stored = self.checkpointed(Place(beside.term, sys.maxsize))
+        except CheckpointError:  # what is published is served on
+            self._look_again_at_s += _UNREADABLE_S
+            return None
+        if stored is not None and self._rows is not None:
+            self._rows.rebase(stored)
+        return stored
 
     def of_version(self, version: int) -> StoredWeights:
         """This version.

@@ -228,14 +228,19 @@ class ServeApp:
     def _facts(self, lane: Lane, version: ServedVersion) -> dict[str, Any]:
         """What each answer says of the version that it is from."""
         newest = self._newest_samples()
-        is_known = newest >= 0 and version.samples >= 0
+        left = lane.left if version.place == lane.place else ""
+        is_known = newest >= 0 and version.samples >= 0 and not left
         facts: dict[str, Any] = {
             "term": version.place.term,
             "age_s": round(max(0.0, time.time() - version.made_s), 3),
             "samples_behind": max(0, newest - version.samples) if is_known else None,
             "stale": bool(lane.stale),
         }
-        return facts | {"stale_because": lane.stale} if lane.stale else facts
+        if lane.stale:
+            facts["stale_because"] = lane.stale
+        if left:
+            facts["left_behind"] = left
+        return facts
 
     def _lane(self, asked: Asked) -> Lane:
         """Which lane answers: that of the version in the path, else one of all by its share."""

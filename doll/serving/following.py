@@ -15,10 +15,11 @@ from typing import Final
 
 from doll.config import JobConfig
 from doll.errors import CheckpointError, ConfigError, SampleError, ServiceUnavailableError
-from doll.evaluation.stored_weights import StoredWeights
+from doll.evaluation.stored_weights import StoredWeights, rollbacks_in
 from doll.evaluation.weight_follower import BLOBS, CHECKPOINTS, ROWS, WeightFollower
 from doll.kafka.reader import Partition, Reader
 from doll.ledger.lineage import UpdatesRecord
+from doll.records.rollbacks import Rollback
 from doll.services import Services
 from doll.serving.job_facts import JobFacts
 from doll.serving.model_copies import Lane, ModelCopies, ModelCopy
@@ -31,6 +32,7 @@ log = get_logger(__name__)
 POLL_S: Final = 0.02
 _AWAY_S: Final = 0.5  # pause while something does not answer
 _MARKS_EVERY_S: Final = 0.25
+_ROLLBACKS_EVERY_S: Final = 2.0
 _BLOBS_TIMEOUT_S: Final = 2.0
 _RECONNECT_S: Final = 2.0
 _READ_S: Final = 0.2
@@ -48,6 +50,9 @@ class Following:
         check: as of `ModelCopies.load`.
         row_bytes: of memory for changed rows of tables.
         on_swap: told that a lane has got another version.
+
+    Attributes:
+        newest_samples: usable samples in the newest version that is known; -1: not known.
     """
 
     def __init__(
@@ -69,6 +74,10 @@ class Following:
         self._services: Services | None = None  # that the follower's blobs are of
         self._reconnect_at_s = float("-inf")
         self._look_at_s = dict.fromkeys(copies.lanes, float("-inf"))
+        self.newest_samples = -1
+        self._rollbacks: tuple[Rollback, ...] = ()
+        self._rollbacks_of_term = -1
+        self._rollbacks_at_s = float("-inf")
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True)
@@ -119,15 +128,38 @@ class Following:
                     self._config, services, give_up=lambda: True, timeout_s=_BLOBS_TIMEOUT_S
                 )
 
+    def _look_for_rollbacks(self) -> None:
+        """What the newest checkpoint says of `doll rollback`, where it is of another server than the one before."""
+        try:
+            newest = max(self._store.versions(), default=None)
+            if newest is not None and newest[0] != self._rollbacks_of_term:
+                self._rollbacks = rollbacks_in(self._store.read_head(*newest).state)
+                self._rollbacks_of_term = newest[0]
+        except CheckpointError:
+            return  # what is known stays
+
     def _refresh_all(self) -> None:
         now_s = time.monotonic()
+        # `latest` is never one that was left.
+        if now_s >= self._rollbacks_at_s and any(lane.wanted != LATEST for lane in self._copies.lanes):
+            self._rollbacks_at_s = now_s + _ROLLBACKS_EVERY_S
+            self._look_for_rollbacks()
         for lane in self._copies.lanes:
             if lane.wanted == LATEST or now_s >= self._look_at_s[lane]:
                 self._look_at_s[lane] = now_s + _MARKS_EVERY_S
                 self._refresh(lane)
             lane.stale = self._staleness(lane, now_s)
-            if (copy := lane.copy) is not None and (made := self.facts.made(copy.version.place)) is not None:
+            if (copy := lane.copy) is None:
+                continue
+            place = copy.version.place
+            if (made := self.facts.made(place)) is not None:
                 copy.version.made_s, copy.version.samples = made
+            lane.left = next((each.text() for each in self._rollbacks if each.leaves(*place)), "")
+        served = [lane.copy.version for lane in self._copies.lanes if lane.copy is not None]
+        newest = max(served, key=lambda version: version.place, default=None)
+        # The job's records do not know of a version that was saved while no server ran.
+        is_ahead = newest is not None and newest.place.term > self.facts.term and newest.samples >= 0
+        self.newest_samples = newest.samples if newest is not None and is_ahead else self.facts.samples
 
     def _refresh(self, lane: Lane) -> None:
         """Load what `lane` wants, if it is another version than it has; say why not."""
@@ -148,7 +180,8 @@ class Following:
     def _newer(self, lane: Lane) -> StoredWeights | None:
         """The version that `lane` wants; None where it has it."""
         if lane.wanted == LATEST:
-            return self._follower.newest(lane.place)
+            back = None if lane.place is None else self._follower.rolled_back(lane.place)
+            return back or self._follower.newest(lane.place)
         is_number = lane.wanted.isdecimal()
         if is_number and lane.place is not None:
             return None

@@ -60,6 +60,11 @@ class JobFacts:
                 if len(self._made) > _KEPT:
                     self._made.popitem(last=False)
 
+    @property
+    def term(self) -> int:
+        """The newest one that is known; 0: none."""
+        return self._lineage.newest_term
+
     def made(self, place: Place) -> Made | None:
         """How this version was made; None where its update was not seen."""
         return self._made.get(place)

@@ -31,14 +31,25 @@ from doll.errors import ConfigError
 from doll.local.processes import describe_exit, die_with_parent
 from doll.model.flat_model import build
 from doll.process.health import Heartbeat, heartbeat_of
-from doll.process.http_access import LOOPBACK, address_of, listen
+from doll.process.http_access import LOOPBACK, address_of, is_loopback, listen
 from doll.process.platform import CAN_FORK
 from doll.process.signals import stop_requested
 from doll.services import Services
 from doll.serving.answer_log import AnswerLog
 from doll.serving.app import ServeApp
 from doll.serving.batcher import Batcher
-from doll.serving.connections import IDLE_S, Access, BoundedProtocol, BoundedServer, allow_many_files, find_access
+from doll.serving.connections import (
+    CERT_ENV,
+    CLIENT_CA_ENV,
+    IDLE_S,
+    KEY_ENV,
+    TOKEN_ENV,
+    Access,
+    BoundedProtocol,
+    BoundedServer,
+    allow_many_files,
+    find_access,
+)
 from doll.serving.following import Following
 from doll.serving.metrics import ServeMetrics
 from doll.serving.model_copies import Lane, ModelCopies
@@ -117,6 +128,11 @@ def run_serve(
             processes.
     """
     access = find_access(options.token_file)
+    if not (access.token or access.by_certificate or is_loopback(options.host)):
+        raise ConfigError(
+            f"--host {options.host}: other machines would reach this server, so expected a token ({TOKEN_ENV}, or "
+            f"--token-file FILE), or certificates of clients ({CLIENT_CA_ENV} with {CERT_ENV} and {KEY_ENV})"
+        )
     if options.processes > 1 and not CAN_FORK:
         raise ConfigError("--processes: expected 1: a process that has loaded torch can be forked on Linux only")
     torch.set_num_threads(1)
@@ -168,7 +184,7 @@ def serve_here(
         )  # fmt: skip
         app = ServeApp(
             task, signature, copies.lanes, batcher, metrics, name=options.name,
-            newest_samples=lambda: following.facts.samples, max_body_bytes=options.max_body_bytes,
+            newest_samples=lambda: following.newest_samples, max_body_bytes=options.max_body_bytes,
             time_limit_s=options.time_limit_s, access=access, answers=answers,
         )  # fmt: skip
         uvicorn_config = uvicorn.Config(
@@ -180,7 +196,7 @@ def serve_here(
         server = BoundedServer(uvicorn_config)
 
         def observe() -> None:
-            metrics.observe(copies, following.facts.samples, batcher.num_waiting)
+            metrics.observe(copies, following.newest_samples, batcher.num_waiting)
             if heartbeat is not None:
                 heartbeat.beat("loop")
                 missing = [f"version {lane.wanted}: {lane.problem}" for lane in copies.lanes if lane.copy is None]

@@ -44,6 +44,7 @@ class Lane:
         copy: that answers now; None: none has been read yet.
         problem: why what is wanted is not there; "": it is.
         stale: why a newer version may not have been seen; "": none has been missed.
+        left: which rollback has left the version that answers behind; "": none has.
     """
 
     def __init__(self, wanted: str, share: float = 100.0) -> None:
@@ -52,6 +53,7 @@ class Lane:
         self.copy: ModelCopy | None = None
         self.problem = "no version has been read yet"
         self.stale = ""
+        self.left = ""
 
     @property
     def place(self) -> Place | None:

@@ -9,6 +9,7 @@ import http.client
 import json
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from doll.config import JobConfig, load
 from doll.model.flat_model import build, fingerprint
 from doll.process.http_access import LOOPBACK, listen
+from doll.records.rollbacks import Rollback
 from doll.services import Services
 from doll.serving.connections import Access
 from doll.serving.main import ServedJob, ServeOptions, serve_here
@@ -135,9 +137,12 @@ class ServingRig:
         self.blobs.put(key, encode_blob(self.weights(version), job=scope, kind="w", version=version), 600.0)
         self.blobs.put(latest_key(scope), encode_latest(Latest(term=term, version=version, key=key)), 600.0)
 
-    def save(self, version: int, *, term: int = 1, samples: int = 0, **tensors: Any) -> None:
+    def save(
+        self, version: int, *, term: int = 1, samples: int = 0, rollbacks: Sequence[Rollback] = (), **tensors: Any
+    ) -> None:
         """A checkpoint."""
-        state = msgspec.msgpack.encode({"run_id": RUN_ID, "samples_total": samples, "version": version})
+        known = {"run_id": RUN_ID, "samples_total": samples, "version": version, "rollbacks": rollbacks}
+        state = msgspec.msgpack.encode(known)
         self.store.save(
             Checkpoint(
                 job=self.config.job, fingerprint=self.fingerprint, term=term, version=version, state=state,

@@ -83,6 +83,12 @@ class Table:
         """One row by column name, with `void` as 0 or 1."""
         return {**{name: column[index] for name, column in self._columns.items()}, "void": float(self._void[index])}
 
+    def void_of(self, rows: int) -> set[tuple[int, int]]:
+        """Term and version of those of the last `rows` rows that are void."""
+        terms, versions = self._columns["term"], self._columns["version"]
+        last = range(max(0, len(self) - rows), len(self))
+        return {(int(terms[row]), int(versions[row])) for row in last if self._void[row]}
+
     def last(self) -> dict[str, float] | None:
         """The newest row that is not void; None without such a row."""
         for index in range(len(self) - 1, -1, -1):

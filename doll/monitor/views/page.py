@@ -19,6 +19,7 @@ from doll.amounts import duration, duration_range, usd, usd_range
 from doll.ledger.balance import named
 from doll.monitor.state.formats import clock, known, number, of
 from doll.monitor.state.history import EVALUATION_COLUMNS
+from doll.monitor.state.newest_updates import MAX_UPDATES
 from doll.monitor.state.progress import WorkerLine, skipped_text
 from doll.monitor.state.watched_job import PageState
 from doll.monitor.views.page_market import market
@@ -59,10 +60,7 @@ def page(state: PageState) -> dict[str, Any]:
         "workers": {str(line.worker): _worker(line, state) for line in state.snapshot.workers},
         "lists": {
             "events": [[_rounded(at_s, 1) or 0, text] for at_s, text in reversed(_newest(state.events))],
-            "updates": {
-                str(item.version): [of(item.n_samples, None), number(item.loss), len(item.members)]
-                for item in _newest(state.updates)
-            },
+            "updates": _updates(state),
             "letters": {f"{item.partition}-{item.offset}": item.reason for item in _newest(state.letters)},
             "decisions": {
                 str(item["turn"]): [
@@ -73,6 +71,16 @@ def page(state: PageState) -> dict[str, Any]:
             "versions": _versions(state),
         },
     }  # fmt: skip
+
+
+def _updates(state: PageState) -> dict[str, list[Any]]:
+    """The newest ones; of those that are not in the model (a crash, or `doll rollback`) it is said."""
+    void = state.history.updates.void_of(MAX_UPDATES)
+    rows: dict[str, list[Any]] = {}
+    for item in _newest(state.updates):
+        samples = of(item.n_samples, None) + (", void" if (item.term, item.version) in void else "")
+        rows[str(item.version)] = [samples, number(item.loss), len(item.members)]
+    return rows
 
 
 def _newest(items: Sequence[Any]) -> list[Any]:

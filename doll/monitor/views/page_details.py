@@ -14,6 +14,7 @@ from typing import Any, Final
 from doll.amounts import duration_range, usd, usd_range
 from doll.config.pipeline import PipelineConfig
 from doll.monitor.state.formats import clock, known, number, of
+from doll.monitor.state.newest_updates import MAX_UPDATES
 from doll.monitor.state.watched_job import KeptVersions, PageState
 from doll.monitor.views.text import worker_state
 from doll.records.control import Update
@@ -93,8 +94,10 @@ def _update(state: PageState, version: int) -> Detail | None:
             f"Update {version}",
             {**facts, "offsets": "in the topic updates; a page keeps those of the newest updates only"},
         )
+    is_void = (update.term, update.version) in state.history.updates.void_of(MAX_UPDATES)
     facts = {
         "samples": of(update.n_samples, None),
+        "void": "not in the model: a later server began before it, after a crash or doll rollback" if is_void else "",
         "prequential loss": number(update.loss),
         **{f"prequential {name}": number(value) for name, value in update.metrics.items()},
         "from the first grant": f"{number(update.grant_to_update_s)} s",

@@ -118,3 +118,14 @@ def test_where_too_many_rows_have_changed_the_next_checkpoint_is_served(tmp_path
         rig.save(4, **rows(4))
         publish(rig, 4, 3, known=[], hashed=[])
         until(lambda: rig.version() == 4, "the checkpoint")
+
+
+def test_rows_go_back_with_a_rollback_while_the_version_before_is_published(tmp_path: Path) -> None:
+    with ServingRig(tmp_path, task=TASK, job=TABLES) as rig:
+        rig.save(5, **rows(5))
+        rig.start()
+        rig.publish(9)
+        assert rig.store.claim_term() == 2
+        rig.save(10, term=2, **rows(7))
+        until(lambda: rig.version() == 10, "the version of the rollback")
+        assert rig.infer([[0, 3]])[1]["outputs"][0]["data"] == pytest.approx([7 + 7 + 5])

@@ -13,7 +13,7 @@ from doll.dashboard.merge_patch import merge_patch
 from doll.monitor.state.watched_job import PageState
 from doll.monitor.views.page import MAX_POINTS, page
 from doll.monitor.views.page_details import detail
-from doll.records.control import Finished, Metric
+from doll.records.control import Finished, Metric, TermStarted
 from page_feed import JOB, MadeUpJob
 from record_builders import update
 
@@ -224,3 +224,24 @@ def test_other_metrics_of_held_out_samples_are_shown(made_up: MadeUpJob) -> None
     values = {"version": 480.0, "term": 1.0, "loss": 0.2, "accuracy": 0.9, "ndcg": 0.8125}
     made_up.feed(Metric(source="evaluator", values=values, time_s=made_up.now_s))
     assert facts(made_up.read(page), "learning")["held-out ndcg"] == "0.812"
+
+
+def test_updates_that_a_rollback_has_left_are_void() -> None:
+    made_up = MadeUpJob()
+    made_up.run(3)
+    newest = max(int(version) for version in made_up.read(page)["lists"]["updates"])
+    made_up.feed(
+        TermStarted(
+            term=2, resumed_version=newest + 1, rolled_back_to=newest - 1, origins=(0,) * 8, records_per_batch=32,
+            time_s=made_up.now_s, grid=1,
+        )
+    )  # fmt: skip
+    updates = made_up.read(page)["lists"]["updates"]
+    assert updates[str(newest)][0].endswith(", void")
+    assert not updates[str(newest - 1)][0].endswith(", void")
+    opened = made_up.read(lambda state: detail(state, "update", [newest]))
+    assert opened is not None
+    assert dict(opened["facts"])["void"].startswith("not in the model")
+    earlier = made_up.read(lambda state: detail(state, "update", [newest - 1]))
+    assert earlier is not None
+    assert "void" not in dict(earlier["facts"])
