@@ -16,6 +16,8 @@ from compose_files import ALERTS, DASHBOARD, FILE, IN_FOREIGN_IMAGES, METRIC, pr
 from doll.formats.registry import CA_ENV, PASSWORD_ENV, TOKEN_ENV, USER_ENV
 from doll.local import compose, kafka_broker
 from doll.process.memory import HUGE_PAGES_ENV
+from doll.serving.connections import CERT_ENV, CLIENT_CA_ENV, KEY_ENV
+from doll.serving.connections import TOKEN_ENV as TOKEN_OF_SERVE
 from fake_engine import fake_docker_engine
 from paths import ROOT
 
@@ -97,6 +99,21 @@ def test_only_who_asks_the_schema_registry_gets_its_variables_and_their_values_a
         given = {key: value for key, value in service.get("environment", {}).items() if "REGISTRY" in key}
         wanted = read if name in {"worker", "provisioner", "doll"} else set()
         assert given == dict.fromkeys(wanted), name
+
+
+def test_only_the_model_server_gets_who_may_ask_it() -> None:
+    """Without any of them it does not start: other containers reach it."""
+    read = {TOKEN_OF_SERVE, f"{TOKEN_OF_SERVE}_FILE", CERT_ENV, KEY_ENV, CLIENT_CA_ENV}
+    services = project()["services"]
+    for name, service in services.items():
+        given = {key: value for key, value in service.get("environment", {}).items() if key.startswith("DOLL_SERVE")}
+        assert given == dict.fromkeys(read if name == "serve" else set()), name
+    serve = services["serve"]
+    assert serve["profiles"] == ["serve"]
+    assert serve["command"] == ["serve", "--host", "0.0.0.0"]
+    assert serve["ports"] == ["127.0.0.1:8000:8000"]
+    assert serve["restart"] == "on-failure"
+    assert serve["environment"]["DOLL_FINAL_EXIT_CODE"] == "0", "nor is it started again and again"
 
 
 def test_one_service_builds_the_image_and_all_others_wait_for_it_and_pull_nothing() -> None:
@@ -212,7 +229,7 @@ def test_docker_compose_reads_the_file_as_this_test_does(variables: dict[str, st
 @pytest.mark.parametrize(
     "words",
     [
-        "up", "build", "up --build", "--profile watch up", "--profile provision up",
+        "up", "build", "up --build", "--profile watch up", "--profile provision up", "--profile serve up",
         "--profile once up --attach audit --exit-code-from audit", "run --rm doll audit",
     ],
 )  # fmt: skip

@@ -87,6 +87,13 @@ def test_what_cannot_be_served_is_refused_once(rig: ServingRig) -> None:
     assert "broken" in (rig.run_folder / "serve.log").read_text()
 
 
+def test_an_address_that_others_reach_is_refused_with_what_would_do(rig: ServingRig) -> None:
+    with serving(rig, "--host", "0.0.0.0", answering=False) as parent:
+        assert parent.wait(120) == 2
+    said = " ".join((rig.run_folder / "serve.log").read_text().split())
+    assert "expected a token (DOLL_SERVE_TOKEN, or --token-file FILE), or certificates of clients" in said
+
+
 def test_ten_thousand_connections_end_nothing(rig: ServingRig) -> None:
     """Those beyond as many as it takes are told so, and all others are answered."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 10_500:
