@@ -56,6 +56,11 @@ class Blobs(Protocol):
     def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
         """As `put`; a far store may return before it has the value. `parts` must not change until `settle`."""
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether `settle` would wait."""
+        ...
+
     def settle(self) -> None:
         """Return when the store has what `put_soon` was given; raises what `put` would have raised."""
 
@@ -88,6 +93,7 @@ class NearBlobs(ABC):
     """What `Blobs` is of a store that answers at once. Its subclasses have `put` and `get`."""
 
     is_far: Final = False
+    is_storing: Final = False
 
     @abstractmethod
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None: ...

@@ -9,8 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
 
 from doll.storage.blobs import Buffer
+
+T = TypeVar("T")
 
 
 class ReadsAhead:
@@ -30,8 +34,7 @@ class ReadsAhead:
         """Read these, if they are not being read, and as many as there may be."""
         for key in keys[: self._most]:
             if key not in self._reads:
-                read = self._reads[key] = Future[Buffer | None]()
-                threading.Thread(target=self._read, args=(key, read), name="read-ahead", daemon=True).start()
+                self._reads[key] = in_thread(partial(self._get, key), "read-ahead")
         while len(self._reads) > self._most:
             self.forget(next(iter(self._reads)))
 
@@ -51,8 +54,16 @@ class ReadsAhead:
         """It is not asked for any more."""
         self._reads.pop(key, None)
 
-    def _read(self, key: str, read: Future[Buffer | None]) -> None:
+
+def in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """What `call` returns or raises, in a thread of its own that does not keep the process from ending."""
+    done: Future[T] = Future()
+
+    def run() -> None:
         try:
-            read.set_result(self._get(key))
+            done.set_result(call())
         except BaseException as exc:
-            read.set_exception(exc)
+            done.set_exception(exc)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

@@ -9,7 +9,6 @@ copies them (measured for 4.8 MB over loopback: 1.4 ms this way, 11 ms that way)
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from redis.retry import Retry
 from doll import telemetry
 from doll.errors import BlobError, ServiceUnavailableError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
+from doll.storage.reads_ahead import in_thread
 from doll.storage.redis_places import MOVED, reason_of
 
 log = telemetry.get_logger(__name__)
@@ -93,17 +93,11 @@ class RedisBlobs:
         if not self.is_far:
             self.put(key, parts, ttl_s)
             return
-        stored: Future[None] = Future()
+        self._stored = in_thread(lambda: self.put(key, parts, ttl_s), "store")
 
-        def store() -> None:
-            try:
-                self.put(key, parts, ttl_s)
-                stored.set_result(None)
-            except BaseException as exc:
-                stored.set_exception(exc)
-
-        self._stored = stored
-        threading.Thread(target=store, name="store", daemon=True).start()
+    @property
+    def is_storing(self) -> bool:
+        return self._stored is not None and not self._stored.done()
 
     def settle(self) -> None:
         stored, self._stored = self._stored, None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -35,7 +37,7 @@ from doll.storage.blobs import (
     weights_key,
 )
 from doll.storage.contributions import decode_contribution
-from doll.storage.reads_ahead import ReadsAhead
+from doll.storage.reads_ahead import ReadsAhead, in_thread
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -92,6 +94,7 @@ class LocalModelHost:
         self._unused: list[str] = []  # keys of blobs that can be deleted
         self._num_not_finite = 0  # sparse gradients since the last one that was finite
         self._pointed_at = -1  # version that `Latest` names
+        self._clearing: Future[None] | None = None  # of a far store, which is cleared while the server goes on
 
     @property
     def num_values(self) -> int:
@@ -171,12 +174,17 @@ class LocalModelHost:
                 self._unused.append(delta_key(self._scope, self._term, version))
 
     def tidy(self, named: Container[int] = ()) -> None:
+        if self._blobs.is_storing or (self._clearing is not None and not self._clearing.done()):
+            return  # of a far store: the next call, within a tick, finds it done
         self._blobs.settle()
+        if self._clearing is not None:
+            self._clearing = self._clearing.result()
+        calls: list[Callable[[], None]] = []
         if self._published and (version := self._published[-1]) != self._pointed_at:
             if self._row_writer is not None and self._is_published:  # before the pointer, by which readers go
                 self._unused += self._row_writer.put(version)
             latest = Latest(term=self._term, version=version, key=weights_key(self._scope, self._term, version))
-            self._blobs.put(latest_key(self._scope), encode_latest(latest), self._ttl_s)
+            calls.append(partial(self._blobs.put, latest_key(self._scope), encode_latest(latest), self._ttl_s))
             self._pointed_at = version
         while len(self._published) > self._keep_versions:
             self._older[version := self._published.popleft()] = None
@@ -186,7 +194,11 @@ class LocalModelHost:
             self.release(next(iter(self._older)))
         if self._unused:
             unused, self._unused = self._unused, []
-            self._blobs.delete(*unused)
+            calls.append(partial(self._blobs.delete, *unused))
+        if calls and self._blobs.is_far:
+            self._clearing = in_thread(partial(_call_all, calls), "clear")
+        else:
+            _call_all(calls)
 
     def _put_weights(self, key: str, version: int) -> None:
         if self._deltas is not None:
@@ -231,5 +243,11 @@ class LocalModelHost:
         return self._parts.tensors()
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._blobs.settle()
         self._unpublished = None
         self._parts.load(tensors)
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.hosts.__main__ import link_of
 from benchmarks.hosts.faults import HostFault, make_plan
 from benchmarks.hosts.router import Link, Switch, address_of, host_of, packets_of
+from benchmarks.hosts.timeline import steps, text
 
 
 def _switch(link: Link) -> Switch:
@@ -87,3 +88,28 @@ def test_the_directions_of_a_cut() -> None:
     assert HostFault("worker-0", ("redis",), "from it").cuts() == [("redis", "worker-0")]
     assert HostFault("worker-0", kill="worker-0").cuts() == []
     assert len(HostFault("server", ("kafka", "redis"), "both ways").cuts()) == 4
+
+
+def test_the_steps_of_a_round_are_told_from_the_lines_of_its_processes() -> None:
+    def line(who: str, what: str, begin_s: float, end_s: float, **more: int) -> dict[str, object]:
+        return {"who": who, "what": what, "begin_s": begin_s, "end_s": end_s, **more}
+
+    lines = [
+        line("server", "apply", 0.9, 1.0),
+        line("server", "send", 1.0, 1.0, grant=5, worker=0),
+        line("worker-0", "granted", 1.02, 1.02, grant=5),
+        line("worker-0", "handle", 1.03, 2.5, grant=5),
+        line("worker-0", "load", 1.03, 1.13, grant=5),
+        line("worker-0", "put", 2.13, 2.43),
+        line("worker-0", "pushed", 2.5, 2.51, push=5),
+        line("server", "feed", 2.6, 2.7, push=5, worker=0),
+        line("server", "apply", 2.7, 2.8),
+    ]
+    found = {name.split(" ", 1)[1]: seconds for name, seconds in steps(lines, 0.0, 3.0).items()}
+    assert found["grant on its way"] == pytest.approx(0.02)
+    assert found["weights read"] == pytest.approx(0.1)
+    assert found["computed"] == pytest.approx(1.0)
+    assert found["gradient stored"] == pytest.approx(0.3)
+    assert found["push on its way, and waits for the server"] == pytest.approx(0.09)
+    assert found["round"] == pytest.approx(1.8)
+    assert "1000 ms" in text([("computed", found["computed"])])

@@ -27,7 +27,7 @@ from doll.records.control import (
 )
 from doll.storage.blobs import HEADER_BYTES, decode_blob, decode_latest, encode_blob, gradient_key, latest_key
 from doll.storage.checkpoints import Checkpoint
-from memory_stores import MemoryCheckpointStore
+from memory_stores import MemoryBlobs, MemoryCheckpointStore
 from pushes import answer
 from record_builders import announce
 from server_rig import MemoryOutbox, Rig
@@ -117,6 +117,29 @@ def test_weights_are_there_before_the_grant_and_only_the_newest_are_kept(rig: Ri
     blob = rig.blobs.get(latest.key)
     assert blob is not None
     decode_blob(blob, job="unit", kind="w", version=5, numel=rig.size)
+
+
+def test_a_far_store_is_cleared_while_the_server_goes_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryBlobs, "is_far", True)
+    go, delete = threading.Event(), rig.blobs.delete
+
+    def late_delete(*keys: str) -> None:
+        assert go.wait(300)
+        delete(*keys)
+
+    monkeypatch.setattr(rig.blobs, "delete", late_delete)
+    for _ in range(6):
+        rig.update()  # no update waits for it
+    go.set()
+
+    def kept() -> list[str]:
+        rig.server.run_periodic()
+        return [key for key in rig.blobs.keys() if ":w:1:" in key or ":g:" in key]  # noqa: SIM118 - not a dict
+
+    rig.turn_until(lambda: kept() == [f"doll:{{unit}}:w:1:{version}" for version in (2, 3, 4, 5)])
+    pointer = rig.blobs.get(latest_key("unit"))
+    assert pointer is not None
+    assert decode_latest(pointer).version == 5
 
 
 def test_grants_of_the_new_version_go_out_first(rig: Rig) -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from doll.errors import ServiceUnavailableError
-from doll.storage.reads_ahead import ReadsAhead
+from doll.storage.reads_ahead import ReadsAhead, in_thread
 
 WAIT_S = 30.0
 
@@ -66,3 +66,11 @@ def test_no_more_than_there_is_memory_for() -> None:
     nothing = ReadsAhead(store.get, 0)
     nothing.begin(["e"])
     assert "e" not in store.asked
+
+
+def test_what_a_thread_raises_is_raised_where_its_result_is_asked_for() -> None:
+    def fail() -> None:
+        raise ServiceUnavailableError("away")
+
+    with pytest.raises(ServiceUnavailableError, match="away"):
+        in_thread(fail, "test").result(WAIT_S)
