@@ -105,11 +105,11 @@ def test_the_steps_of_a_round_are_told_from_the_lines_of_its_processes() -> None
         line("server", "feed", 2.6, 2.7, push=5, worker=0),
         line("server", "apply", 2.7, 2.8),
     ]
-    found = {name.split(" ", 1)[1]: seconds for name, seconds in steps(lines, 0.0, 3.0).items()}
-    assert found["grant on its way"] == pytest.approx(0.02)
-    assert found["weights read"] == pytest.approx(0.1)
-    assert found["computed"] == pytest.approx(1.0)
-    assert found["gradient stored"] == pytest.approx(0.3)
-    assert found["push on its way, and waits for the server"] == pytest.approx(0.09)
-    assert found["round"] == pytest.approx(1.8)
-    assert "1000 ms" in text([("computed", found["computed"])])
+    mean_s = {name.split(" ", 1)[1]: seconds for name, seconds in steps(lines, 0.0, 3.0).items()}
+    assert mean_s["grant on its way"] == pytest.approx(0.02)
+    assert mean_s["weights read"] == pytest.approx(0.1)
+    assert mean_s["computed"] == pytest.approx(1.0)
+    assert mean_s["gradient stored"] == pytest.approx(0.3)
+    assert mean_s["push on its way, and waits for the server"] == pytest.approx(0.09)
+    assert mean_s["round"] == pytest.approx(1.8)
+    assert "1000 ms" in text([("computed", mean_s["computed"])])
