@@ -148,10 +148,11 @@ def test_drain_hands_everything_back_and_stops_the_other(provision: Provisioner)
     assert [market for market in said["markets"] if market] == []
 
 
-def test_a_standby_on_another_machine_takes_over_from_a_provisioner_that_is_killed(
-    make_pipeline: Callable[..., Any], tmp_path: Path
+@pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_standby_on_another_machine_takes_over_from_a_provisioner_that_is_lost(
+    make_pipeline: Callable[..., Any], tmp_path: Path, loss: signal.Signals
 ) -> None:
-    """The workers are processes of the provisioner's machine, so all of it is lost at once."""
+    """The workers are processes of its machine. One that was only frozen finds its successor, and ends."""
     job = make_pipeline(
         *PLAN,
         "stop.updates=40",
@@ -169,14 +170,17 @@ def test_a_standby_on_another_machine_takes_over_from_a_provisioner_that_is_kill
         second = provision("run", "--standby", "--run-folder", str(other))
         job.until(lambda: "standby_waiting" in job.log("provision-1"), "the standby to wait")
         made = [entry for entry in provision.journal() if entry["kind"] == "launched"]
-        first.kill()
+        first.send_signal(loss)
         journal = FileStateStore(other, job.config.job).journal
 
         def entries(kind: str) -> list[dict[str, Any]]:
-            lines = journal.read_text().splitlines() if journal.exists() else []
+            text = journal.read_text() if journal.exists() else ""
+            lines = text.rpartition("\n")[0].splitlines()  # the last one may be half written
             return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
 
         job.until(lambda: entries("launched"), "the standby to launch")
+        first.send_signal(signal.SIGCONT)
+        assert first.wait(WAIT_TIMEOUT_S) == (1 if loss is signal.SIGSTOP else -signal.SIGKILL)
         job.send(job.samples(880))
         job.until_finished()
         out, _ = second.communicate(timeout=WAIT_TIMEOUT_S)
