@@ -116,7 +116,9 @@ def test_the_job_file_and_the_workers_pod_are_read(tmp_path: Path, cluster: kube
 def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
     documents = rendered(tmp_path)
     deployments = named(documents, "Deployment")
-    assert deployments.keys() == {"digits-server", "digits-provisioner", "digits-evaluator", "digits-metrics"}
+    assert deployments.keys() == {
+        "digits-server", "digits-provisioner", "digits-evaluator", "digits-metrics", "digits-dashboard",
+    }  # fmt: skip
     for deployment in (deployments["digits-server"], deployments["digits-provisioner"]):
         assert deployment["spec"]["replicas"] == 2
         template = deployment["spec"]["template"]["spec"]
@@ -148,6 +150,15 @@ def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
     assert container["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
     for kind in ("Service", "NetworkPolicy"):
         assert "digits-serve" in named(served, kind)
+    (page,) = named(served, "Deployment")["digits-dashboard"]["spec"]["template"]["spec"]["containers"]
+    assert page["args"] == ["dashboard", "--port", "8787", "--model-server", "http://digits-serve:8000"]
+    assert "digits-dashboard" not in named(served, "Service"), (
+        "it listens on loopback, which kubectl port-forward reaches"
+    )
+    assert page["livenessProbe"]["exec"]["command"][:2] == ["python", "-c"]
+    compile(page["livenessProbe"]["exec"]["command"][2], "probe", "exec")
+    assert "readinessProbe" not in page
+    assert "digits-dashboard" not in named(rendered(tmp_path, dashboard={"enabled": False}), "Deployment")
     workers = named(rendered(tmp_path, provisioner={"enabled": False}, workers={"replicas": 7}), "Deployment")
     assert workers["digits-worker"]["spec"]["replicas"] == 7
     assert "digits-provisioner" not in workers
@@ -159,6 +170,7 @@ def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
         ({"job": {"job": "digits"}}, "checkpoint"),
         ({"workers": {"replicas": -1}}, "replicas"),
         ({"serve": {"scheme": "http"}}, "scheme"),
+        ({"dashboard": {"enabled": "yes"}}, "dashboard"),
         ({"worker": {}}, "worker"),
         ({"env": {"A": 1}}, "env"),
     ],

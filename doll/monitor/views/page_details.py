@@ -89,11 +89,11 @@ def _update(state: PageState, version: int) -> Detail | None:
     if update is None and row is None:
         return None
     if update is None:
-        facts = _row_facts(row or {})
-        return _detail(
-            f"Update {version}",
-            {**facts, "offsets": "in the topic updates; a page keeps those of the newest updates only"},
-        )
+        topic = state.config.topic("updates")
+        where = f"in the topic {topic}; a page keeps those of the newest updates only, at most {MAX_UPDATES}"
+        if not state.is_live:
+            where += ", and so does the folder of a run that has ended"
+        return _detail(f"Update {version}", {**_row_facts(row or {}), "offsets": where})
     is_void = (update.term, update.version) in state.history.updates.void_of(MAX_UPDATES)
     facts = {
         "samples": of(update.n_samples, None),

@@ -79,7 +79,12 @@ containers:
       readOnlyRootFilesystem: true
       capabilities: {drop: [ALL]}
     resources: {{ toJson .resources }}
-    {{- if not .once }}
+    {{- if .page }}
+    {{- /* It listens on loopback, where only an exec and a port-forward reach it, and a kubelet's request does not. */ -}}
+    {{- $ask := printf "import urllib.request as r; r.urlopen('http://127.0.0.1:%s/', timeout=5)" .page }}
+    startupProbe: {exec: {command: [python, -c, {{ $ask | quote }}]}, periodSeconds: 5, timeoutSeconds: 10, failureThreshold: 60}
+    livenessProbe: {exec: {command: [python, -c, {{ $ask | quote }}]}, periodSeconds: 30, timeoutSeconds: 10, failureThreshold: 4}
+    {{- else if not .once }}
     startupProbe: {exec: {command: [doll, health]}, periodSeconds: 5, timeoutSeconds: 10, failureThreshold: 60}
     livenessProbe: {exec: {command: [doll, health]}, periodSeconds: 30, timeoutSeconds: 10, failureThreshold: 4}
     {{- end }}

@@ -169,7 +169,9 @@ def test_an_update_opens_with_its_offsets(made_up: MadeUpJob) -> None:
     assert sum(int(row[2]) for row in shown["rows"]) == 128
     old = made_up.read(lambda state: opened(state, "update", 3))
     assert old["samples"] == "128"
-    assert old["offsets"].startswith("in the topic updates")
+    assert old["offsets"].startswith("in the topic doll.clicks.updates; a page keeps those of the newest updates only")
+    ended = made_up.read(lambda state: opened(replace(state, is_live=False), "update", 3))
+    assert ended["offsets"].endswith("at most 200, and so does the folder of a run that has ended")
 
 
 def test_a_dead_letter_opens_and_shows_its_content_as_text(made_up: MadeUpJob) -> None:
