@@ -97,6 +97,11 @@ class Following:
             thread.join(_END_S)  # a client may wait for an answer
         self._use_services(None)
 
+    @property
+    def row_bytes(self) -> int:
+        """Memory for rows of tables that have changed since the checkpoint."""
+        return self._follower.row_bytes
+
     # --- versions
 
     def _read_versions(self) -> None:

@@ -32,6 +32,7 @@ _GAUGES: Final = {
     "version": "Version that answers requests.", "version_age_seconds": "Time since its update.",
     "samples_behind": "Samples that a newer version has learned, and this one has not.",
     "stale": "1: a newer version may not have been seen.", "waiting_requests": "Requests that wait to be computed.",
+    "row_bytes": "Memory for rows of tables that have changed since the checkpoint.",
 }  # fmt: skip
 _COLUMNS: Final = {
     name: at
@@ -80,7 +81,7 @@ class ServeMetrics(Collector):
         """An answer could not be logged."""
         self._own[_COLUMNS["unlogged_answers"]] += 1
 
-    def observe(self, copies: ModelCopies, newest_samples: int, waiting: int) -> None:
+    def observe(self, copies: ModelCopies, newest_samples: int, waiting: int, row_bytes: int = 0) -> None:
         """Set the gauges of this process; of several lanes, those of the first one."""
         lane = copies.lanes[0]
         own, at = self._own, _COLUMNS
@@ -91,6 +92,7 @@ class ServeMetrics(Collector):
             own[at["samples_behind"]] = max(0, newest_samples - version.samples) if version.samples >= 0 else 0
         own[at["stale"]] = bool(lane.stale)
         own[at["waiting_requests"]] = waiting
+        own[at["row_bytes"]] = row_bytes
 
     def page(self) -> bytes:
         """For Prometheus."""

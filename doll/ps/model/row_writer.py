@@ -1,4 +1,7 @@
-"""Publishes the rows of tables that each version has changed, while somebody follows them."""
+"""Publishes the rows of tables that each version has changed, while somebody follows them.
+
+So it does at the beginning of a term: whoever has followed the term before goes on with its checkpoint at once.
+"""
 
 from __future__ import annotations
 
@@ -89,10 +92,13 @@ class RowWriter:
         """Whether a reader has said something new. What it says has a place that is always there: a store in shared
         memory looks for a key that it lacks in Redis, which may be away without holding this job up."""
         key = followed_key(self._scope)
-        if now_s >= self._followed_until_s and now_s >= self._mark_at_s:
+        is_first = self._mark_at_s == float("-inf")
+        if is_first or (now_s >= self._followed_until_s and now_s >= self._mark_at_s):
             self._mark_at_s = now_s + _MARK_S
             self._blobs.put(key, [b""], WORD_LIVES_S)
-            return False
+            if is_first:
+                self._followed_until_s = now_s + FOLLOWED_S
+            return is_first
         word = bytes(self._blobs.get(key) or b"")
         if word and word != self._word:
             self._word, self._followed_until_s = word, now_s + FOLLOWED_S

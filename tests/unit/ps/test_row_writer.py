@@ -20,7 +20,7 @@ SCOPE = "job:r1"
 
 
 class Rig:
-    def __init__(self, kept_bytes: int = 10**6) -> None:
+    def __init__(self, kept_bytes: int = 10**6, *, term_begins: bool = False) -> None:
         self.now_s = 0.0
         self._words = itertools.count(1)
         self.blobs = MemoryBlobs(clock=lambda: self.now_s)
@@ -29,6 +29,9 @@ class Rig:
             SCOPE, 3, self.blobs, 60.0, self.tables, clock=lambda: self.now_s, kept_bytes=kept_bytes
         )
         self.writer.put(0)
+        if not term_begins:
+            self.now_s += 10.0
+            self.writer.put(0)
 
     def follow(self) -> None:
         """A reader says that it is there, and the writer has looked before."""
@@ -68,6 +71,16 @@ def test_nothing_is_published_unless_somebody_follows() -> None:
     after = rig.changes(8)
     assert after is not None
     assert (after.since, after.rows["t"].ids.tolist()) == (7, [8])
+
+
+def test_a_term_begins_as_if_somebody_followed() -> None:
+    """Whoever has followed the one before goes on with its checkpoint."""
+    rig = Rig(term_begins=True)
+    for version in range(1, 20):
+        rig.update(version, 1)
+        changes = rig.changes(version)
+        assert (changes is not None) == (version < 10)
+        assert changes is None or (changes.since, changes.began) == (version - 1, 0)
 
 
 def test_a_version_that_changes_no_row_is_a_link_of_the_chain() -> None:
