@@ -58,6 +58,7 @@ class _Slot(msgspec.Struct):
     read_to: int = -1  # offset in its partition
     read_at_s: float = 0.0
     service_s: float = 0.0  # recent mean from a granted batch to its stored gradient
+    is_cold: bool = False  # its process has computed nothing yet
     loss: float | None = None  # recent mean per sample of its batches, before learning from them
     holds_back: bool = False  # its newest batch has left a part of its step at the worker
 
@@ -221,7 +222,10 @@ class Observed(KeptState):
 
     def _computed(self, slot: _Slot, member: Member) -> None:
         took_s = member.compute_s + member.fetch_s + member.store_s
-        slot.service_s += (_NEWEST if slot.service_s else 1.0) * (took_s - slot.service_s)
+        if slot.is_cold:  # the first batch of a process loads its libraries, which says nothing of later ones
+            slot.is_cold = False
+        else:
+            slot.service_s += (_NEWEST if slot.service_s else 1.0) * (took_s - slot.service_s)
         slot.holds_back = member.held_back
         if member.total_weight and math.isfinite(loss := member.loss_sum / member.total_weight):
             slot.loss = loss if slot.loss is None else slot.loss + _NEWEST * (loss - slot.loss)
@@ -234,7 +238,7 @@ class Observed(KeptState):
             return
         slot.read_to = -1  # it may read other partitions from now on
         if record.process != slot.process:
-            slot.process, slot.since_s = record.process, at_s
+            slot.process, slot.since_s, slot.is_cold = record.process, at_s, True
         slot.session, slot.incarnation, slot.left = record.session, record.incarnation, False
         slot.note_incarnation(record.incarnation)
         slot.last_seen_s = max(slot.last_seen_s, at_s)
