@@ -207,11 +207,10 @@ class ParameterServer:
 
     def prefetch(self, events: Sequence[ev.Event | GetRows]) -> None:
         """A hint: these events are fed now. Their gradients are read at the same time, where that is cheaper."""
-        keys = [
-            event.key for event in events if isinstance(event, Push) and event.key and event.term == self.engine.term
-        ]
-        if keys:
-            self._timed(self._host.prefetch, keys)
+        pushes = [event for event in events if isinstance(event, Push) and self.engine.wants(event)]
+        if pushes:
+            coming = [push.key for push in pushes if push.is_on_its_way]
+            self._timed(functools.partial(self._host.prefetch, coming=coming), [push.key for push in pushes])
 
     def waits_for(self, event: ev.Event | GetRows) -> bool:
         """Whether `feed` would wait for the gradient of this event: it is on its way."""

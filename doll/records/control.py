@@ -114,6 +114,7 @@ class Push(Record, frozen=True):
     store_s: float = 0.0  # gradient, of the whole set
     market: str = ""
     holds_back: bool = False  # a part of the steps of these batches, or of earlier ones, is still at the worker
+    is_on_its_way: bool = False  # to the blob store, which is far away: it may come there after this
     settles: int = -1  # where it has no batches: of the worker's batches below this one nothing is held back any more
 
 

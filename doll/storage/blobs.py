@@ -53,12 +53,9 @@ class Blobs(Protocol):
             BlobError: above `MAX_BLOB_BYTES`.
         """
 
-    def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
-        """As `put`; a far store may return before it has the value. `parts` must not change until `settle`."""
-
-    @property
-    def is_storing(self) -> bool:
-        """Whether `settle` would wait."""
+    def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
+        """As `put`; whether the store has it. A far one may return before, and `parts` must not change until `settle`:
+        who is told of the key must be told that it may come later (`get_soon`)."""
         ...
 
     def settle(self) -> None:
@@ -75,7 +72,7 @@ class Blobs(Protocol):
         """What is under `key`; None where nothing is (any more)."""
 
     def get_soon(self, key: str) -> Buffer | None:
-        """As `get`, of what `put_soon` of another process was given: of a far store it is waited for, for a while."""
+        """As `get`, of what another process says is on its way (`put_soon`): it is waited for, for a while."""
 
     @property
     def is_far(self) -> bool:
@@ -93,7 +90,6 @@ class NearBlobs(ABC):
     """What `Blobs` is of a store that answers at once. Its subclasses have `put` and `get`."""
 
     is_far: Final = False
-    is_storing: Final = False
 
     @abstractmethod
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None: ...
@@ -101,8 +97,9 @@ class NearBlobs(ABC):
     @abstractmethod
     def get(self, key: str) -> Buffer | None: ...
 
-    def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
+    def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
         self.put(key, parts, ttl_s)
+        return True
 
     def settle(self) -> None:  # noqa: B027 - nothing is under way, of any near store
         """Nothing is under way."""

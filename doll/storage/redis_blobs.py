@@ -88,16 +88,13 @@ class RedisBlobs:
         tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl_ms), ttl_ms)
         self._wait_for(lambda: self._call([head, *parts, tail], lambda link: link.read_response(), self._writers))
 
-    def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
+    def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
         self.settle()
         if not self.is_far:
             self.put(key, parts, ttl_s)
-            return
+            return True
         self._stored = in_thread(lambda: self.put(key, parts, ttl_s), "store")
-
-    @property
-    def is_storing(self) -> bool:
-        return self._stored is not None and not self._stored.done()
+        return False
 
     def settle(self) -> None:
         stored, self._stored = self._stored, None
@@ -115,7 +112,7 @@ class RedisBlobs:
     def get_soon(self, key: str) -> Buffer | None:
         value = self.get(key)
         deadline_s = time.monotonic() + SOON_S
-        while value is None and self.is_far and time.monotonic() < deadline_s:
+        while value is None and time.monotonic() < deadline_s:
             self._sleep(_AGAIN_S)
             value = self.get(key)
         return value

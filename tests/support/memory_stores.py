@@ -54,7 +54,7 @@ class MemoryBlobs(NearBlobs):
 
     def keys(self) -> list[str]:
         """Keys that are held, in the order they were stored."""
-        return [key for key, (_, expires_s) in self._held.items() if expires_s > self._clock()]
+        return [key for key, (_, expires_s) in list(self._held.items()) if expires_s > self._clock()]
 
     def wipe(self) -> None:
         """Delete everything."""

@@ -318,7 +318,7 @@ def stored_weights(
     blobs: Blobs, key: str, *, job: str, version: int, numel: int
 ) -> npt.NDArray[np.float32] | None:  # fmt: skip
     """The weights under `key`, shape (numel,), which may be a view; None where the store does not hold them whole."""
-    if (blob := blobs.get_soon(key)) is None:
+    if (blob := blobs.get(key)) is None:
         return None
     try:
         return decode_blob(blob, job=job, kind="w", version=version, numel=numel)

@@ -322,9 +322,14 @@ class GrantHandler:
         key = gradient_key(self._scope, term, grant_id) + suffix
         begun_s = time.perf_counter()
         parts = self._compressor.compress(values, version=version, rows=self._contribution.rows())
-        self._blobs.put_soon(key, parts, self._ttl_s)
+        is_there = True
+        if suffix:  # of a rest that does not come the whole job would be rolled back
+            self._blobs.put(key, parts, self._ttl_s)
+        else:
+            is_there = self._blobs.put_soon(key, parts, self._ttl_s)
         fault_point("worker.after_blob")
-        return replace(done, key=key, store_s=done.store_s + time.perf_counter() - begun_s)
+        store_s = done.store_s + time.perf_counter() - begun_s
+        return replace(done, key=key, store_s=store_s, is_on_its_way=not is_there)
 
     def _compute(self, batch: Batch, version: int) -> ComputedBatch | None:
         """One batch of the set; None where the sum cannot hold it: it is the first of another set."""

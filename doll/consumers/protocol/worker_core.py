@@ -120,6 +120,7 @@ class GradientDone:
     holds_back: bool = False  # a part of the steps stays in the worker (`doll.ps.engine.durability`)
     holds: tuple[tuple[int, int], ...] = ()
     delta_bytes: int = 0  # see `Push`
+    is_on_its_way: bool = False  # see `Push`
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -554,7 +555,7 @@ class WorkerCore:
         self._held_back_until, self._settled_until = 0, order.until
         self._rest = Push(
             worker=self.worker, session=self.session, term=self.term, version=done.version, key=done.key, batches=(),
-            store_s=done.store_s, market=self.market, settles=order.until,
+            store_s=done.store_s, market=self.market, settles=order.until, is_on_its_way=done.is_on_its_way,
         )  # fmt: skip
         return [Send(self._rest)]
 
@@ -583,7 +584,7 @@ class WorkerCore:
         push = Push(
             worker=self.worker, session=self.session, term=self.term, version=done.version, key=done.key,
             batches=batches, fetch_s=done.fetch_s, delta_bytes=done.delta_bytes, store_s=done.store_s,
-            market=self.market, holds_back=done.holds_back,
+            market=self.market, holds_back=done.holds_back, is_on_its_way=done.is_on_its_way,
         )  # fmt: skip
         self._held_back_until = batches[-1].batch + 1 if done.holds_back else 0
         self._grants.answer(push)

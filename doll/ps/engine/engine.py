@@ -284,6 +284,13 @@ class Engine(EngineState):
 
     # --- pushes -------------------------------------------------------------------------------------------------------
 
+    def wants(self, push: Push) -> bool:
+        """Whether the gradient of this push would be fetched: it is the first answer to a grant that stands."""
+        if push.term != self.term or not push.batches or not push.key:
+            return False
+        grant = self._grants.get(push.batches[0].grant_id)
+        return grant is not None and grant.pushed is None and grant.worker == push.worker
+
     def _find(self, worker: Worker, term: int, number: int, batch: int) -> ActiveGrant | None:
         """The grant that a worker answers, if it still stands."""
         grant = self._grants.get(number)

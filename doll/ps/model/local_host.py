@@ -27,6 +27,7 @@ from doll.records.control import GetRows
 from doll.storage.blobs import (
     HEADER_BYTES,
     Blobs,
+    Buffer,
     Latest,
     delta_key,
     encode_blob,
@@ -83,7 +84,8 @@ class LocalModelHost:
             self._deltas = DeltaWriter(self._scope, term, blobs, config.blobs.ttl_s, updater.num_parameters)
             if tables is not None:
                 tables.track_numbers()
-        self._ahead = ReadsAhead(blobs.get_soon, _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
+        self._coming: set[str] = set()  # keys of gradients that are on their way to the store, and not fetched
+        self._ahead = ReadsAhead(self._read, _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
         self._published: deque[int] = deque()  # the newest
         self._older: dict[int, None] = {}  # that grants name, the oldest first
         self._max_older = config.data.places * min(2, config.training.policy.pushes_under_way)
@@ -102,6 +104,7 @@ class LocalModelHost:
 
     def fetch(self, order: FetchGradient) -> FetchOutcome:
         blob = self._ahead.get(order.key)
+        self._coming.discard(order.key)
         try:
             if blob is None:
                 raise BlobError("not in the blob store (any more)")
@@ -129,19 +132,22 @@ class LocalModelHost:
         plain = sum(rows.ids.nbytes + rows.values.nbytes for rows in decoded.rows.values())
         return FetchOutcome(fetched, blob, decoded.num_sent, plain)
 
-    def prefetch(self, keys: Sequence[str]) -> None:
-        if self._blobs.is_far:
+    def prefetch(self, keys: Sequence[str], coming: Sequence[str] = ()) -> None:
+        self._coming.update(coming)
+        if coming or self._blobs.is_far:  # a server may be near to a store that its workers are far from
             self._ahead.begin(keys)
             return
         count = min(len(keys), _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
         if count > 1:
             self._blobs.prefetch(keys[:count])
 
+    def _read(self, key: str) -> Buffer | None:
+        return self._blobs.get_soon(key) if key in self._coming else self._blobs.get(key)
+
     def is_reading(self, key: str) -> bool:
         return self._ahead.is_reading(key)
 
     def apply(self, update: ApplyUpdate) -> int:
-        self._blobs.settle()  # the weights change now
         memory = self._unpublished if self._may_rewrite else None
         if memory is None and self.num_values:
             memory = self._blobs.reserve(HEADER_BYTES + 4 * self.num_values)
@@ -174,9 +180,8 @@ class LocalModelHost:
                 self._unused.append(delta_key(self._scope, self._term, version))
 
     def tidy(self, named: Container[int] = ()) -> None:
-        if self._blobs.is_storing or (self._clearing is not None and not self._clearing.done()):
+        if self._clearing is not None and not self._clearing.done():
             return  # of a far store: the next call, within a tick, finds it done
-        self._blobs.settle()
         if self._clearing is not None:
             self._clearing = self._clearing.result()
         calls: list[Callable[[], None]] = []
@@ -209,7 +214,7 @@ class LocalModelHost:
         else:
             finish_blob(memory, job=self._scope, kind="w", version=version)
             parts = [memory]
-        self._blobs.put_soon(key, parts, self._ttl_s)
+        self._blobs.put(key, parts, self._ttl_s)
 
     def republish(self, version: int) -> str:
         if version in self._published:
@@ -234,6 +239,7 @@ class LocalModelHost:
 
     def drop(self, key: str, held: int = 0) -> None:
         self._ahead.forget(key)
+        self._coming.discard(key)
         if held:
             self._contributions.drop(held)
         self._blobs.delete(key)
@@ -243,7 +249,6 @@ class LocalModelHost:
         return self._parts.tensors()
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        self._blobs.settle()
         self._unpublished = None
         self._parts.load(tensors)
 

@@ -55,8 +55,9 @@ class ModelHost(HoldsTensors, Protocol):
         """
         ...
 
-    def prefetch(self, keys: Sequence[str]) -> None:
-        """A hint: gradients under these keys will probably be fetched now."""
+    def prefetch(self, keys: Sequence[str], coming: Sequence[str] = ()) -> None:
+        """Gradients under these keys will probably be fetched now. Those of `coming`, some of them, are on their way to
+        the store: `fetch` waits for them, for a while."""
 
     def is_reading(self, key: str) -> bool:
         """Whether the gradient under this key is on its way since `prefetch`: `fetch` would wait for it."""
@@ -71,8 +72,7 @@ class ModelHost(HoldsTensors, Protocol):
         ...
 
     def publish(self, version: int) -> str:
-        """The blob key of the weights, which workers can read when this returns, or soon (`Blobs.get_soon`). May be
-        repeated; costs nothing then.
+        """The blob key of the weights, which workers can read when this returns. May be repeated; costs nothing then.
 
         Args:
             version: that of the weights now; or an older one, which is not published any more: only its key is

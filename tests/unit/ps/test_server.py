@@ -246,6 +246,37 @@ def test_only_gradients_that_this_server_may_want_are_read_ahead(rig: Rig, monke
     assert hints == [["g0", "g1"]]
 
 
+def test_a_gradient_that_is_on_its_way_is_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a server that is near to the store: its workers may be far from it."""
+    is_there, get = threading.Event(), rig.blobs.get
+    waited: list[str] = []
+
+    def get_soon(key: str) -> Any:
+        waited.append(key)
+        assert is_there.wait(300)
+        return get(key)
+
+    monkeypatch.setattr(rig.blobs, "get_soon", get_soon)
+    rig.announce(0, 0, 1)
+    rig.announce(1, 0, 1)
+    first, second = rig.grants()
+    rig.answer(first)
+    push = msgspec.structs.replace(answer(second, second.term, "late", n_samples=4), is_on_its_way=True)
+    rig.server.prefetch([push])
+    assert rig.server.waits_for(push)
+    parts = encode_blob(np.zeros(rig.size, np.float32), job="unit", kind="g", version=0)
+    rig.blobs.put("late", parts, 60.0)
+    is_there.set()
+    rig.turn_until(lambda: not rig.server.waits_for(push))
+    rig.server.feed(push)
+    assert (rig.server.engine.version, waited) == (1, ["late"])
+    assert not rig.server.engine.counters["requeued"]
+    rig.server.prefetch([push])  # sent again: nobody waits for what is learned
+    assert not rig.server.waits_for(push)
+    rig.server.feed(push)
+    assert (rig.server.engine.version, waited) == (1, ["late"])
+
+
 def test_a_lost_gradient_is_computed_again(rig: Rig) -> None:
     rig.announce(0, 0, 1)
     rig.announce(1, 0, 1)
