@@ -251,7 +251,7 @@ def test_a_gradient_that_is_on_its_way_is_waited_for(rig: Rig, monkeypatch: pyte
     is_there, get = threading.Event(), rig.blobs.get
     waited: list[str] = []
 
-    def get_soon(key: str) -> Any:
+    def get_soon(key: str) -> bytes | None:
         waited.append(key)
         assert is_there.wait(300)
         return get(key)
