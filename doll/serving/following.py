@@ -163,7 +163,7 @@ class Following:
         served = [lane.copy.version for lane in self._copies.lanes if lane.copy is not None]
         newest = max(served, key=lambda version: version.place, default=None)
         # The job's records do not know of a version that was saved while no server ran.
-        is_ahead = newest is not None and newest.place.term > self.facts.term and newest.samples >= 0
+        is_ahead = newest is not None and newest.place.term > self.facts.term > 0 and newest.samples >= 0
         self.newest_samples = newest.samples if newest is not None and is_ahead else self.facts.samples
 
     def _refresh(self, lane: Lane) -> None:

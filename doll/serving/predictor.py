@@ -92,11 +92,12 @@ class Predictor:
         if not self._signature.outputs:
             self._signature.saw_outputs(leaves, structure)
         answers: list[Answer | SampleError] = []
+        are_finite = _are_finite(leaves)
         at = 0
         for features in batch:
             own = [leaf[at : at + features.num_samples] for leaf in leaves]
             at += features.num_samples
-            is_finite = all(np.isfinite(leaf).all() for leaf in own if leaf.dtype.kind == "f")
+            is_finite = are_finite or _are_finite(own)
             answers.append(
                 Answer(own, structure, copy.version)
                 if is_finite
@@ -108,6 +109,10 @@ class Predictor:
         inputs = passes.inputs_of(self._task, samples)
         tensors, structure = trees.flat(passes.forward(self._task, copy.model.module, inputs))
         return [_array(tensor) for tensor in tensors], structure
+
+
+def _are_finite(arrays: Sequence[Array]) -> bool:
+    return all(np.isfinite(array).all() for array in arrays if array.dtype.kind == "f")
 
 
 def _array(tensor: torch.Tensor) -> Array:

@@ -157,15 +157,18 @@ def encode_answer(
     Raises:
         SampleError: the request asks for outputs that there are not, or in a form that there is not.
     """
-    wanted = {item.name: item for item in request.outputs}
-    by_name = {output.name: output for output in outputs}
-    if unknown := wanted.keys() - by_name:
-        raise SampleError(f"expected outputs of {', '.join(by_name)}, got {', '.join(sorted(unknown))!s:.200}")
-    if any("classification" in item.parameters for item in request.outputs):
-        raise SampleError("parameters.classification: expected none: POST /predict answers with classes")
+    wanted: dict[str, WantedOutput] = {}
+    if request.outputs:
+        wanted = {item.name: item for item in request.outputs}
+        by_name = {output.name: output for output in outputs}
+        if unknown := wanted.keys() - by_name:
+            raise SampleError(f"expected outputs of {', '.join(by_name)}, got {', '.join(sorted(unknown))!s:.200}")
+        if any("classification" in item.parameters for item in request.outputs):
+            raise SampleError("parameters.classification: expected none: POST /predict answers with classes")
+        outputs = [by_name[name] for name in wanted]
     behind: list[bytes] = []
     tensors = []
-    for output in (by_name[name] for name in wanted) if wanted else outputs:
+    for output in outputs:
         array = output.array
         tensor: dict[str, Any] = {
             "name": output.name, "datatype": DATATYPE_OF[array.dtype], "shape": list(array.shape)

@@ -74,6 +74,7 @@ class Signature:
         elif self._form is None and task.input_shape is not None:
             self._form = Form("x", None, [Field("float32", tuple(task.input_shape))])
         self._names = trees.dotted_names("x", self._structure)
+        self._name_set = set(self._names)
         self.outputs: tuple[TensorInfo, ...] = ()
 
     @property
@@ -95,7 +96,7 @@ class Signature:
         Raises:
             SampleError: they are not what the model takes; the message names the tensor.
         """
-        if tensors.keys() != set(self._names):
+        if tensors.keys() != self._name_set:
             raise SampleError(f"expected the inputs {', '.join(self._names)}, got {', '.join(tensors) or 'none'}")
         arrays = [tensors[name] for name in self._names]
         for name, array in zip(self._names, arrays, strict=True):

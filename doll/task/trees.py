@@ -184,6 +184,8 @@ def taken_apart(batch: Tree, count: int) -> list[Tree]:
 def joined(batches: Sequence[Tree]) -> Tree:
     """The samples of several batches of one structure; at least one."""
     first = batches[0]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(batches)
     if isinstance(first, Ragged):
         return Ragged(item for batch in batches for item in batch)
     structure = flat(first)[1]
