@@ -78,7 +78,7 @@ def test_records_of_a_folder_open(made_up: MadeUpJob, folder: Path) -> None:
     assert worker["rows"][0][0] == "2"
     old = detail(state, "update", [3])
     assert old is not None
-    assert dict(old["facts"])["offsets"].startswith("in the topic updates")
+    assert dict(old["facts"])["offsets"].startswith(f"in the topic {made_up.config.topic('updates')};")
 
 
 def test_a_run_that_was_killed_is_shown_as_far_as_it_came(made_up: MadeUpJob, folder: Path) -> None:
