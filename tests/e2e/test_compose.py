@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -162,7 +163,9 @@ class Project:
         return Container(name, service, argv, environment, self.folder, self._logs / f"{name}.log")
 
     def _start(self, name: str, service: dict[str, Any]) -> None:
-        self.containers[name] = self.container(name, service, service["command"])
+        command = service["command"]
+        words = shlex.split(command) if isinstance(command, str) else command  # as compose does
+        self.containers[name] = self.container(name, service, words)
         self.containers[name].start()
 
     def run(self, service: str, *command: str) -> subprocess.CompletedProcess[str]:

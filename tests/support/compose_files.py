@@ -20,8 +20,14 @@ METRIC = re.compile(r"\bdoll_[a-z][a-z0-9_]*")
 
 
 def interpolated(text: str, variables: dict[str, str]) -> str:
-    """`${NAME:-default}`, the one form that the file uses."""
-    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: variables.get(match[1]) or match[2], text)
+    """`${NAME:-default}` and `${NAME:+in its place}`, the forms that the file uses."""
+
+    def value(match: re.Match[str]) -> str:
+        name, sign, other = match.groups()
+        given = variables.get(name, "")
+        return (given and other) if sign == "+" else given or other
+
+    return re.sub(r"\$\{(\w+):([-+])([^}]*)\}", value, text)
 
 
 def project(**variables: str) -> dict[str, Any]:
