@@ -210,9 +210,9 @@ def _decoded(content: bytes | None) -> Holder:
 
 
 def claims_of(config: JobConfig, run_folder: Path) -> CheckpointStore:
-    """Where the job's provisioners make their claims and keep their state: `provision/` beside its checkpoints.
+    """Where the job's provisioners make their claims and keep their state: `provision-JOB/` beside its checkpoints.
 
     Raises:
         CheckpointError: it is in S3 and boto3 cannot be set up.
     """
-    return open_store(config, run_folder, "provision")
+    return open_store(config, run_folder, f"provision-{config.job}")  # several jobs may have one folder
