@@ -18,7 +18,7 @@ from doll.services import Services
 _PER_POLL: Final = 500
 _LOOKUP_S: Final = 15.0
 _LOOK_BACK: Final = 20_000  # events: about 0.1 s
-_SOURCE_ENDED: Final = b"sourceended"  # in each such record, and in few others
+_SOURCE_ENDED: Final = str(SourceEnded.__struct_config__.tag).encode()  # in each such record, and in few others
 
 
 class KafkaChannel:

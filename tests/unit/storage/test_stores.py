@@ -28,7 +28,7 @@ def test_a_folder_holds_the_checkpoints_and_the_claims_beside_them(tmp_path: Pat
     store, claims = open_store(config, tmp_path), claims_of(config, tmp_path)
     assert isinstance(store, FileCheckpointStore)
     assert isinstance(claims, FileCheckpointStore)
-    assert (store.folder, claims.folder) == (tmp_path / "saved", tmp_path / "saved" / "provision")
+    assert (store.folder, claims.folder) == (tmp_path / "saved", tmp_path / "saved" / "provision-j")
 
 
 def test_a_new_store_is_one_opener_for_checkpoints_and_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def test_a_new_store_is_one_opener_for_checkpoints_and_claims(tmp_path: Path, mo
     assert isinstance(cast("object", claims_of(config, tmp_path)), MemoryCheckpointStore)
     history = VersionHistory(3600, 60)
     assert opened == [
-        ("gs://bucket/x/", config.job, 2, history), ("gs://bucket/x/provision", config.job, 2, history),
+        ("gs://bucket/x/", config.job, 2, history), ("gs://bucket/x/provision-j", config.job, 2, history),
     ]  # fmt: skip
 
 
