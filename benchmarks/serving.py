@@ -1,9 +1,11 @@
 """What a model server costs beside the model: `doll serve` against the same torch model in bare uvicorn, in one run.
 
-    python -m benchmarks.serving [--seconds 10] [--connections 32] [--mlserver PYTHON] [--litserve PYTHON]
+    python -m benchmarks.serving [--seconds 0.3] [--rounds 60] [--connections 32] [--mlserver PYTHON]
+        [--litserve PYTHON]
 
 Each server is a process of its own, and so is what asks: connections that are kept open, each of which asks again as
-soon as it is answered. The servers are measured in turn, several times. `doll serve` follows versions that this program
+soon as it is answered. The servers are measured in turn, in another order each round: in many short turns, because the
+speed of a processor that is shared changes within seconds. `doll serve` follows versions that this program
 publishes through shared memory, as a parameter server does: none, then 20 a second. `--mlserver` and `--litserve` name
 interpreters of environments that have these packages.
 """
@@ -16,6 +18,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 import statistics
@@ -243,20 +246,23 @@ def ask(port: int, request: bytes, connections: int, seconds: float) -> Load:
     return Load(len(times) / seconds, float(p50), float(p99), errors, seen)
 
 
-def _ask_into(pipe: Any, *arguments: Any) -> None:
-    pipe.send(ask(*arguments))
+def _answer_orders(pipe: Any) -> None:
+    while True:
+        pipe.send(ask(*pipe.recv()))
 
 
-def asked(port: int, path: str, connections: int, seconds: float, samples: int = 1) -> Load:
-    """`ask` in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    arguments = (theirs, port, request_to(path, samples), connections, seconds)
-    process = context.Process(target=_ask_into, args=arguments)
-    process.start()
-    load: Load = ours.recv()
-    process.join()
-    return load
+class Asking:
+    """`ask` in a process of its own, one for all turns: a process that begins takes longer than a turn."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        context.Process(target=_answer_orders, args=(theirs,), daemon=True).start()
+
+    def __call__(self, port: int, path: str, connections: int, seconds: float, samples: int = 1) -> Load:
+        self._pipe.send((port, request_to(path, samples), connections, seconds))
+        load: Load = self._pipe.recv()
+        return load
 
 
 @contextlib.contextmanager
@@ -370,9 +376,9 @@ def row(name: str, loads: list[Load]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a turn")
     parser.add_argument("--connections", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--mlserver")
     parser.add_argument("--litserve")
     options = parser.parse_args()
@@ -403,6 +409,8 @@ def main() -> None:
             loads.setdefault(f"{name}, {connections} connections", []).append(load)
             return load
 
+        asked = Asking()
+        orders = random.Random(0)
         delays: list[float] = []
         with contextlib.ExitStack() as started:
             for name, command in {"doll": doll_command, **servers}.items():
@@ -410,18 +418,19 @@ def main() -> None:
             for name in ("doll", *servers):
                 asked(ports[name], paths.get(name, "/v2/models/digits/infer"), 4, 1.0)
             for _ in range(options.rounds):
-                for connections in (1, options.connections):
-                    for name in ("bare", "doll", *(name for name in servers if name != "bare")):
-                        measure(name, ports[name], connections, paths.get(name, "/v2/models/digits/infer"))
+                turns = [(name, connections) for name in ("doll", *servers) for connections in (1, options.connections)]
+                for name, connections in orders.sample(turns, len(turns)):
+                    measure(name, ports[name], connections, paths.get(name, "/v2/models/digits/infer"))
+                began_s = time.monotonic()
                 with publisher.publishing():
                     load = measure("doll while versions come", ports["doll"], options.connections)
                 delays += [
                     at_s - publisher.published[version]
                     for version, at_s in load.first_seen.items()
-                    if version in publisher.published
+                    if publisher.published.get(version, 0.0) >= began_s  # not at the end of the turn before
                 ]
     print("| server | requests/s | p50 ms | p99 ms | CPU us | errors |\n|---|---|---|---|---|---|")
-    for name, measured in loads.items():
+    for name, measured in sorted(loads.items(), key=lambda each: each[0].split(", ")[::-1]):
         print(row(name, measured))
 
     def ratio(field: str, name: str, reference: str) -> float:

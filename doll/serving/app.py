@@ -12,13 +12,12 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
@@ -81,7 +80,23 @@ class Asked:
         return self._headers.get(name, b"").decode("latin-1")
 
 
-Endpoint = Callable[[Asked], Awaitable[Response]]
+class Reply(NamedTuple):
+    """What a request is answered with."""
+
+    body: bytes
+    status: int = 200
+    headers: Mapping[str, str] = {}
+    media_type: str = _JSON
+
+    async def send(self, send: Send) -> None:
+        """Send it as ASGI says."""
+        headers = [(b"content-length", b"%d" % len(self.body)), (b"content-type", self.media_type.encode())]
+        headers += [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+Endpoint = Callable[[Asked], Awaitable[Reply]]
 
 
 class ServeApp:
@@ -134,16 +149,16 @@ class ServeApp:
         try:
             self._refuse_strangers(asked)
             endpoint, asked.params = self._route(scope["method"], scope["path"])
-            response = await endpoint(asked)
+            reply = await endpoint(asked)
         except ClientDisconnect:  # or the body did not come in time, and the connection was closed for it
             self._metrics.answered(408, time.perf_counter() - started_s)
             return
         except Exception as exc:
-            response = _response_to(exc, scope)
+            reply = _reply_to(exc, scope)
         finally:
             self._held_bytes -= asked.held_bytes
-        await response(scope, receive, send)
-        self._metrics.answered(response.status_code, time.perf_counter() - started_s)
+        await reply.send(send)
+        self._metrics.answered(reply.status, time.perf_counter() - started_s)
 
     def _found(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]]:
         """What answers, and the parameters in the path."""
@@ -169,7 +184,7 @@ class ServeApp:
 
     # --- answers
 
-    async def _infer(self, asked: Asked) -> Response:
+    async def _infer(self, asked: Asked) -> Reply:
         lane = self._lane(asked)
         wanted, tensors = decode_request(await self._body(asked), asked.header(LENGTH_HEADER.lower().encode()) or None)
         answer = await self._computed(lane, self._signature.of_tensors(tensors))
@@ -182,10 +197,10 @@ class ServeApp:
             self._answers.write(wanted.id, answer.version, content)
         data, length = encode_answer(wanted, self._name, version, outputs, self._facts(lane, answer.version))
         if length is None:
-            return Response(data, media_type=_JSON)
-        return Response(data, headers={LENGTH_HEADER: str(length)}, media_type="application/octet-stream")
+            return Reply(data)
+        return Reply(data, headers={LENGTH_HEADER: str(length)}, media_type="application/octet-stream")
 
-    async def _predict(self, asked: Asked) -> Response:
+    async def _predict(self, asked: Asked) -> Reply:
         lane = self._lane(asked)
         records = _records(await self._body(asked))
         features = self._signature.of_records([self._features(record) for record in records])
@@ -228,7 +243,7 @@ class ServeApp:
     def _facts(self, lane: Lane, version: ServedVersion) -> dict[str, Any]:
         """What each answer says of the version that it is from."""
         newest = self._newest_samples()
-        left = lane.left if version.place == lane.place else ""
+        left = lane.left if lane.left and version.place == lane.place else ""
         is_known = newest >= 0 and version.samples >= 0 and not left
         facts: dict[str, Any] = {
             "term": version.place.term,
@@ -300,30 +315,30 @@ class ServeApp:
 
     # --- what there is
 
-    async def _live(self, asked: Asked) -> Response:
+    async def _live(self, asked: Asked) -> Reply:
         return _json({"live": True})
 
-    async def _ready(self, asked: Asked) -> Response:
+    async def _ready(self, asked: Asked) -> Reply:
         reasons = {lane.wanted: lane.problem for lane in self._lanes if lane.copy is None}
         return _json({"ready": False, "reasons": reasons}, 503) if reasons else _json({"ready": True})
 
-    async def _model_ready(self, asked: Asked) -> Response:
+    async def _model_ready(self, asked: Asked) -> Reply:
         lane = self._lane(asked)
         if lane.copy is None:
             return _json({"name": self._name, "ready": False, "reason": lane.problem}, 503)
         return _json({"name": self._name, "ready": True})
 
-    async def _server_metadata(self, asked: Asked) -> Response:
+    async def _server_metadata(self, asked: Asked) -> Reply:
         return _json({"name": "doll", "version": doll.__version__, "extensions": ["binary_tensor_data"]})
 
-    async def _model_metadata(self, asked: Asked) -> Response:
+    async def _model_metadata(self, asked: Asked) -> Reply:
         self._lane(asked)
         tensors = {"inputs": self._signature.inputs, "outputs": self._signature.outputs}
         infos = {key: [info._asdict() for info in each] for key, each in tensors.items()}
         return _json({"name": self._name, "versions": self._versions(), "platform": "doll", **infos})
 
-    async def _page(self, asked: Asked) -> Response:
-        return Response(self._metrics.page(), media_type=CONTENT_TYPE)
+    async def _page(self, asked: Asked) -> Reply:
+        return Reply(self._metrics.page(), media_type=CONTENT_TYPE)
 
 
 async def _discard(receive: Receive) -> None:
@@ -344,11 +359,11 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
-def _json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(content), status, headers, _JSON)
+def _json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
+    return Reply(msgspec.json.encode(content), status, headers or {})
 
 
-def _response_to(error: Exception, scope: Scope) -> Response:
+def _reply_to(error: Exception, scope: Scope) -> Reply:
     """What a client gets for an error."""
     match error:
         case Refusal():
