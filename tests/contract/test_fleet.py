@@ -133,6 +133,17 @@ def test_terminated_ones_end_and_are_listed_for_a_while(rig: Rig) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_gone_before_it_is_listed_again_was_terminated(rig: Rig) -> None:
+    instance = rig.fleet.launch(Order(0, 1, "spot"))
+    rig.advance(60)
+    assert alive(rig) == {instance.id}
+    rig.fleet.terminate([instance.id])
+    rig.advance(90)
+    gone = listed(rig)[instance.id]
+    assert (gone.state, gone.end_reason) == (InstanceState.ENDED, EndReason.TERMINATED)
+
+
+@pytest.mark.slow
 def test_terminating_works_after_a_crash_too(rig: Rig) -> None:
     one, two = (rig.fleet.launch(Order(slot, 1, "spot")) for slot in range(2))
     rig.advance(90)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,9 @@ from doll.run.spot.provisioning import machines_of
 from doll.run.status import JobStatus, status_of
 from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
+from fleet_worlds import WORLDS
 from kube_nodes import Kubelets
+from provision_program import Provisioner
 from statuses import server_status
 from waiting import WAIT_TIMEOUT_S, until
 
@@ -38,42 +39,6 @@ PLAN = (
     "plan.deadline_s=600", "plan.spot_usd_per_h=0.158", "plan.on_demand_usd_per_h=0.286", "plan.boot_s=5",
     "plan.alpha=0.8", "plan.cycle_s=60", "provision.every_s=1", "arrivals.process=poisson", "arrivals.rate_per_s=20",
 )  # fmt: skip
-
-
-class Provisioner:
-    """`doll provision ...` of a pipeline's job, as a program of its own."""
-
-    def __init__(self, job: Any) -> None:
-        self.job = job
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def __call__(self, *arguments: str) -> subprocess.Popen[bytes]:
-        env = os.environ | {KAFKA_ENV: self.job.services.kafka, REDIS_ENV: self.job.services.redis}
-        log = self.job.run / "logs" / f"provision-{len(self.processes)}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        argv = [sys.executable, "-m", "doll", "provision", arguments[0], "--job", str(self.job.job_path)]
-        argv += ["--run-folder", str(self.job.run), *arguments[1:]]
-        with log.open("wb") as file:
-            self.processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=file))
-        return self.processes[-1]
-
-    def ask(self, *arguments: str) -> dict[str, Any]:
-        """What a command that ends by itself says."""
-        process = self(*arguments, "--json")
-        out, _ = process.communicate(timeout=WAIT_TIMEOUT_S)
-        assert process.returncode == 0, self.job.log(f"provision-{len(self.processes) - 1}")
-        document: dict[str, Any] = json.loads(out)
-        return document
-
-    def journal(self) -> list[dict[str, Any]]:
-        path: Path = FileStateStore(self.job.run, self.job.config.job).journal
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def close(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
 
 
 @pytest.fixture
@@ -171,13 +136,7 @@ def test_a_standby_on_another_machine_takes_over_from_a_provisioner_that_is_lost
         job.until(lambda: "standby_waiting" in job.log("provision-1"), "the standby to wait")
         made = [entry for entry in provision.journal() if entry["kind"] == "launched"]
         first.send_signal(loss)
-        journal = FileStateStore(other, job.config.job).journal
-
-        def entries(kind: str) -> list[dict[str, Any]]:
-            text = journal.read_text() if journal.exists() else ""
-            lines = text.rpartition("\n")[0].splitlines()  # the last one may be half written
-            return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
-
+        entries = partial(journal_of, other, job)
         job.until(lambda: entries("launched"), "the standby to launch")
         first.send_signal(signal.SIGCONT)
         assert first.wait(WAIT_TIMEOUT_S) == (1 if loss is signal.SIGSTOP else -signal.SIGKILL)
@@ -430,3 +389,55 @@ def nodes_of_workers(cluster: ray_cluster.RayCluster) -> list[str]:
 
     until(there, "a worker on a node")
     return nodes
+
+
+@pytest.mark.parametrize("make_world", WORLDS)
+def test_a_standby_adopts_the_workers_of_a_provisioner_that_is_lost_with_its_machine(
+    make_pipeline: Callable[..., Any], tmp_path: Path, make_world: Callable[..., Any]
+) -> None:
+    """On a cluster they outlive it: the standby launches none, replaces one that is taken later, and bills all."""
+    overrides = (*PLAN, "stop.updates=60", "provision.lease_s=3", f"checkpoint.folder={tmp_path}/run/checkpoints",
+                 "plan.alpha=0.99")  # fmt: skip
+    with make_world(make_pipeline, overrides, tmp_path) as (job, world):
+        provision, other = Provisioner(job), tmp_path / "other machine"
+        try:
+            job.start_ps()
+            for _ in range(3):
+                world.add()
+            first = provision("run", "--standby")
+            job.send(job.samples(160))
+            job.until_version(3)
+            second = provision("run", "--standby", "--run-folder", str(other))
+            job.until(lambda: "standby_waiting" in job.log("provision-1"), "the standby to wait")
+            made = [entry for entry in provision.journal() if entry["kind"] == "launched"]
+            before = set(world.of_workers())
+            assert len(before) == len(made) == 2
+            first.kill()
+            job.until(lambda: journal_of(other, job, "decision"), "the standby to decide")
+            version = job.version
+            job.send(job.samples(320))
+            job.until_version(version + 4)
+            assert set(world.of_workers()) == before
+            assert journal_of(other, job, "launched") == []
+            world.kill(min(before))
+            job.send(job.samples(640))
+            job.until_finished()
+            second.communicate(timeout=WAIT_TIMEOUT_S)
+            assert second.returncode == 0, job.log("provision-1")
+        finally:
+            provision.close()
+        launched, ended = (journal_of(other, job, kind) for kind in ("launched", "ended"))
+        assert len(launched) == 1
+        bills = {entry["id"]: entry["usd"] for entry in ended}
+        assert bills.keys() == {entry["id"] for entry in made + launched}, "every machine has its bill"
+        last = journal_of(other, job, "decision")[-1]
+        assert last["spent_usd"] == pytest.approx(sum(bills.values()))
+        assert job.assert_audit_ok().lost == 0
+
+
+def journal_of(folder: Path, job: Any, kind: str) -> list[dict[str, Any]]:
+    """What a provisioner with this run folder has written."""
+    journal = FileStateStore(folder, job.config.job).journal
+    text = journal.read_text() if journal.exists() else ""
+    lines = text.rpartition("\n")[0].splitlines()  # the last one may be half written
+    return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
@@ -250,6 +251,8 @@ class KubernetesFleet:
             for pod in self._api.list(f"{pods.CLUSTER_LABEL}={self._cluster}"):
                 if (instance := self._instance(pod)) is not None and instance.id in ids and instance.is_alive:
                     self._api.delete(instance.id)
+                    if instance.notice_s is None:  # it may be gone before anybody lists it
+                        self._known[instance.id] = replace(instance, state=InstanceState.ENDING)
         except ApiError as error:
             raise _unusable(error) from error
 
