@@ -211,11 +211,8 @@ class Rows(doll.Task):
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        "{name: doll, group_size: 7}", "{name: bsp}", "{name: ssp, staleness: 1}",
-        "{name: diloco, local_batches: 4, grace_s: 0.5}", "{name: wsp, wave_batches: 3}",
-    ],
-)  # fmt: skip
+    ["{name: doll, group_size: 7}", "{name: diloco, local_batches: 4, grace_s: 0.5}", "{name: wsp, wave_batches: 3}"],
+)  # of others see tests/integration/test_cut_batches.py
 def test_a_file_is_learned_to_its_last_record(up: Any, policy: str) -> None:
     """Neither batches nor groups are filled by so many rows; one of them is refused."""
     rows = [f"{n % 7},{n % 5},{n % 2}" for n in range(700)] + ["no row"] + ["1,2,1"] * 10

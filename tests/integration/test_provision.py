@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import kube_cluster
 import psutil
 import pytest
-import ray_cluster
-import yaml
 from doll.config import dump, load
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import LaunchError, Order
@@ -28,10 +24,9 @@ from doll.run.status import JobStatus, status_of
 from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
 from fleet_worlds import WORLDS
-from kube_nodes import Kubelets
 from provision_program import Provisioner
 from statuses import server_status
-from waiting import WAIT_TIMEOUT_S, until
+from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
 
@@ -285,134 +280,31 @@ def refusals(job: Any) -> str:
     return "\n".join(line for line in job.log("provision-0").splitlines() if "job_file_invalid" in line)
 
 
-@pytest.mark.skipif(kube_cluster.unavailable_reason() is not None, reason=str(kube_cluster.unavailable_reason()))
-def test_a_job_on_kubernetes_whose_nodes_are_drained_and_taken(
-    make_pipeline: Callable[..., Any], tmp_path_factory: Any
-) -> None:
-    """One node goes with a notice, one without; the job ends as ordered, its bill has each pod, nothing is lost."""
-    folder = tmp_path_factory.mktemp("kubernetes")
-    with kube_cluster.KubeCluster(folder / "cluster", controllers=True) as cluster:
-        template, fleet = folder / "pod.yaml", f"pod_template: {folder / 'pod.yaml'}, kubeconfig: {cluster.kubeconfig}"
-        job = make_pipeline(*PLAN, "plan.alpha=0.99", f"fleet={{kind: kubernetes, {fleet}}}", "stop.updates=60")
-        command = [sys.executable, "-m", "doll", "worker", "--job", str(job.job_path), "--run-folder", str(job.run)]
-        template.write_text(yaml.safe_dump({
-            "apiVersion": "v1", "kind": "Pod", "spec": {"terminationGracePeriodSeconds": 10, "containers": [
-                {"name": "worker", "image": "doll:local", "command": command, "resources": {"requests": {"cpu": "3"}}}
-            ]},
-        }))  # fmt: skip
-        env = {"DOLL_KAFKA": job.services.kafka, "DOLL_REDIS": job.services.redis}
-        provision = Provisioner(job)
-        job.start_ps()
-        with Kubelets(cluster, folder, env) as nodes:
-            try:
-                for number in range(4):  # a pod needs most of a node
-                    nodes.add(f"node-{number}", "spot")
-                process = provision("run")
-                job.send(job.samples(160))
-                job.until_version(8)
-                drained = next(pod["spec"]["nodeName"] for pod in nodes.pods())
-                nodes.drain(drained)
-                job.send(job.samples(240))
-                job.until_version(20)
-                running = [pod["spec"]["nodeName"] for pod in nodes.pods() if pod["status"]["phase"] == "Running"]
-                nodes.kill(next(node for node in running if node != drained))
-                job.send(job.samples(800))
-                job.until_finished()
-                out, _ = process.communicate(timeout=WAIT_TIMEOUT_S)
-                assert process.returncode == 0, job.log("provision-0")
-                assert "done" in out.decode()
-                left = [pod for pod in nodes.pods() if pod["status"]["phase"] in ("Pending", "Running")]
-                assert all("deletionTimestamp" in pod["metadata"] for pod in left)
-            finally:
-                provision.close()
-        journal = provision.journal()
-        made = {entry["id"] for entry in journal if entry["kind"] == "launched"}
-        bills = {entry["id"]: entry["usd"] for entry in journal if entry["kind"] == "ended"}
-        assert bills.keys() == made, "every pod has its bill"
-        assert len(made) >= 4, "both were replaced"
-        last = [entry for entry in journal if entry["kind"] == "decision"][-1]
-        assert (last["phase"], last["finished"]) == ("done", True)
-        assert last["spent_usd"] == pytest.approx(sum(bills.values()))
-        assert job.assert_audit_ok().lost == 0
-
-
-@pytest.mark.skipif(ray_cluster.unavailable_reason() is not None, reason=str(ray_cluster.unavailable_reason()))
-def test_a_job_on_ray_whose_nodes_are_drained_and_taken(make_pipeline: Callable[..., Any]) -> None:
-    """Of four nodes two go with a notice and one without; the job ends as ordered, and nothing is lost."""
-    with ray_cluster.RayCluster() as cluster:
-        job = make_pipeline(*PLAN, "plan.alpha=0.99", "stop.updates=60")
-        fleet = {"kind": "ray", "address": cluster.address,
-                 "env": {KAFKA_ENV: job.services.kafka, REDIS_ENV: job.services.redis}}  # fmt: skip
-        job.job_path.write_text(job.job_path.read_text() + yaml.safe_dump({"fleet": fleet}))
-        provision = Provisioner(job)
-        job.start_ps()
-        try:
-            for _ in range(4):  # a worker needs a node
-                cluster.add("spot")
-            process = provision("run")
-            job.send(job.samples(160))
-            job.until_version(8)
-            drained = nodes_of_workers(cluster)[0]
-            cluster.drain(drained, 30)
-            job.send(job.samples(240))
-            job.until_version(20)
-            cluster.kill(next(node for node in nodes_of_workers(cluster) if node != drained))
-            job.send(job.samples(240))
-            job.until_version(32)
-            cluster.drain(nodes_of_workers(cluster)[0], 30)
-            cluster.add("spot")
-            job.send(job.samples(560))
-            job.until_finished()
-            out, _ = process.communicate(timeout=WAIT_TIMEOUT_S)
-            assert process.returncode == 0, job.log("provision-0")
-            assert "done" in out.decode()
-        finally:
-            provision.close()
-        journal = provision.journal()
-        made = {entry["id"] for entry in journal if entry["kind"] == "launched"}
-        ended = {entry["id"]: entry for entry in journal if entry["kind"] == "ended"}
-        assert ended.keys() == made, "every worker has its bill"
-        assert [entry["end_reason"] for entry in ended.values()].count("interrupted") == 3
-        last = [entry for entry in journal if entry["kind"] == "decision"][-1]
-        assert (last["phase"], last["finished"]) == ("done", True)
-        assert last["spent_usd"] == pytest.approx(sum(entry["usd"] for entry in ended.values()))
-        assert job.assert_audit_ok().lost == 0
-
-
-def nodes_of_workers(cluster: ray_cluster.RayCluster) -> list[str]:
-    """The nodes on which workers run now."""
-    nodes: list[str] = []
-
-    def there() -> bool:
-        nodes[:] = cluster.nodes_of_actors()
-        return bool(nodes)
-
-    until(there, "a worker on a node")
-    return nodes
-
-
 @pytest.mark.parametrize("make_world", WORLDS)
-def test_a_standby_adopts_the_workers_of_a_provisioner_that_is_lost_with_its_machine(
+def test_a_job_on_a_cluster_that_loses_nodes_and_its_provisioner(
     make_pipeline: Callable[..., Any], tmp_path: Path, make_world: Callable[..., Any]
 ) -> None:
-    """On a cluster they outlive it: the standby launches none, replaces one that is taken later, and bills all."""
+    """One node goes with a notice, one without. Between them a standby takes over, and adopts the workers."""
     overrides = (*PLAN, "stop.updates=60", "provision.lease_s=3", f"checkpoint.folder={tmp_path}/run/checkpoints",
                  "plan.alpha=0.99")  # fmt: skip
     with make_world(make_pipeline, overrides, tmp_path) as (job, world):
         provision, other = Provisioner(job), tmp_path / "other machine"
         try:
             job.start_ps()
-            for _ in range(3):
+            for _ in range(4):
                 world.add()
             first = provision("run", "--standby")
             job.send(job.samples(160))
             job.until_version(3)
             second = provision("run", "--standby", "--run-folder", str(other))
             job.until(lambda: "standby_waiting" in job.log("provision-1"), "the standby to wait")
-            made = [entry for entry in provision.journal() if entry["kind"] == "launched"]
+            (drained, *_) = world.of_workers()
+            world.drain(drained)
+            made = partial(journal_of, job.run, job, "launched")
+            job.until(lambda: len(made()) == 3 and len(world.of_workers()) == 2, "the drained worker to be replaced")
             before = set(world.of_workers())
-            assert len(before) == len(made) == 2
             first.kill()
+            world.take_drained()
             job.until(lambda: journal_of(other, job, "decision"), "the standby to decide")
             version = job.version
             job.send(job.samples(320))
@@ -422,15 +314,19 @@ def test_a_standby_adopts_the_workers_of_a_provisioner_that_is_lost_with_its_mac
             world.kill(min(before))
             job.send(job.samples(640))
             job.until_finished()
-            second.communicate(timeout=WAIT_TIMEOUT_S)
+            out, _ = second.communicate(timeout=WAIT_TIMEOUT_S)
             assert second.returncode == 0, job.log("provision-1")
+            assert "done" in out.decode()
         finally:
             provision.close()
-        launched, ended = (journal_of(other, job, kind) for kind in ("launched", "ended"))
+        launched = journal_of(other, job, "launched")
         assert len(launched) == 1
+        ended = [*journal_of(job.run, job, "ended"), *journal_of(other, job, "ended")]
         bills = {entry["id"]: entry["usd"] for entry in ended}
-        assert bills.keys() == {entry["id"] for entry in made + launched}, "every machine has its bill"
+        assert bills.keys() == {entry["id"] for entry in made() + launched}, "every worker has its bill"
+        assert sorted(entry["end_reason"] for entry in ended) == ["interrupted"] * 2 + ["terminated"] * 2
         last = journal_of(other, job, "decision")[-1]
+        assert (last["phase"], last["finished"]) == ("done", True)
         assert last["spent_usd"] == pytest.approx(sum(bills.values()))
         assert job.assert_audit_ok().lost == 0
 
