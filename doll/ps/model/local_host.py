@@ -187,7 +187,9 @@ class LocalModelHost:
         calls: list[Callable[[], None]] = []
         if self._published and (version := self._published[-1]) != self._pointed_at:
             if self._row_writer is not None and self._is_published:  # before the pointer, by which readers go
-                self._unused += self._row_writer.put(version)
+                stores, unused_rows = self._row_writer.publish(version)
+                calls += stores
+                self._unused += unused_rows
             latest = Latest(term=self._term, version=version, key=weights_key(self._scope, self._term, version))
             calls.append(partial(self._blobs.put, latest_key(self._scope), encode_latest(latest), self._ttl_s))
             self._pointed_at = version

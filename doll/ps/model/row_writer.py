@@ -8,10 +8,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Final, NamedTuple
 
 from doll.ps.tables.store import TableStore
-from doll.storage.blobs import Blobs, followed_key, row_changes_key
+from doll.storage.blobs import Blobs, Buffer, followed_key, row_changes_key
+from doll.storage.reads_ahead import in_thread
 from doll.storage.row_changes import FOLLOWED_S, WORD_LIVES_S, RowChanges, encode_row_changes
 from doll.telemetry import get_logger
 
@@ -26,6 +29,18 @@ class _Kept(NamedTuple):
     key: str
     num_bytes: int
     until_s: float
+
+
+class Publication(NamedTuple):
+    """What a version leaves to do in the blob store.
+
+    Attributes:
+        stores: calls, to be made in this order before the version is pointed at.
+        unused: keys of older changes, to be deleted.
+    """
+
+    stores: list[Callable[[], None]]
+    unused: list[str]
 
 
 class RowWriter:
@@ -45,40 +60,42 @@ class RowWriter:
         self._kept_bytes = kept_bytes
         self._look_at_s = self._mark_at_s = self._followed_until_s = float("-inf")
         self._word = b""  # of readers, the last one
+        self._coming_word: Future[Buffer | None] | None = None
         self._began: int | None = None  # first version of the term
         self._version: int | None = None  # up to which changes are published; None: nobody follows
         self._kept: deque[_Kept] = deque()  # what is in the blob store
         self._num_bytes = 0
 
-    def put(self, version: int) -> list[str]:
-        """Store what `version`, that of the tables now, has changed since this was called before, if anybody follows.
+    def publish(self, version: int) -> Publication:
+        """Publish what `version`, that of the tables now, has changed since this was called before, if anybody follows.
 
-        Returns keys of older changes, to be deleted.
+        Where a call of `stores` fails, readers find the chain broken, and wait for a checkpoint.
         """
+        stores: list[Callable[[], None]] = []
+        unused: list[str] = []
         if self._began is None:
             self._began = version
         if (now_s := self._clock()) >= self._look_at_s:
             self._look_at_s = now_s + _LOOK_S
-            self._look(version, now_s)
+            self._look(version, now_s, stores)
         if self._version is None or version <= self._version:
-            return []
+            return Publication(stores, unused)
         changes = RowChanges(self._version, version, self._began, self._tables.changes())
         blob = encode_row_changes(changes, self._shapes, job=self._scope)
         key = row_changes_key(self._scope, self._term, version)
-        self._blobs.put(key, blob, self._ttl_s)
+        stores.append(partial(self._blobs.put, key, blob, self._ttl_s))
         self._version = version
         self._kept.append(_Kept(key, sum(map(len, blob)), now_s + self._ttl_s))
         self._num_bytes += self._kept[-1].num_bytes
-        unused = []
         while self._kept[0].until_s <= now_s or (self._num_bytes > self._kept_bytes and len(self._kept) > 1):
             oldest = self._kept.popleft()
             self._num_bytes -= oldest.num_bytes
             if oldest.until_s > now_s:
                 unused.append(oldest.key)
-        return unused
+        return Publication(stores, unused)
 
-    def _look(self, version: int, now_s: float) -> None:
-        is_followed = self._is_followed(now_s)
+    def _look(self, version: int, now_s: float, stores: list[Callable[[], None]]) -> None:
+        is_followed = self._is_followed(now_s, stores)
         if is_followed == (self._version is not None):
             return
         log.info("rows_followed" if is_followed else "rows_not_followed", version=version)
@@ -88,18 +105,28 @@ class RowWriter:
         else:
             self._tables.unfollow()
 
-    def _is_followed(self, now_s: float) -> bool:
+    def _is_followed(self, now_s: float, stores: list[Callable[[], None]]) -> bool:
         """Whether a reader has said something new. What it says has a place that is always there: a store in shared
         memory looks for a key that it lacks in Redis, which may be away without holding this job up."""
         key = followed_key(self._scope)
         is_first = self._mark_at_s == float("-inf")
         if is_first or (now_s >= self._followed_until_s and now_s >= self._mark_at_s):
             self._mark_at_s = now_s + _MARK_S
-            self._blobs.put(key, [b""], WORD_LIVES_S)
+            stores.append(partial(self._blobs.put, key, [b""], WORD_LIVES_S))
             if is_first:
                 self._followed_until_s = now_s + FOLLOWED_S
             return is_first
-        word = bytes(self._blobs.get(key) or b"")
+        word = self._word_at(key)
         if word and word != self._word:
             self._word, self._followed_until_s = word, now_s + FOLLOWED_S
         return now_s < self._followed_until_s
+
+    def _word_at(self, key: str) -> bytes:
+        """What readers have said; of a far store, which nobody waits for, what they had said at the look before."""
+        if not self._blobs.is_far:
+            return bytes(self._blobs.get(key) or b"")
+        coming = self._coming_word
+        if coming is not None and not coming.done():
+            return b""
+        self._coming_word = in_thread(partial(self._blobs.get, key), "followed")
+        return b"" if coming is None else bytes(coming.result() or b"")

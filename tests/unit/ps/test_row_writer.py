@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -13,25 +14,44 @@ from doll.storage.blobs import followed_key, row_changes_key
 from doll.storage.row_changes import RowChanges, decode_row_changes
 from doll.tables.rows import Rows
 from memory_stores import MemoryBlobs
+from waiting import until
 
 pytestmark = pytest.mark.slow  # loads torch
 
 SCOPE = "job:r1"
 
 
+class FarBlobs(MemoryBlobs):
+    """A round trip away: the server's thread asks for nothing."""
+
+    is_far = True  # type: ignore[misc]
+
+    def get(self, key: str) -> bytes | None:
+        assert threading.current_thread() is not threading.main_thread()
+        return super().get(key)
+
+
 class Rig:
-    def __init__(self, kept_bytes: int = 10**6, *, term_begins: bool = False) -> None:
+    def __init__(
+        self, kept_bytes: int = 10**6, *, term_begins: bool = False, blobs: type[MemoryBlobs] = MemoryBlobs
+    ) -> None:
         self.now_s = 0.0
         self._words = itertools.count(1)
-        self.blobs = MemoryBlobs(clock=lambda: self.now_s)
+        self.blobs = blobs(clock=lambda: self.now_s)
         self.tables = TableStore({"t": np.zeros((10, 2), np.float32)}, None)
         self.writer = RowWriter(
             SCOPE, 3, self.blobs, 60.0, self.tables, clock=lambda: self.now_s, kept_bytes=kept_bytes
         )
-        self.writer.put(0)
+        self.publish(0)
         if not term_begins:
             self.now_s += 10.0
-            self.writer.put(0)
+            self.publish(0)
+
+    def publish(self, version: int) -> list[str]:
+        stores, unused = self.writer.publish(version)
+        for store in stores:
+            store()
+        return unused
 
     def follow(self) -> None:
         """A reader says that it is there, and the writer has looked before."""
@@ -41,7 +61,7 @@ class Rig:
         self.now_s += 1.0
         self.tables.add({"t": Rows(np.array(ids), np.full((len(ids), 2), 1, np.float32))})
         self.tables.apply(1.0, version)
-        return self.writer.put(version)
+        return self.publish(version)
 
     def changes(self, version: int) -> RowChanges | None:
         data = self.blobs.get(row_changes_key(SCOPE, 3, version))
@@ -81,6 +101,19 @@ def test_a_term_begins_as_if_somebody_followed() -> None:
         changes = rig.changes(version)
         assert (changes is not None) == (version < 10)
         assert changes is None or (changes.since, changes.began) == (version - 1, 0)
+
+
+def test_nobody_waits_for_a_far_store() -> None:
+    rig = Rig(blobs=FarBlobs)
+    rig.follow()
+    versions = itertools.count(1)
+
+    def is_published() -> bool:
+        rig.update(version := next(versions), 1)
+        keys = rig.blobs.keys()
+        return row_changes_key(SCOPE, 3, version) in keys
+
+    until(is_published, "changes of rows")
 
 
 def test_a_version_that_changes_no_row_is_a_link_of_the_chain() -> None:
