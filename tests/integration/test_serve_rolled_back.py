@@ -111,6 +111,8 @@ def test_the_server_and_the_page_follow_the_line_that_goes_on(job: Any) -> None:
                 assert (again.version, again.term > left.term) == (left.version + 1, True)
                 until(lambda: asker.answers[-1]["version"] == again.version, lambda: str(asker.answers[-1]))
                 assert asker.answers[-1]["samples_behind"] == 0
+                # A server looks for rollbacks every two seconds.
+                until(lambda: "left_behind" in asker.ask("stable"), lambda: str(asker.ask("stable")))
                 stable = asker.ask("stable")
                 assert (stable["version"], stable["samples_behind"]) == (left.version, None)
                 assert stable["left_behind"].startswith(f"version {again.version} is version {to} again")
