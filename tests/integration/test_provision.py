@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from doll.config import dump, load
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import LaunchError, Order
 from doll.provisioner.fleets.processes import ProcessFleet
-from doll.provisioner.state_store import FileStateStore
 from doll.records.control import Finished, Leave, Metric
 from doll.run.folder import RunFolder
 from doll.run.spot.provisioning import machines_of
@@ -24,7 +22,7 @@ from doll.run.status import JobStatus, status_of
 from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
 from fleet_worlds import WORLDS
-from provision_program import Provisioner
+from provision_program import Provisioner, journal_of
 from statuses import server_status
 from waiting import WAIT_TIMEOUT_S
 
@@ -329,11 +327,3 @@ def test_a_job_on_a_cluster_that_loses_nodes_and_its_provisioner(
         assert (last["phase"], last["finished"]) == ("done", True)
         assert last["spent_usd"] == pytest.approx(sum(bills.values()))
         assert job.assert_audit_ok().lost == 0
-
-
-def journal_of(folder: Path, job: Any, kind: str) -> list[dict[str, Any]]:
-    """What a provisioner with this run folder has written."""
-    journal = FileStateStore(folder, job.config.job).journal
-    text = journal.read_text() if journal.exists() else ""
-    lines = text.rpartition("\n")[0].splitlines()  # the last one may be half written
-    return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]

@@ -40,11 +40,18 @@ class Provisioner:
         return document
 
     def journal(self) -> list[dict[str, Any]]:
-        path: Path = FileStateStore(self.job.run, self.job.config.job).journal
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return journal_of(self.job.run, self.job)
 
     def close(self) -> None:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
             process.communicate()
+
+
+def journal_of(folder: Path, job: Any, kind: str = "") -> list[dict[str, Any]]:
+    """What a provisioner with this run folder has written so far; of one kind, or all."""
+    journal = FileStateStore(folder, job.config.job).journal
+    text = journal.read_text() if journal.exists() else ""
+    lines = text.rpartition("\n")[0].splitlines()  # the last one may be half written
+    return [entry for entry in map(json.loads, lines) if kind in ("", entry["kind"])]
